@@ -1,0 +1,61 @@
+# make install   .venv with everything, native libraries built; does nothing when nothing changed
+# make native    rebuild the native libraries after an edit in csrc/ (only what changed is compiled)
+# make test      CTest, then pytest, then the op tests once more without the native kernels
+# make lint      ruff and mypy
+# make clean     removes what was built; keeps .venv
+
+PYTHON ?= python3
+VENV ?= .venv
+MAX_JOBS ?= 2
+# Where a compiler is at hand, a kernel that does not build is an error and not a fallback.
+DMJD_EXT ?= $(if $(shell command -v c++),force,auto)
+DMJD_CUDA ?= $(if $(shell command -v nvcc),force,auto)
+export MAX_JOBS
+
+BIN := $(VENV)/bin
+# Twice quiet: errors alone.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+NATIVE := build/.native
+CMAKE_BUILD := build/cmake
+SOURCES := $(shell find csrc -type f)
+
+.PHONY: install native test lint clean
+
+install: $(INSTALLED) $(NATIVE)
+
+native: $(NATIVE)
+
+# torch first and by itself: the native build below needs it, and pip must not fetch another into an isolated build.
+$(INSTALLED): pyproject.toml setup.py
+	@echo "installing into $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install torch torchvision 'setuptools>=77' ninja
+	@DMJD_EXT=off DMJD_CUDA=off $(PIP) install --no-build-isolation --editable '.[train,eval,dev]'
+	@touch $@
+
+# The compiler's command lines are kept in a log, which is shown when something fails.
+$(NATIVE): $(INSTALLED) $(SOURCES)
+	@echo "building the native libraries"
+	@mkdir -p build
+	@DMJD_EXT=$(DMJD_EXT) DMJD_CUDA=$(DMJD_CUDA) $(BIN)/python setup.py build_ext --inplace > build/native.log 2>&1 \
+	    || { cat build/native.log; exit 1; }
+	@sed -n '/^dmjd: /p' build/native.log
+	@touch $@
+
+test: install
+	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \
+	    && cmake --build $(CMAKE_BUILD) --parallel $(MAX_JOBS) >> build/cmake.log 2>&1 \
+	    || { cat build/cmake.log; exit 1; }
+	@ctest --test-dir $(CMAKE_BUILD) --output-on-failure
+	@$(BIN)/python -m pytest
+	@DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest tests/ops
+
+lint: $(INSTALLED)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf build dist *.egg-info dmjd/*.so .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,7 @@
+"""``python -m dmjd``."""
+
+import sys
+
+from dmjd.cli import main
+
+sys.exit(main())

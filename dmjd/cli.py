@@ -1,0 +1,130 @@
+"""``dmjd VERB key=value ...``. Heavy imports happen inside verbs, so that help and mistakes answer at once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from dmjd import __version__
+from dmjd.errors import ConfigError, UserError
+
+_TRAINING_EXTRA = "pip install 'dmjd[train]'"
+
+
+def _pretrain(words: Sequence[str]) -> None:
+    """pre-train a masked image model into a run folder"""
+    from dmjd.compose import compose
+    from dmjd.train.loop import pretrain
+
+    run = pretrain(compose("pretrain", words))
+    print(f"{run.path}: finished; next: dmjd knn checkpoint={run.path}, dmjd report {run.path}")
+
+
+def _evaluate(verb: str, words: Sequence[str]) -> None:
+    from dmjd.compose import compose
+    from dmjd.evaluate.verbs import VERBS as EVALUATIONS
+
+    record = EVALUATIONS[verb](compose(verb, words))
+    print(f"{verb} top-1 {record['top1']:.2f} %  ({record['weights']}, step {record['step']})")
+
+
+def _linprobe(words: Sequence[str]) -> None:
+    """linear probe of a checkpoint's frozen features"""
+    _evaluate("linprobe", words)
+
+
+def _knn(words: Sequence[str]) -> None:
+    """k-nearest-neighbour accuracy of a checkpoint's frozen features"""
+    _evaluate("knn", words)
+
+
+def _report(words: Sequence[str]) -> None:
+    """compose report.html from a run folder: dmjd report RUN"""
+    from dmjd.report import write_report
+
+    if len(words) != 1:
+        raise ConfigError("dmjd report takes one run folder: dmjd report runs/demo")
+    print(write_report(words[0]))
+
+
+def _ops(words: Sequence[str]) -> None:
+    """which kernel serves which op on which device: dmjd ops status"""
+    from dmjd.ops import status
+
+    if list(words) != ["status"]:
+        raise ConfigError("dmjd ops takes one word: dmjd ops status")
+    for name, devices in status().items():
+        for device, kernel in devices.items():
+            print(f"{name:20} {device:5} {kernel}")
+
+
+VERBS: dict[str, Callable[[Sequence[str]], None]] = {
+    "pretrain": _pretrain,
+    "linprobe": _linprobe,
+    "knn": _knn,
+    "report": _report,
+    "ops": _ops,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0
+    if words[0] == "--version":
+        print(f"dmjd {__version__}")
+        return 0
+    verb, rest = words[0], words[1:]
+    try:
+        if verb not in VERBS:
+            raise ConfigError(f"no verb {verb!r}; choose from {', '.join(VERBS)}")
+        if "-h" in rest or "--help" in rest:
+            print(_help(verb))
+        elif "--cfg" in rest:
+            print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
+        else:
+            VERBS[verb](rest)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == "dmjd":
+            raise
+        print(f"error: dmjd {verb} needs {error.name}; {_TRAINING_EXTRA}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the last checkpoint is intact", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        if type(error).__name__ != "NonFiniteLoss":
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _usage() -> str:
+    lines = ["dmjd VERB key=value ...   (dmjd VERB --help lists its keys, --cfg prints its configuration)", "", "verbs"]
+    lines += [f"  {name:10} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
+    return "\n".join(lines)
+
+
+def _help(verb: str) -> str:
+    lines = [f"dmjd {verb}: {(VERBS[verb].__doc__ or '').strip()}"]
+    from dmjd.compose import SCHEMAS, describe
+
+    if verb in SCHEMAS:
+        lines += ["", *describe(verb)]
+    return "\n".join(lines)
+
+
+def _resolved(verb: str, words: Sequence[str]) -> str:
+    from dmjd.compose import SCHEMAS, compose, to_yaml
+
+    if verb not in SCHEMAS:
+        raise ConfigError(f"dmjd {verb} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
+    return to_yaml(compose(verb, words))

@@ -1,0 +1,157 @@
+"""From command-line words to a typed configuration, through Hydra's compose API.
+
+``hydra.main`` makes a folder per rank, changes the working directory and dies on ``--local_rank``; composing ourselves
+does none of that. Whatever Hydra or OmegaConf object to becomes one sentence that names the key and what it may be.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, get_args, get_type_hints
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig, check_fields
+from dmjd.errors import ConfigError
+from dmjd.resources import configs_dir
+
+SCHEMAS: dict[str, type] = {"pretrain": PretrainConfig, "linprobe": LinprobeConfig, "knn": KnnConfig}
+"""Verb -> its configuration; ``configs/VERB.yaml`` holds its defaults list."""
+
+
+def groups() -> dict[str, list[str]]:
+    """Config groups and their options, as shipped: ``{"data": ["digits", "folder", ...], ...}``."""
+    folders = sorted(path for path in configs_dir().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def describe(verb: str) -> list[str]:
+    """Help lines: the verb's groups with their options, then every key with its type."""
+    schema = SCHEMAS[verb]
+    names = {field.name for field in fields(schema)}
+    offered = {name: options for name, options in groups().items() if name in names}
+    if verb == "pretrain":
+        offered["experiment"] = groups()["experiment"]
+    lines = ["groups: GROUP=OPTION", *(f"  {name:12} {', '.join(options)}" for name, options in offered.items())]
+    return [*lines, "", "keys: KEY=VALUE", *(f"  {line}" for line in _keys(schema))]
+
+
+def _keys(schema: type, prefix: str = "") -> Iterator[str]:
+    hints = get_type_hints(schema)
+    for field in fields(schema):
+        inner = _dataclass_of(hints[field.name])
+        if inner is not None:
+            yield from _keys(inner, f"{prefix}{field.name}.")
+            continue
+        choices = field.metadata.get("choices")
+        kind = " | ".join(choices) if choices else str(field.type)
+        yield f"{prefix + field.name:32} {kind}"
+
+
+def compose(verb: str, overrides: Sequence[str]) -> Any:
+    """The configuration object of ``verb`` (see :data:`SCHEMAS`) under ``overrides`` such as ``"optim.base_lr=1e-3"``.
+
+    Raises:
+        ConfigError: naming the key and the allowed keys or values.
+    """
+    schema = SCHEMAS[verb]
+    _check_overrides(schema, overrides)
+    store = ConfigStore.instance()
+    store.store(name=f"{verb}_schema", node=schema)
+    try:
+        with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
+            composed = hydra_compose(verb, list(overrides))
+        missing = sorted(OmegaConf.missing_keys(composed))
+        if missing:
+            raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error)) from error
+    check_fields(config)
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def from_yaml(schema: type, text: str) -> Any:
+    """The inverse of :func:`to_yaml`. Raises ConfigError on a text that does not fit ``schema``."""
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(text)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(_sentence(error)) from error
+
+
+def _check_overrides(schema: type, overrides: Sequence[str]) -> None:
+    """Refuse malformed words, unknown keys and unknown group options before Hydra sees them."""
+    available = groups()
+    chosen: set[str] = set()
+    for word in overrides:
+        try:
+            override = OverridesParser.create().parse_override(word)
+        except HydraException as error:
+            raise ConfigError(f"cannot read {word!r}; write key=value, for example optim.base_lr=1e-3") from error
+        key = override.key_or_group
+        if override.is_sweep_override():
+            raise ConfigError(f"{key}: one value at a time, got {word!r}; submit one run per value")
+        if override.is_delete() or override.is_add():
+            raise ConfigError(f"{word!r} adds or deletes a key; the keys are fixed, write {key}=value to set one")
+        if key in available:
+            value = override.value()
+            if value not in available[key]:
+                raise ConfigError(f"{key} has no option {value!r}; choose from {', '.join(available[key])}")
+            chosen.add(key)
+        else:
+            _check_key(schema, key)
+            group = key.split(".")[0]
+            if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
+                raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
+
+
+def _check_key(schema: type, key: str) -> None:
+    node: type = schema
+    path = key.split(".")
+    for depth, name in enumerate(path):
+        names = [field.name for field in fields(node)]
+        if name not in names:
+            where = ".".join(path[:depth]) or "the top level"
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{key} is not a key; {hint}{where} has {', '.join(names)}")
+        inner = _dataclass_of(get_type_hints(node)[name])
+        if inner is None:
+            if depth + 1 < len(path):
+                raise ConfigError(f"{key} is not a key; {'.'.join(path[: depth + 1])} is a single value")
+            return
+        node = inner
+
+
+def _is_optional(annotation: Any) -> bool:
+    return type(None) in get_args(annotation)
+
+
+def _dataclass_of(annotation: Any) -> type | None:
+    """The dataclass inside ``X`` or ``X | None``."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def _sentence(error: Exception) -> str:
+    """Hydra and OmegaConf wrap the reason in several lines and exceptions: keep the reason and the full key."""
+    while isinstance(error, HydraException) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    reason = str(error).strip().splitlines()[0]
+    key = getattr(error, "full_key", None)
+    return f"{key}: {reason}" if key else reason

@@ -1,0 +1,1 @@
+"""Data sets, keyed crops and the deterministic loader: a training batch is a pure function of (seed, step)."""

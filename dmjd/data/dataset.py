@@ -1,0 +1,118 @@
+"""What every data set offers: map-style, indexed by a sample id that is stable over epochs."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dmjd.errors import ConfigError
+
+Split = Literal["train", "test"]
+Pixels = npt.NDArray[np.uint8]
+
+
+class ImageDataset(Protocol):
+    """N labelled or unlabelled images, read by index from any process.
+
+    Loader workers are forked, and touching a Python object writes its reference count: a list of a million paths is
+    copied page by page into every worker. So whatever grows with N is kept in numpy arrays.
+    """
+
+    @property
+    def num_classes(self) -> int:
+        """Labels are in ``range(num_classes)``; 0 if there are none."""
+        ...
+
+    @property
+    def channels(self) -> int:
+        """C of every image: 1 or 3."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> Pixels:
+        """uint8 ``[H, W, C]``; H and W may differ between images. Raises DataError if it cannot be read."""
+        ...
+
+    def label(self, index: int) -> int:
+        """The class, or -1 if the data set has none."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What to call the image in a sentence: a path where it has one."""
+        ...
+
+
+class ArrayDataset:
+    """Images that fit in memory.
+
+    Args:
+        images: uint8 ``[N, H, W, C]``.
+        labels: integers ``[N]``, in ``range(num_classes)``.
+        num_classes: how many classes there are.
+        source: where the images come from, for :meth:`name`.
+    """
+
+    def __init__(self, images: Pixels, labels: npt.NDArray[np.integer], num_classes: int, source: str) -> None:
+        assert images.ndim == 4
+        assert labels.shape == images.shape[:1]
+        self._images = images
+        self._labels = labels
+        self._source = source
+        self.num_classes = num_classes
+        self.channels: int = images.shape[3]
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def image(self, index: int) -> Pixels:
+        """See :class:`ImageDataset`."""
+        pixels: Pixels = self._images[index]
+        return pixels
+
+    def label(self, index: int) -> int:
+        """See :class:`ImageDataset`."""
+        return int(self._labels[index])
+
+    def name(self, index: int) -> str:
+        """See :class:`ImageDataset`."""
+        return f"{self._source}[{index}]"
+
+
+class EvenSubset:
+    """``count`` images of a data set, evenly spaced, so that one sorted by class keeps its balance.
+
+    Raises:
+        ConfigError: if ``count`` is not between 1 and the size of the set.
+    """
+
+    def __init__(self, dataset: ImageDataset, count: int) -> None:
+        if not 1 <= count <= len(dataset):
+            raise ConfigError(f"train_images must be between 1 and the {len(dataset)} training images, got {count}")
+        self._dataset = dataset
+        self._count = count
+
+    @property
+    def num_classes(self) -> int:
+        return self._dataset.num_classes
+
+    @property
+    def channels(self) -> int:
+        return self._dataset.channels
+
+    def __len__(self) -> int:
+        return self._count
+
+    def image(self, index: int) -> Pixels:
+        return self._dataset.image(self._original(index))
+
+    def label(self, index: int) -> int:
+        return self._dataset.label(self._original(index))
+
+    def name(self, index: int) -> str:
+        return self._dataset.name(self._original(index))
+
+    def _original(self, index: int) -> int:
+        return range(self._count)[index] * len(self._dataset) // self._count

@@ -1,0 +1,215 @@
+"""A folder of image files, with or without class folders, as people have it on disk.
+
+Pixels are those of Pillow: the EXIF orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation
+is its first frame, and 16-bit grey keeps its high byte.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from dmjd.data.dataset import Pixels, Split
+from dmjd.errors import DataError
+
+Check = Literal["none", "header", "decode"]
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+
+_CHECK_THREADS = 16  # opening files waits for the disk or the network far more than for the processor
+_CHECK_CHUNK = 256
+
+# Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
+warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
+
+
+class ImageFolder:
+    """Every image below a folder, in sorted order; hidden files are left out and symbolic links followed.
+
+    Layouts are ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone, which is then all "train". Within
+    a split, images lie either all in class folders or all in the folder itself (no labels). Classes are numbered by the
+    sorted names of the training split's class folders.
+
+    Args:
+        root: the folder.
+        split: "train", or "test", which is ``root/val`` or else ``root/test``.
+        channels: 1 (grey) or 3 (RGB), to which every image is converted.
+        check: what to verify before training: "none", "header" (each file opens and is large enough) or "decode" (and
+            every pixel can be read).
+        min_size: (height, width) of the crop, which no checked image may fall short of.
+
+    Raises:
+        DataError: if the folder is missing, empty or of another layout, or a file fails the check.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        split: Split,
+        channels: Literal[1, 3],
+        check: Check = "header",
+        min_size: tuple[int, int] = (1, 1),
+    ) -> None:
+        self.channels = channels
+        self._folder, classes = _find_split(Path(root).expanduser(), split)
+        paths = list(_walk(self._folder, "", ()))
+        labels = _assign_labels(self._folder, paths, classes)
+        # One buffer of bytes and where each path ends; a numpy string array would pad every path to the longest.
+        encoded = [os.fsencode(path) for path in paths]
+        self._paths = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
+        self._labels = np.array(labels, dtype=np.int64)
+        self.num_classes = len(classes) if labels[0] >= 0 else 0
+        if check != "none":
+            self._check(decode=check == "decode", min_size=min_size)
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def image(self, index: int) -> Pixels:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        try:
+            return _decode(self.name(index), self.channels)
+        except Exception as error:  # damaged files make Pillow's decoders raise almost anything
+            raise DataError(
+                f"{self.name(index)} cannot be read as an image ({_reason(error)}); remove or replace it"
+            ) from error
+
+    def label(self, index: int) -> int:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        return int(self._labels[index])
+
+    def name(self, index: int) -> str:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        index = range(len(self))[index]
+        start = self._ends[index - 1] if index else 0
+        return os.path.join(self._folder, os.fsdecode(self._paths[start : self._ends[index]].tobytes()))
+
+    def _check(self, decode: bool, min_size: tuple[int, int]) -> None:
+        def inspect(start: int) -> list[_Flaw]:
+            indices = range(start, min(start + _CHECK_CHUNK, len(self)))
+            flaws = (_inspect(self.name(index), self.channels, decode, min_size) for index in indices)
+            return [flaw for flaw in flaws if flaw is not None]
+
+        with ThreadPoolExecutor(_CHECK_THREADS) as pool:
+            flaws = [flaw for chunk in pool.map(inspect, range(0, len(self), _CHECK_CHUNK)) for flaw in chunk]
+        broken = [flaw for flaw in flaws if flaw.reason]
+        if broken:
+            raise DataError(
+                f"{_and_more(broken)} cannot be read as an image ({broken[0].reason}); remove or replace what is broken"
+            )
+        if flaws:
+            raise DataError(
+                f"{_and_more(flaws)} cannot fill the {min_size[0]}x{min_size[1]} crop (height x width); lower "
+                "data.image_size, remove what is too small, or set data.check=none to have small images enlarged"
+            )
+
+
+class _Flaw(NamedTuple):
+    """Why a file fails the check: ``reason``, or else it is too small."""
+
+    what: str
+    reason: str
+
+
+def _and_more(flaws: list[_Flaw]) -> str:
+    return flaws[0].what if len(flaws) == 1 else f"{flaws[0].what} and {len(flaws) - 1} more"
+
+
+def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
+    """The split's folder and the sorted class folders of the training split."""
+    if not root.is_dir():
+        raise DataError(f"data.root={root} is not a folder; set data.root to a folder of images")
+    divided = (root / "train").is_dir()
+    held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if split == "test" and held_out is None:
+        raise DataError(f"{root} has no test split; put held-out images into its folder val/ or test/, beside train/")
+    if held_out is not None and not divided:
+        raise DataError(f"{root} has a folder {held_out.name}/ but no train/; put the training images into train/")
+    train = root / "train" if divided else root
+    classes = [name for name, is_folder in _list(str(train)) if is_folder]
+    return str(held_out if split == "test" else train), classes
+
+
+def _list(folder: str) -> list[tuple[str, bool]]:
+    """Sorted (name, is a folder) of what is not hidden."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"folder {folder} cannot be listed ({_reason(error)})") from error
+
+
+def _walk(folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
+    """Paths of the images below ``folder``, relative to where the walk began."""
+    real = os.path.realpath(folder)
+    if real in above:  # a link to a folder that contains it
+        return
+    for name, is_folder in _list(folder):
+        if is_folder:
+            yield from _walk(os.path.join(folder, name), f"{prefix}{name}/", (*above, real))
+        elif name.lower().endswith(ENDINGS):
+            yield prefix + name
+
+
+def _assign_labels(folder: str, paths: list[str], classes: list[str]) -> list[int]:
+    if not paths:
+        raise DataError(f"folder {folder} holds no images; files must end in {', '.join(ENDINGS)}")
+    nested = sum("/" in path for path in paths)
+    if nested == 0:
+        return [-1] * len(paths)
+    if nested < len(paths):
+        stray = next(path for path in paths if "/" not in path)
+        raise DataError(f"folder {folder} mixes class folders with images beside them ({stray}); use one or the other")
+    numbers = {name: number for number, name in enumerate(classes)}
+    names = [path.split("/", 1)[0] for path in paths]
+    unknown = next((name for name in names if name not in numbers), None)
+    if unknown is not None:
+        raise DataError(f"class folder {os.path.join(folder, unknown)} has no counterpart in the training split")
+    return [numbers[name] for name in names]
+
+
+def _open(path: str) -> Image.Image:
+    image = Image.open(path)
+    if image.mode in ("I", "F"):
+        image.close()
+        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+    return image
+
+
+def _decode(path: str, channels: int) -> Pixels:
+    with _open(path) as opened:
+        image: Image.Image = opened
+        if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
+            image = image.convert("RGBA")
+        pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
+    return pixels.reshape(*pixels.shape[:2], channels)
+
+
+def _inspect(path: str, channels: int, decode: bool, min_size: tuple[int, int]) -> _Flaw | None:
+    try:
+        with _open(path) as image:
+            width, height = image.size
+        if decode:
+            _decode(path, channels)
+    except Exception as error:  # as in ImageFolder.image
+        return _Flaw(path, _reason(error))
+    too_small = height < min_size[0] or width < min_size[1]
+    return _Flaw(f"{path} ({height}x{width})", reason="") if too_small else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not a format that Pillow knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,94 @@
+"""Fashion-MNIST (and MNIST, whose files look the same) in the IDX format of its authors."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from dmjd.data.dataset import ArrayDataset, Pixels, Split
+from dmjd.errors import DataError
+
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's and Ubuntu's package ``dataset-fashion-mnist`` puts the files."""
+
+_PREFIX = {"train": "train", "test": "t10k"}
+_REMEDY = (
+    "download Fashion-MNIST's four files again, "
+    "or install Debian's package dataset-fashion-mnist and leave data.root empty"
+)
+_CLASSES = 10
+
+
+def find_idx(folder: Path, stem: str) -> Path | None:
+    """``folder/stem`` or ``folder/stem.gz``, whichever is there."""
+    return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)
+
+
+def has_fashion_mnist(folder: Path) -> bool:
+    """Whether ``folder`` holds the training images, which is how ``data.name=auto`` recognises the data set."""
+    return find_idx(folder, "train-images-idx3-ubyte") is not None
+
+
+def read_idx(path: Path, ndim: int) -> Pixels:
+    """The uint8 array of an IDX file: big-endian magic ``0x0800 | ndim``, ``ndim`` uint32 sizes, then the bytes.
+
+    Raises:
+        DataError: if the file is not gzip although named .gz, has another magic number, or does not hold as many bytes
+            as it says.
+    """
+    try:
+        content = path.read_bytes()
+        if path.suffix == ".gz":
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+    start = 4 * (1 + ndim)
+    magic = int.from_bytes(content[:4], "big")
+    if len(content) < start or magic != 0x0800 | ndim:
+        raise DataError(f"{path} is not an IDX file of {ndim}-d bytes (it begins with {content[:4]!r}); {_REMEDY}")
+    shape = struct.unpack(f">{ndim}I", content[4:start])
+    if len(content) - start != math.prod(shape):
+        raise DataError(f"{path} holds {len(content) - start} bytes, but promises {math.prod(shape)}; {_REMEDY}")
+    return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+
+
+class FashionMnist(ArrayDataset):
+    """70 000 grey 28x28 pictures of clothes in 10 classes (Xiao et al., 2017), held in memory with a black border.
+
+    Args:
+        root: folder with the IDX files, plain or .gz; None means Debian's package.
+        split: the authors' 60 000 ("train") or 10 000 ("test").
+        pad: pixels of border on each side; 2 makes 32x32, which patches of 4 and 8 divide.
+
+    Raises:
+        DataError: if a file is missing, damaged, or disagrees with its partner.
+    """
+
+    def __init__(self, root: str | None, split: Split, pad: int = 2) -> None:
+        folder = DEBIAN_FOLDER if root is None else Path(root).expanduser()
+        images_path = _locate(folder, f"{_PREFIX[split]}-images-idx3-ubyte")
+        labels_path = _locate(folder, f"{_PREFIX[split]}-labels-idx1-ubyte")
+        images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
+        if len(images) != len(labels):
+            raise DataError(
+                f"{images_path} has {len(images)} images but {labels_path} has {len(labels)} labels; {_REMEDY}"
+            )
+        if labels.size and labels.max() >= _CLASSES:
+            raise DataError(f"{labels_path} has a label {labels.max()}, but the classes are 0 to 9; {_REMEDY}")
+        bordered = np.pad(images, ((0, 0), (pad, pad), (pad, pad)))[..., None]
+        super().__init__(bordered, labels, num_classes=_CLASSES, source=str(images_path))
+
+
+def _locate(folder: Path, stem: str) -> Path:
+    path = find_idx(folder, stem)
+    if path is None:
+        raise DataError(
+            f"Fashion-MNIST: neither {stem} nor {stem}.gz is in {folder}; set data.root to the folder that has them, "
+            f"or {_REMEDY}"
+        )
+    return path

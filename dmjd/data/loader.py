@@ -1,0 +1,189 @@
+"""The deterministic loader: step ``s`` of a run is a pure function of the seed, so its whole state is the number ``s``.
+
+Workers only decide who computes a batch, never what is in it. Resuming is starting the range of steps elsewhere.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from dmjd.data.batch import Batch
+from dmjd.data.crops import Range, crop_and_resize, draw_crops, evaluation_view
+from dmjd.data.dataset import ImageDataset
+from dmjd.errors import ConfigError, DataError
+from dmjd.ops.philox import Domain, keyed_bits, make_key
+
+_ORDER_CHUNK = 1 << 20  # keeps the temporaries of an epoch's order small on data sets of many millions
+
+
+def epoch_order(count: int, key: Tensor) -> Tensor:
+    """A random permutation of ``range(count)``, int64 ``[count]``, as a pure function of ``key`` (seed and epoch)."""
+    chunks = (torch.arange(start, min(start + _ORDER_CHUNK, count)) for start in range(0, count, _ORDER_CHUNK))
+    bits = torch.cat([keyed_bits(ids, 1, key=key, domain=Domain.ORDER).flatten() for ids in chunks])
+    return bits.argsort(stable=True)
+
+
+class Batches(Protocol):
+    """Batches by number: what a loader may compute in any process."""
+
+    def __getitem__(self, number: int) -> Batch: ...
+
+
+class StepBatches:
+    """``batches[step]``: the training batch of a step, the same in every process and after every restart.
+
+    An epoch is a random order of the data set cut into ``steps_per_epoch`` batches; the remainder, other images each
+    epoch, is dropped.
+
+    Args:
+        dataset: where images come from.
+        batch_size: unique images per step.
+        size: (height, width) of the crops.
+        seed: of the run, in ``[0, 2**32)``.
+        scale, ratio: as for :func:`dmjd.data.crops.draw_crops`.
+        augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
+
+    Raises:
+        ConfigError: if the data set is smaller than a batch, or ``scale`` or ``ratio`` is no range.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        batch_size: int,
+        size: tuple[int, int],
+        seed: int,
+        scale: Range = (0.2, 1.0),
+        ratio: Range = (3 / 4, 4 / 3),
+        augment: bool = True,
+    ) -> None:
+        if not 1 <= batch_size <= len(dataset):
+            raise ConfigError(
+                f"the batch size {batch_size} must be between 1 and the {len(dataset)} images of the data set"
+            )
+        if not 0 < scale[0] <= scale[1] <= 1:
+            raise ConfigError(f"the crop scale must be 0 < least <= greatest <= 1, got {scale[0]} and {scale[1]}")
+        if not 0 < ratio[0] <= ratio[1]:
+            raise ConfigError(f"the crop ratio must be 0 < least <= greatest, got {ratio[0]} and {ratio[1]}")
+        self.steps_per_epoch = len(dataset) // batch_size
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._size = size
+        self._seed = seed
+        self._scale = scale
+        self._ratio = ratio
+        self._augment = augment
+        self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
+
+    def __getitem__(self, step: int) -> Batch:
+        assert step >= 0, "steps count from 0"
+        epoch, number = divmod(step, self.steps_per_epoch)
+        key = make_key(self._seed, epoch)
+        if self._order[0] != epoch:
+            self._order = epoch, epoch_order(len(self._dataset), key)
+        sample_ids = self._order[1][number * self._batch_size :][: self._batch_size]
+        images = [self._dataset.image(index) for index in sample_ids.tolist()]
+        if self._augment:
+            heights, widths = torch.tensor([image.shape[:2] for image in images]).unbind(1)
+            boxes = draw_crops(heights, widths, sample_ids, key, self._scale, self._ratio).tolist()
+            crops = [crop_and_resize(image, tuple(box), self._size) for image, box in zip(images, boxes, strict=True)]
+        else:
+            crops = [evaluation_view(image, self._size) for image in images]
+        return _collate(self._dataset, crops, sample_ids)
+
+
+class EvaluationBatches:
+    """``batches[i]``: every image once, in order, without augmentation; the last batch may be short.
+
+    Args:
+        dataset: where images come from.
+        batch_size: images per batch.
+        size: (height, width) of the views.
+        crop_pct: as for :func:`dmjd.data.crops.evaluation_view`.
+    """
+
+    def __init__(self, dataset: ImageDataset, batch_size: int, size: tuple[int, int], crop_pct: float = 1.0) -> None:
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._size = size
+        self._crop_pct = crop_pct
+
+    def __len__(self) -> int:
+        return -(-len(self._dataset) // self._batch_size)
+
+    def __getitem__(self, number: int) -> Batch:
+        start = range(len(self))[number] * self._batch_size
+        sample_ids = torch.arange(start, min(start + self._batch_size, len(self._dataset)))
+        views = [
+            evaluation_view(self._dataset.image(index), self._size, self._crop_pct) for index in sample_ids.tolist()
+        ]
+        return _collate(self._dataset, views, sample_ids)
+
+
+def _collate(dataset: ImageDataset, views: Sequence[Tensor], sample_ids: Tensor) -> Batch:
+    labels = torch.tensor([dataset.label(index) for index in sample_ids.tolist()])
+    return Batch(torch.stack(list(views)), sample_ids.clone(), labels)
+
+
+class BatchLoader:
+    """``batches[start] .. batches[stop - 1]`` in order, computed ahead by ``workers`` processes (0: in this one)."""
+
+    def __init__(self, batches: Batches, start: int, stop: int, workers: int, pin_memory: bool) -> None:
+        # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
+        self._loader = DataLoader(
+            _ErrorsAsItems(batches),
+            batch_size=None,
+            sampler=range(start, stop),
+            num_workers=workers,
+            pin_memory=pin_memory,
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
+        )
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for item in self._loader:
+            if isinstance(item, DataError):
+                raise item
+            yield item
+
+
+def make_loader(batches: StepBatches, start_step: int, stop_step: int, workers: int, pin_memory: bool) -> BatchLoader:
+    """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words."""
+    return BatchLoader(batches, start_step, stop_step, workers, pin_memory)
+
+
+def evaluation_loader(
+    dataset: ImageDataset, batch_size: int, size: tuple[int, int], workers: int, crop_pct: float = 1.0
+) -> BatchLoader:
+    """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them."""
+    batches = EvaluationBatches(dataset, batch_size, size, crop_pct)
+    return BatchLoader(batches, 0, len(batches), workers, pin_memory=False)
+
+
+class _ErrorsAsItems(TorchDataset[Batch | DataError]):
+    """Returns a DataError instead of raising it: torch would wrap it into a page of the worker's traceback."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, number: int) -> Batch | DataError:
+        try:
+            return self._batches[number]
+        except DataError as error:
+            return error
+
+
+def _ignore_signals(worker: int) -> None:
+    # Ctrl-C and Slurm's warning (USR1) reach every process of a job; only the main process decides what to do.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -1,0 +1,1 @@
+"""Linear probe and kNN: what the frozen features of an encoder are worth."""

@@ -1,0 +1,84 @@
+"""The frozen encoder inside a checkpoint, and the data it is judged on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dmjd.compose import from_yaml
+from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
+from dmjd.data.build import build_dataset
+from dmjd.data.dataset import EvenSubset, ImageDataset, Split
+from dmjd.data.loader import evaluation_loader
+from dmjd.errors import ConfigError
+from dmjd.evaluate.features import Features, extract_features
+from dmjd.models.vit import ViTEncoder
+from dmjd.parallel.build import select_device
+from dmjd.parallel.single import load_strictly, read_model
+from dmjd.train import checkpoint
+from dmjd.train.build import build_objective, build_tokenizer, image_size
+from dmjd.train.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class FrozenEncoder:
+    """An encoder on its device, with what is needed to feed it.
+
+    step: optimizer steps behind the weights; 0 for untrained ones.
+    run: the folder of the run that trained it.
+    """
+
+    encoder: ViTEncoder
+    data: DataConfig
+    size: tuple[int, int]
+    device: torch.device
+    seed: int
+    step: int
+    run: RunFolder
+
+    def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
+        """The labelled images of one split, or ``count`` of them."""
+        dataset = build_dataset(self.data, split)
+        return dataset if count is None else EvenSubset(dataset, count)
+
+    def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int) -> Features:
+        """One vector per image, in order, without augmentation."""
+        return extract_features(
+            self.encoder,
+            evaluation_loader(dataset, batch_size, self.size, workers),
+            mean=self.data.mean,
+            std=self.data.std,
+            pooling=pooling,
+            device=self.device,
+        )
+
+
+def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
+    """The encoder of ``config.checkpoint``; "untrained" weights are those its run began with.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or it holds another model.
+        ConfigError: if ``config.data`` has another number of channels, or pooling asks for an absent cls token.
+    """
+    device = select_device(config.device)
+    folder = checkpoint.resolve(Path(config.checkpoint))
+    trained: PretrainConfig = from_yaml(PretrainConfig, (folder / checkpoint.CONFIG).read_text())
+    objective = build_objective(trained, build_tokenizer(trained).dim)
+    step = 0
+    if config.weights == "trained":
+        load_strictly(objective, read_model(folder), folder)
+        step = checkpoint.read_loop_state(folder)["step"]
+    encoder = objective.model.encoder.requires_grad_(False).to(device).eval()
+    if config.pooling == "cls" and not encoder.num_prefix_tokens:
+        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
+    if config.data is not None:
+        if config.data.channels != trained.data.channels:
+            raise ConfigError(
+                f"data.channels={config.data.channels}, but the encoder was trained on {trained.data.channels}"
+            )
+        trained.data = config.data
+    return FrozenEncoder(
+        encoder, trained.data, image_size(trained), device, trained.seed, step, RunFolder(folder.parent.parent)
+    )

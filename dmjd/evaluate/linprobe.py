@@ -1,0 +1,140 @@
+"""Linear probing with MAE's recipe (He et al., CVPR'22, A.1): affine-free batch norm, one linear layer, LARS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from timm.optim.lars import Lars
+from torch import Tensor, nn
+
+from dmjd.errors import ConfigError
+from dmjd.evaluate.features import Features, require_labels
+from dmjd.evaluate.sources import FeatureSource
+from dmjd.train.schedules import REFERENCE_BATCH, cosine
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """What a probe reached and with which settings.
+
+    top1: percent of the test images. final_loss: mean training cross-entropy of the last epoch. lr: the peak.
+    """
+
+    top1: float
+    final_loss: float
+    epochs: int
+    batch_size: int
+    lr: float
+
+
+def make_head(dim: int, num_classes: int, *, seed: int) -> nn.Sequential:
+    """The probe ``[B, dim] -> [B, num_classes]``; the same bits on every device, since it is drawn on the CPU."""
+    # skip_init: the default initialisation would draw from the global generator, which a run in training may depend on.
+    linear = nn.utils.skip_init(nn.Linear, dim, num_classes)
+    nn.init.trunc_normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.BatchNorm1d(dim, affine=False, eps=1e-6), linear)
+
+
+def make_lars(linear: nn.Linear) -> Lars:
+    """MAE's LARS without weight decay: momentum 0.9, trust coefficient 0.001, and plain SGD for the bias.
+
+    timm adapts nothing at zero weight decay unless told to, and adapts every parameter once told; hence two groups.
+    """
+    groups = [
+        {"params": [linear.weight], "always_adapt": True},
+        {"params": [linear.bias], "always_adapt": False},
+    ]
+    return Lars(groups, lr=0.0, momentum=0.9, weight_decay=0.0, trust_coeff=0.001, eps=0.0)
+
+
+def linear_probe(
+    train_source: FeatureSource,
+    test: Features,
+    num_classes: int,
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: int,
+    seed: int,
+    device: torch.device,
+) -> ProbeResult:
+    """Train a linear classifier on frozen features and test it; the same arguments give the same bits.
+
+    Args:
+        train_source: the training features; what is left of an epoch after the last whole batch is dropped.
+        test: features of the test images.
+        num_classes: labels are in ``[0, num_classes)``.
+        epochs: passes over ``train_source``.
+        batch_size: images per step, whatever the source's chunks.
+        base_lr: per 256 images; the peak is ``base_lr * batch_size / 256``.
+        warmup_epochs: linear warm-up from 0, followed by half a cosine to 0; set per step.
+        seed: of the initial weights. The order of the images is the source's.
+        device: where to train.
+
+    Raises:
+        ConfigError: on a batch size or a number of epochs out of range. DataError: on labels out of range.
+    """
+    if not 2 <= batch_size <= len(train_source):
+        raise ConfigError(
+            f"the probe's batch size must be between 2 and the {len(train_source)} training images, got {batch_size}"
+        )
+    if not 0 <= warmup_epochs < epochs:
+        raise ConfigError(f"warmup_epochs must be at least 0 and below epochs={epochs}, got {warmup_epochs}")
+    require_labels(test.labels, num_classes)
+
+    head = make_head(test.values.shape[1], num_classes, seed=seed).to(device)
+    linear = head[1]
+    assert isinstance(linear, nn.Linear)
+    optimizer = make_lars(linear)
+    steps_per_epoch = len(train_source) // batch_size
+    total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
+    peak = base_lr * batch_size / REFERENCE_BATCH
+    step = 0
+    for epoch in range(epochs):
+        epoch_loss = torch.zeros((), device=device)
+        for values, labels in _regroup(train_source.epoch_features(epoch), batch_size):
+            require_labels(labels, num_classes)
+            for group in optimizer.param_groups:
+                group["lr"] = cosine(step, total=total, warmup=warmup, peak=peak)
+            loss = F.cross_entropy(head(values.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            epoch_loss += loss.detach()
+            step += 1
+        assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
+    return ProbeResult(
+        top1=_accuracy(head, test, batch_size, device),
+        final_loss=float(epoch_loss) / steps_per_epoch,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=peak,
+    )
+
+
+def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of exactly ``size`` rows, in order, from chunks of any size; an incomplete last one is dropped."""
+    held: list[tuple[Tensor, Tensor]] = []
+    rows = 0
+    for chunk in chunks:
+        held.append(chunk)
+        rows += chunk[1].shape[0]
+        while rows >= size:
+            values, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
+            yield values[:size], labels[:size]
+            held, rows = [(values[size:], labels[size:])], rows - size
+
+
+@torch.no_grad()
+def _accuracy(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> float:
+    """Top-1 in percent, with the batch norm's running statistics."""
+    head.eval()
+    hits = torch.zeros((), dtype=torch.int64, device=device)
+    for values, labels in zip(test.values.split(batch_size), test.labels.split(batch_size), strict=True):
+        hits += (head(values.to(device)).argmax(dim=1) == labels.to(device)).sum()
+    return 100.0 * int(hits) / len(test)

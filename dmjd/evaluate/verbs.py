@@ -1,0 +1,104 @@
+"""``dmjd knn`` and ``dmjd linprobe``: judge the frozen encoder of a checkpoint and keep the score in its run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from dmjd.config import KnnConfig, LinprobeConfig
+from dmjd.data.batch import Batch
+from dmjd.data.build import training_batches
+from dmjd.data.dataset import ImageDataset
+from dmjd.data.loader import make_loader
+from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.features import encode
+from dmjd.evaluate.knn import knn_accuracy
+from dmjd.evaluate.linprobe import linear_probe
+from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
+from dmjd.ops import make_key
+from dmjd.train.preparation import flip_by_coin
+
+FEATURE_BATCH = 256
+"""Images per forward pass; it decides speed and memory, not results."""
+
+
+def knn(config: KnnConfig) -> dict[str, Any]:
+    """Weighted kNN of the test images among the training images; the record that was kept."""
+    frozen = load_encoder(config)
+    train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
+    bank, queries = (frozen.features(data, config.pooling, config.batch_size, config.workers) for data in (train, test))
+    result = knn_accuracy(
+        bank, queries, train.num_classes, device=frozen.device, k=config.neighbours, temperature=config.temperature
+    )
+    settings = {
+        "pooling": config.pooling,
+        "k": result.k,
+        "temperature": result.temperature,
+        "train_images": len(train),
+    }
+    return _record(frozen, "knn", config.weights, {"top1": result.top1, "top5": result.top5}, settings)
+
+
+def linprobe(config: LinprobeConfig) -> dict[str, Any]:
+    """A linear classifier on frozen features; the record that was kept."""
+    frozen = load_encoder(config)
+    train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
+    queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
+    result = linear_probe(
+        _augmented(frozen, train, config) if config.augment else _cached(frozen, train, config),
+        queries,
+        train.num_classes,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        base_lr=config.base_lr,
+        warmup_epochs=config.warmup_epochs,
+        seed=config.seed,
+        device=frozen.device,
+    )
+    settings = {
+        "pooling": config.pooling,
+        "augment": config.augment,
+        "train_images": len(train),
+        "seed": config.seed,
+        "epochs": result.epochs,
+        "batch_size": result.batch_size,
+        "lr": result.lr,
+    }
+    scores = {"top1": result.top1, "final_loss": result.final_loss}
+    return _record(frozen, "linprobe", config.weights, scores, settings, suffix=f"-seed{config.seed}")
+
+
+def _cached(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
+    features = frozen.features(train, config.pooling, FEATURE_BATCH, config.workers)
+    return CachedFeatures(features, seed=config.seed)
+
+
+def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
+    data = frozen.data
+    # A chunk no larger than the data set, so that small ones are not refused; what it drops varies by epoch.
+    chunk = min(FEATURE_BATCH, len(train))
+    batches = training_batches(data, train, chunk, config.seed)
+
+    def epoch_batches(epoch: int) -> Iterable[Batch]:
+        first = epoch * batches.steps_per_epoch
+        return make_loader(batches, first, first + batches.steps_per_epoch, config.workers, pin_memory=False)
+
+    def encode_batch(batch: Batch, epoch: int) -> Tensor:
+        batch = batch.to(frozen.device)
+        images = flip_by_coin(batch, make_key(config.seed, epoch)) if data.flip else batch.images
+        return encode(frozen.encoder, images, mean=data.mean, std=data.std, pooling=config.pooling)
+
+    return RecomputedFeatures(epoch_batches, encode_batch, images_per_epoch=batches.steps_per_epoch * chunk)
+
+
+def _record(
+    frozen: FrozenEncoder, verb: str, weights: str, scores: dict[str, Any], settings: dict[str, Any], suffix: str = ""
+) -> dict[str, Any]:
+    record = {"verb": verb, "weights": weights, "step": frozen.step, **scores, "settings": settings}
+    frozen.run.write_evaluation(f"{verb}-{weights}-step{frozen.step:08d}{suffix}", record)
+    return record
+
+
+VERBS: dict[str, Callable[[Any], dict[str, Any]]] = {"knn": knn, "linprobe": linprobe}

@@ -1,0 +1,128 @@
+"""Method-level mask choices: how many views, which pattern and rates, and which tokens the loss is taken on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmjd.ops.mask_plan import MaskPlan, mask_plan, nearest_count
+from dmjd.ops.masks import draw_masks, units_to_tokens
+from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
+from dmjd.ops.views import Views
+
+
+class Rates(NamedTuple):
+    """m_corr: share of tokens a view hides. m_pred: share of tokens that L_mim supervises over all views."""
+
+    m_corr: float
+    m_pred: float
+
+
+class MaskedViews(NamedTuple):
+    """Views, and the tokens on which L_mim is taken: ``predicted`` int64 ``[K, B, P]``, ascending token ids."""
+
+    views: Views
+    predicted: Tensor
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """What a method masks and predicts; :meth:`draw` makes it happen for a batch.
+
+    ``predict_ratio`` is the paper's Fig. 1 (b, c) and needs a single view: below m_corr the loss is taken on a random
+    subset of the hidden units, above it on all hidden and some visible units. None predicts exactly what is hidden.
+    The other fields are those of :func:`dmjd.ops.mask_plan.mask_plan`.
+    """
+
+    views: int = 2
+    mask_ratio: float = 0.6
+    pred_ratio: float | None = None
+    pattern: str = "block"
+    block: tuple[int, int] = (2, 2)
+    regulation: str = "disjoint"
+    count: int | None = None
+    rounding: str = "exact"
+    predict_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.predict_ratio is None:
+            return
+        if self.views != 1:
+            raise ValueError(f"predict_ratio needs views=1, got views={self.views}; with more views use pred_ratio")
+        if not 0 < self.predict_ratio <= 1:
+            raise ValueError(f"predict_ratio must be above 0 and at most 1, got {self.predict_ratio}")
+
+    def plan(self, grid: tuple[int, int]) -> MaskPlan:
+        """Exact counts on a token grid. Raises ValueError where the rates cannot be met."""
+        return mask_plan(
+            grid,
+            views=self.views,
+            mask_ratio=self.mask_ratio,
+            pred_ratio=self.pred_ratio,
+            pattern=self.pattern,
+            block=self.block,
+            regulation=self.regulation,
+            count=self.count,
+            rounding=self.rounding,
+        )
+
+    def predicted_units(self, plan: MaskPlan) -> int:
+        """Units per view on which L_mim is taken."""
+        if self.predict_ratio is None or self.predict_ratio == self.mask_ratio:
+            return plan.hidden  # equal rates mean exactly what is hidden, however the two counts would round
+        return max(1, nearest_count(self.predict_ratio, plan.units))
+
+    def true_rates(self, grid: tuple[int, int]) -> Rates:
+        """The rates that the integer counts give on ``grid`` (for regulation "none", m_pred is the expectation)."""
+        plan = self.plan(grid)
+        if self.predict_ratio is not None:
+            return Rates(plan.m_corr, self.predicted_units(plan) / plan.units)
+        return Rates(plan.m_corr, plan.m_pred)
+
+    def nominal_rates(self, grid: tuple[int, int]) -> Rates:
+        """The rates as asked for, before rounding to whole units: .6 and 1 where 30 of 49 units are hidden."""
+        true = self.true_rates(grid)
+        if self.count is not None:
+            return true
+        ratio = self.mask_ratio
+        if self.predict_ratio is not None:
+            return Rates(ratio, self.predict_ratio)
+        if self.regulation == "none":
+            return Rates(ratio, 1.0 - (1.0 - ratio) ** self.views)
+        if self.regulation == "complementary":
+            return Rates(ratio, 1.0)
+        return Rates(ratio, self.pred_ratio if self.pred_ratio is not None else min(1.0, self.views * ratio))
+
+    def effective_epochs(self, epochs: float) -> float:
+        """The paper's ETE = K x epochs."""
+        return self.views * epochs
+
+    def draw(
+        self, sample_ids: Tensor, grid: tuple[int, int], *, seed: int | Tensor, epoch: int | Tensor
+    ) -> MaskedViews:
+        """Views and predicted tokens of a batch, on ``sample_ids``' device; pure in (seed, epoch, sample id)."""
+        plan = self.plan(grid)
+        views = draw_masks(sample_ids, plan, seed=seed, epoch=epoch)
+        if self.predict_ratio is None:
+            return MaskedViews(views, views.masked)
+        key = make_key(seed, epoch)
+        words = keyed_bits(sample_ids, plan.units, key=key, domain=Domain.PREDICT)
+        rows, columns = plan.block
+        shown = ~views.mask[0].unflatten(-1, plan.grid)[:, ::rows, ::columns].flatten(-2)
+        # Hidden units rank first, so one rule gives a subset of them or all of them plus some visible ones.
+        count = self.predicted_units(plan)
+        chosen = (words + shown * WORD_RANGE).argsort(dim=-1, stable=True)[:, :count]
+        units = torch.zeros_like(shown).scatter(-1, chosen, True)
+        tokens = units_to_tokens(units, plan.unit_grid, plan.block)
+        predicted = (~tokens).long().argsort(dim=-1, stable=True)[:, : count * plan.tokens_per_unit]
+        return MaskedViews(views, predicted.unsqueeze(0))
+
+
+def measured_rates(masked_views: MaskedViews) -> Tensor:
+    """float32 ``[2]`` on the device: the m_corr and m_pred that this very batch has."""
+    mask = masked_views.views.mask
+    supervised = torch.zeros_like(mask).scatter(-1, masked_views.predicted, True).any(dim=0)
+    return torch.stack((mask.float().mean(), supervised.float().mean()))

@@ -1,0 +1,81 @@
+"""The one model of all methods: an encoder over masked views, a masked branch (MPB) and a visible branch (VDB)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from dmjd.masking import MaskedViews
+from dmjd.models.decoder import MAEDecoder, VisibleBranch
+from dmjd.models.vit import ViTEncoder
+from dmjd.ops.tokens import gather_tokens
+
+
+class Prediction(NamedTuple):
+    """masked: ``[K*B, P, target_dim]`` at predicted tokens. visible: ``[K*B, V, target_dim]``, None without VDB."""
+
+    masked: Tensor
+    visible: Tensor | None
+
+
+class MaskedImageModel(nn.Module):
+    """Encoder, optional decoder, linear head on predicted tokens, optional visible branch.
+
+    Without a decoder the head reads the encoder's own tokens at the predicted places, so the encoder must keep them
+    (``hidden="mask_token"``).
+    """
+
+    def __init__(
+        self, encoder: ViTEncoder, decoder: MAEDecoder | None, visible_branch: VisibleBranch | None, target_dim: int
+    ) -> None:
+        super().__init__()
+        if decoder is None and encoder.mask_token is None:
+            raise ValueError(
+                "a linear head on the encoder needs hidden='mask_token'; an encoder that drops tokens needs a decoder"
+            )
+        if decoder is not None and encoder.mask_token is not None:
+            raise ValueError("a decoder fills hidden places itself and needs hidden='drop'")
+        self.encoder = encoder
+        self.decoder = decoder
+        self.head = nn.Linear(encoder.embed_dim if decoder is None else decoder.dim, target_dim)
+        self.visible_branch = visible_branch
+        self.apply(_initialise)
+
+    def forward(self, images: Tensor, masked_views: MaskedViews) -> Prediction:
+        """
+        Args:
+            images: float ``[B, C, H, W]``.
+            masked_views: K views and the tokens to predict in each.
+        """
+        views, predicted = masked_views
+        encoded = self.encoder(images, views)
+        prefix = self.encoder.num_prefix_tokens
+        full = encoded[:, prefix:] if self.decoder is None else self.decoder(encoded, views)
+        masked = self.head(_select(full, predicted))
+        if self.visible_branch is None:
+            return Prediction(masked, None)
+        patches = encoded[:, prefix:]
+        shown = patches if self.decoder is not None else _select(patches, views.visible)
+        return Prediction(masked, self.visible_branch(shown))
+
+
+def _select(tokens: Tensor, ids: Tensor) -> Tensor:
+    """``[K*B, N, C]`` at ``ids [K, B, P]`` -> ``[K*B, P, C]``."""
+    return gather_tokens(tokens, ids.flatten(0, 1).unsqueeze(0))
+
+
+def _initialise(module: nn.Module) -> None:
+    """MAE's: xavier-uniform for linear layers and the flattened patch convolution, normal .02 for tokens."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+        nn.init.ones_(module.weight)
+        nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Conv2d):
+        nn.init.xavier_uniform_(module.weight.view(module.weight.shape[0], -1))
+    for name, parameter in module.named_parameters(recurse=False):
+        if name in ("cls_token", "mask_token"):
+            nn.init.normal_(parameter, std=0.02)

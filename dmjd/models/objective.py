@@ -1,0 +1,77 @@
+"""The training objective: the model together with the paper's two losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dmjd.masking import MaskedViews
+from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.ops.tokens import gather_tokens
+
+BETA = 2.0
+"""Where smooth L1 turns from square to linear (the paper's Eq. 5)."""
+
+TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "l1": F.l1_loss,
+    "smooth_l1": partial(F.smooth_l1_loss, beta=BETA),
+}
+"""L_mim by name; each is the mean over tokens and channels."""
+
+
+class Losses(NamedTuple):
+    """0-d float32 tensors; ``visible`` is None without VDB."""
+
+    total: Tensor
+    masked: Tensor
+    visible: Tensor | None
+
+
+def mean_losses(parts: Sequence[Losses]) -> Losses:
+    """The mean over micro-batches of equal size, outside the graph."""
+    visible = [part.visible for part in parts if part.visible is not None]
+    return Losses(
+        torch.stack([part.total.detach() for part in parts]).mean(),
+        torch.stack([part.masked.detach() for part in parts]).mean(),
+        torch.stack(visible).detach().mean() if visible else None,
+    )
+
+
+class Objective(nn.Module):
+    """L = L_vis + lambda * L_mim (the paper's Eq. 6), both in float32 whatever the model computes in.
+
+    Targets are aligned token by token: ids are in raster order on both sides, where the official code pairs shuffled
+    predictions with raster-order targets and so teaches its visible branch little more than the image mean.
+
+    Args:
+        mim_loss: a key of :data:`TOKEN_LOSSES`.
+        mim_weight: lambda.
+    """
+
+    def __init__(self, model: MaskedImageModel, *, mim_loss: str = "mse", mim_weight: float = 1.0) -> None:
+        super().__init__()
+        if mim_loss not in TOKEN_LOSSES:
+            raise ValueError(f"mim_loss must be one of {', '.join(TOKEN_LOSSES)}, got {mim_loss!r}")
+        self.model = model
+        self.mim_loss = TOKEN_LOSSES[mim_loss]
+        self.mim_weight = mim_weight
+
+    def forward(self, images: Tensor, masked_views: MaskedViews, targets: Tensor) -> Losses:
+        """
+        Args:
+            images: float ``[B, C, H, W]``, normalised.
+            targets: float32 ``[B, N, target_dim]``, raster order.
+        """
+        prediction = self.model(images, masked_views)
+        masked = self.mim_loss(prediction.masked.float(), gather_tokens(targets, masked_views.predicted))
+        if prediction.visible is None:
+            return Losses(self.mim_weight * masked, masked, None)
+        visible_targets = gather_tokens(targets, masked_views.views.visible)
+        visible = F.smooth_l1_loss(prediction.visible.float(), visible_targets, beta=BETA)
+        return Losses(visible + self.mim_weight * masked, masked, visible)

@@ -1,0 +1,26 @@
+"""Reusable ops of masked image modelling. Needs torch and nothing else.
+
+Every op has a PyTorch reference that works on any device without a compiler, and gains native kernels where they are
+built: :func:`status` tells which kernel serves which op.
+"""
+
+from dmjd.ops._lib import reference, status
+from dmjd.ops.mask_plan import MaskPlan, mask_plan
+from dmjd.ops.masks import disjoint_masks, draw_masks
+from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4x32
+from dmjd.ops.views import Views
+
+__all__ = [
+    "Domain",
+    "MaskPlan",
+    "Views",
+    "disjoint_masks",
+    "draw_masks",
+    "keyed_bits",
+    "keyed_uniform",
+    "make_key",
+    "mask_plan",
+    "philox4x32",
+    "reference",
+    "status",
+]

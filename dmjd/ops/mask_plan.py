@@ -1,0 +1,194 @@
+"""How many units each view hides, decided once on exact decimals before any tensor exists.
+
+A *unit* is what a mask hides or keeps as a whole: one token ("uniform") or a block of tokens ("block"). The counts
+follow the paper's Sec. III-B: every view hides the same number of units, and under the disjoint regulation (Eq. 3)
+each view after the first hides at least one unit that no earlier view hid, while any is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+PATTERNS = ("uniform", "block")
+REGULATIONS = ("disjoint", "none", "complementary")
+ROUNDINGS = ("exact", "official")
+
+_BILLION = 10**9
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """Exact counts for one combination of grid, pattern, rates and regulation.
+
+    grid: (h, w) tokens.
+    block: (rows, columns) tokens of one unit.
+    hidden: units each view hides.
+    fresh: per view, how many of those no earlier view hid. Under "none" views are drawn independently and only
+        the first entry means anything.
+    regulation: "disjoint", "none" or "complementary".
+    """
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    hidden: int
+    fresh: tuple[int, ...]
+    regulation: str
+
+    @property
+    def views(self) -> int:
+        return len(self.fresh)
+
+    @cached_property
+    def unit_grid(self) -> tuple[int, int]:
+        return self.grid[0] // self.block[0], self.grid[1] // self.block[1]
+
+    @property
+    def units(self) -> int:
+        return self.unit_grid[0] * self.unit_grid[1]
+
+    @property
+    def tokens_per_unit(self) -> int:
+        return self.block[0] * self.block[1]
+
+    @property
+    def m_corr(self) -> float:
+        """The corruption rate that the counts give: hidden tokens of a view over all tokens."""
+        return self.hidden / self.units
+
+    @property
+    def m_pred(self) -> float:
+        """The share of tokens hidden by at least one view: exact, or for "none" the expectation."""
+        if self.regulation == "none":
+            return 1.0 - (1.0 - self.m_corr) ** self.views
+        return sum(self.fresh) / self.units
+
+
+def _billionths(ratio: float) -> int:
+    """The decimal the user typed, in units of 1e-9: .6 is 600,000,000 exactly, where the double .6 lies beside 3/5.
+
+    Integers rather than ``decimal``, because torch.compile traces through them.
+    """
+    return round(ratio * _BILLION)
+
+
+def nearest_count(ratio: float, units: int) -> int:
+    """``ratio * units`` rounded half up, on the decimal that was typed."""
+    return (2 * _billionths(ratio) * units + _BILLION) // (2 * _BILLION)
+
+
+def _require_integers(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be made of integers, got {value!r}")
+
+
+def _hidden_units(units: int, mask_ratio: float, count: int | None, rounding: str) -> int:
+    if count is not None:
+        return count
+    if rounding == "official":
+        # int() of the double product, as the official code does: 60 units at .8 keep 11, not 12.
+        return units - int(units * (1 - mask_ratio))
+    return -(-_billionths(mask_ratio) * units // _BILLION)
+
+
+def _fresh_units(units: int, hidden: int, views: int, pred_ratio: float | None, regulation: str) -> tuple[int, ...]:
+    most = min(units, views * hidden)
+    if regulation == "none":
+        return (hidden,) * views
+    if regulation == "complementary":
+        kept = units - hidden
+        if views < 2 or views * kept > units:
+            most_views = units // kept
+            cure = (
+                f"2 <= views <= {most_views}"
+                if most_views > 1
+                else f"a mask_ratio of at least {-(-units // 2) / units:.6g}"
+            )
+            raise ValueError(
+                f"complementary views need {cure}: each of views={views} keeps {kept} of {units} units, and no unit is "
+                "kept twice"
+            )
+        return (hidden, kept) + (0,) * (views - 2)
+    predicted = most if pred_ratio is None else nearest_count(pred_ratio, units)
+    least = min(hidden + views - 1, most)
+    if not least <= predicted <= most:
+        allowed = f"{most / units:.6g}" if least == most else f"between {least / units:.6g} and {most / units:.6g}"
+        raise ValueError(
+            f"pred_ratio={pred_ratio} asks for {predicted} of {units} units, but {views} view(s) that hide {hidden} "
+            f"units each reach a pred_ratio of {allowed}"
+        )
+    if views == 1:
+        return (hidden,)
+    share, remainder = divmod(predicted - hidden, views - 1)
+    return (hidden, *(share + (later < remainder) for later in range(views - 1)))
+
+
+def mask_plan(
+    grid: tuple[int, int],
+    *,
+    views: int,
+    mask_ratio: float,
+    pred_ratio: float | None = None,
+    pattern: str = "uniform",
+    block: tuple[int, int] = (2, 2),
+    regulation: str = "disjoint",
+    count: int | None = None,
+    rounding: str = "exact",
+) -> MaskPlan:
+    """Turn rates into exact counts, or say which rates would work.
+
+    Args:
+        grid: (h, w) tokens.
+        views: K >= 1.
+        mask_ratio: m_corr, in (0, 1). A view hides ``ceil(m_corr * units)`` units, on exact decimals.
+        pred_ratio: m_pred, the share of units hidden by at least one view; None takes the most that K views can cover.
+        pattern: "uniform" (unit = one token) or "block" (unit = ``block`` tokens).
+        block: (rows, columns) tokens of a unit; used by "block" only.
+        regulation: "disjoint" (the paper's Eq. 3), "none" (independent views) or "complementary" (disjoint keep-sets).
+        count: hidden units per view, overriding ``mask_ratio``.
+        rounding: "exact", or "official" for the float truncation of the official code.
+
+    Raises:
+        TypeError: where an integer is needed. ValueError: naming the argument and the values that would work.
+    """
+    for name, value, allowed in (
+        ("pattern", pattern, PATTERNS),
+        ("regulation", regulation, REGULATIONS),
+        ("rounding", rounding, ROUNDINGS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    _require_integers(views=views, count=0 if count is None else count)
+    for name, pair in (("grid", grid), ("block", block)):
+        if len(pair) != 2:
+            raise ValueError(f"{name} must be two integers, got {pair}")
+        for side in pair:
+            _require_integers(**{name: side})
+    if views < 1:
+        raise ValueError(f"views must be at least 1, got {views}")
+    if not 0 < mask_ratio < 1:
+        raise ValueError(f"mask_ratio must be between 0 and 1, exclusive, got {mask_ratio}")
+    if pred_ratio is not None and not 0 < pred_ratio <= 1:
+        raise ValueError(f"pred_ratio must be above 0 and at most 1, got {pred_ratio}")
+    if pred_ratio is not None and regulation != "disjoint":
+        raise ValueError(f"pred_ratio is set by regulation='disjoint' alone; with {regulation!r} leave it out")
+    if min(grid) < 1:
+        raise ValueError(f"grid must hold at least one token each way, got {grid}")
+    unit = block if pattern == "block" else (1, 1)
+    if min(unit) < 1 or grid[0] % unit[0] or grid[1] % unit[1]:
+        raise ValueError(f"block {unit[0]}x{unit[1]} does not divide the token grid {grid[0]}x{grid[1]}")
+    units = (grid[0] // unit[0]) * (grid[1] // unit[1])
+    hidden = _hidden_units(units, mask_ratio, count, rounding)
+    if not 1 <= hidden < units:
+        asked = f"count={count}" if count is not None else f"mask_ratio={mask_ratio}"
+        cure = (
+            f"count between 1 and {units - 1}"
+            if count is not None
+            else f"mask_ratio up to {(units - 1) * 10_000 // units / 10_000}"
+        )
+        raise ValueError(
+            f"{asked} hides {hidden} of {units} units; a view must hide and keep at least 1, so {cure} works"
+        )
+    fresh = _fresh_units(units, hidden, views, pred_ratio, regulation)
+    return MaskPlan(grid, unit, hidden, fresh, regulation)

@@ -1,0 +1,132 @@
+"""Counter-based random bits: Philox4x32-10 (Salmon et al., SC'11), the same on every device and for every batch split.
+
+All randomness in dmjd is a pure function of (seed, epoch, sample id, domain, lane): nothing depends on batch size,
+rank, worker count, or on how often a run was interrupted. The 128-bit counter and 64-bit key are laid out as
+
+    counter = (block, domain << 24 | lane, sample id low 32 bits, sample id high 32 bits)       key = (seed, epoch)
+
+where one ``block`` yields four 32-bit words. Words are carried in int64, since torch has no full uint32 arithmetic.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from dmjd.ops._lib import define
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+_LOW32 = 0xFFFFFFFF
+
+WORD_RANGE = 1 << 32
+"""Words are uniform in ``range(WORD_RANGE)``."""
+
+
+class Domain(IntEnum):
+    """What a draw is for. Distinct domains give independent words for the same sample."""
+
+    MASK = 1
+    PREDICT = 2
+    ORDER = 3
+    CROP = 4
+    FLIP = 5
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of ``a * b`` for 32-bit values held in int64 (16-bit limbs, so nothing overflows)."""
+    high = ((a >> 16) * b + ((a & 0xFFFF) * b >> 16)) >> 16
+    low = (a * b) & _LOW32  # wraps modulo 2**64, which leaves the low 32 bits exact
+    return high, low
+
+
+def _fake(counter: Tensor, key: Tensor) -> Tensor:
+    return torch.empty_like(counter, memory_format=torch.contiguous_format)
+
+
+@define("philox4x32(Tensor counter, Tensor key) -> Tensor", fake=_fake)
+def _reference(counter: Tensor, key: Tensor) -> Tensor:
+    c0, c1, c2, c3 = counter.unbind(-1)
+    # Not blocking: a host sync here would stall every training step.
+    k0, k1 = key.to(counter.device, non_blocking=True).unbind(-1)
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(_MULTIPLIERS[0], c0)
+        high1, low1 = _multiply(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _LOW32, (k1 + _WEYL[1]) & _LOW32
+    return torch.stack((c0, c1, c2, c3), dim=-1)
+
+
+def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
+    """Ten rounds of Philox4x32.
+
+    Args:
+        counter: int64 ``[..., 4]``, 32-bit words in ``[0, 2**32)``.
+        key: int64 ``[2]``, 32-bit words; on the CPU (read at launch) or on ``counter``'s device.
+
+    Returns:
+        int64 of ``counter``'s shape, words in ``[0, 2**32)``.
+
+    Raises:
+        TypeError: if either is not int64. ValueError: on any other shape.
+    """
+    if counter.dtype != torch.int64 or key.dtype != torch.int64:
+        raise TypeError(f"philox4x32: counter and key must be int64, got {counter.dtype} and {key.dtype}")
+    if counter.ndim < 1 or counter.shape[-1] != 4 or key.shape != (2,):
+        raise ValueError(
+            f"philox4x32: counter must be [..., 4] and key [2], got {tuple(counter.shape)} and {tuple(key.shape)}"
+        )
+    return torch.ops.dmjd.philox4x32(counter, key)
+
+
+def make_key(seed: int | Tensor, epoch: int | Tensor) -> Tensor:
+    """The int64 ``[2]`` key of (seed, epoch). Integers stay on the CPU; 0-d tensors keep their device (CUDA graphs).
+
+    Raises:
+        TypeError: if one is neither an integer nor an int64 tensor.
+        ValueError: if an integer is outside ``[0, 2**32)``, or a tensor is not 0-d.
+    """
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if isinstance(value, Tensor):
+            if value.dtype != torch.int64:
+                raise TypeError(f"{name} must be an integer or an int64 tensor, got a tensor of {value.dtype}")
+            if value.ndim:
+                raise ValueError(f"{name} must be 0-d as a tensor, got shape {tuple(value.shape)}")
+        elif not isinstance(value, int):
+            raise TypeError(f"{name} must be an integer or an int64 tensor, got {value!r}")
+        elif not 0 <= value < WORD_RANGE:
+            raise ValueError(f"{name} must be in [0, 2**32), got {value}")
+    if isinstance(seed, Tensor) or isinstance(epoch, Tensor):
+        device = next(value.device for value in (seed, epoch) if isinstance(value, Tensor))
+        return torch.stack([torch.as_tensor(v, dtype=torch.int64, device=device) for v in (seed, epoch)])
+    return torch.tensor([seed, epoch], dtype=torch.int64)
+
+
+def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, lane: int = 0) -> Tensor:
+    """``words`` random 32-bit words per sample, a pure function of (key, sample id, domain, lane).
+
+    Args:
+        sample_ids: int64 ``[B]``.
+        words: how many words each sample gets.
+        key: from :func:`make_key`.
+        domain: what the draw is for.
+        lane: view, attempt or layer, in ``[0, 2**24)``.
+
+    Returns:
+        int64 ``[B, words]`` on ``sample_ids``' device, values in ``[0, 2**32)``.
+    """
+    blocks = -(-words // 4)
+    block = torch.arange(blocks, device=sample_ids.device).expand(sample_ids.shape[0], blocks)
+    stream = torch.full_like(block, int(domain) << 24 | lane)
+    low = (sample_ids & _LOW32).unsqueeze(1).expand_as(block)
+    high = (sample_ids >> 32 & _LOW32).unsqueeze(1).expand_as(block)
+    counter = torch.stack((block, stream, low, high), dim=-1)
+    return philox4x32(counter, key).flatten(1)[:, :words]
+
+
+def keyed_uniform(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, lane: int = 0) -> Tensor:
+    """As :func:`keyed_bits`, as float64 in [0, 1) with 32 random bits each (exact, so equal on every device)."""
+    return keyed_bits(sample_ids, words, key=key, domain=domain, lane=lane).double() / WORD_RANGE

@@ -1,0 +1,40 @@
+"""Transforms that a model knows nothing about, applied from outside and in this order:
+
+1. activation checkpointing, per transformer block;
+2. ``torch.compile``, per transformer block, around the checkpointed forward (the other way round loses the saving);
+3. sharding, which is the engine's.
+
+Both act on a block's ``forward`` in place, so parameter names, and with them checkpoints, do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dmjd.config import EngineConfig
+from dmjd.models.masked_image_model import MaskedImageModel
+
+
+def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
+    """The units of recomputation and compilation: the encoder's and the decoder's transformer blocks."""
+    yield from model.encoder.blocks
+    if model.decoder is not None:
+        yield from model.decoder.blocks
+
+
+def apply(model: MaskedImageModel, config: EngineConfig) -> None:
+    """Transform ``model`` in place as ``config`` asks."""
+    for block in blocks(model):
+        if config.activation_checkpointing == "full":
+            block.forward = _recomputed(block.forward)
+        if config.compile:
+            block.compile(fullgraph=True)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(checkpoint, forward, use_reentrant=False)

@@ -1,0 +1,33 @@
+"""Choosing a device, a precision and an engine."""
+
+from __future__ import annotations
+
+import torch
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.errors import ConfigError
+from dmjd.models.objective import Objective
+from dmjd.parallel.apply import apply
+from dmjd.parallel.engine import Engine
+from dmjd.parallel.single import SingleEngine
+
+
+def select_device(name: str) -> torch.device:
+    """ "auto" takes CUDA where there is one. Raises ConfigError if "cuda" is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("engine.device=cuda, but torch sees no CUDA device; use cpu or auto")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def select_precision(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" computes in bfloat16 on CUDA and in float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig) -> Engine:
+    """Transform the model as asked, then hand it to the engine."""
+    device = select_device(engine.device)
+    apply(objective.model, engine)
+    return SingleEngine(objective, optim, device, select_precision(engine.precision, device))

@@ -1,0 +1,38 @@
+"""What every target of masked image modelling is: the paper's tkn(.)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Tokenizer(Protocol):
+    """Maps images to one target vector per patch, and such vectors to a picture."""
+
+    @property
+    def dim(self) -> int:
+        """Values per patch."""
+
+    @property
+    def patch(self) -> int:
+        """Side of a patch in pixels."""
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, C]``, values 0..255 -> float32 ``[B, N, dim]``, patches in raster order, no gradient."""
+
+    def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """A picture for people of one image's targets or predictions.
+
+        Args:
+            values: floating ``[N, dim]`` on any device.
+            grid: (h, w) with ``h * w == N``.
+
+        Returns:
+            uint8 RGB ``[H, W, 3]``, the image's height and width or an integer multiple of both. NaN is drawn as zero.
+
+        Raises:
+            ValueError: if ``values`` is not ``[h * w, dim]``.
+        """

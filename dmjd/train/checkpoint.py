@@ -1,0 +1,135 @@
+"""Checkpoints that count only once their manifest, written last, is in place.
+
+A checkpoint is a folder ``step-XXXXXXXX``. It is written under a temporary name, flushed to disk, given a manifest that
+lists every file with its size and SHA-256, and renamed. A run killed at any instruction leaves the previous one intact.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dmjd.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+LOOP_STATE = "loop.json"
+CONFIG = "config.yaml"
+FOLDER = "checkpoints"
+FORMAT = 1
+_PREFIX = "step-"
+
+
+def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    """Write one checkpoint and drop all but the newest ``keep``.
+
+    Args:
+        folder: the run's checkpoint folder; made if absent.
+        step: optimizer steps done.
+        write: puts the files into the folder it is given.
+
+    Returns:
+        The committed folder.
+    """
+    final = folder / f"{_PREFIX}{step:08d}"
+    draft = folder / f"{final.name}.tmp"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    write(draft)
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(draft.iterdir())}
+    for name in files:
+        _flush(draft / name)
+    manifest = draft / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
+    _flush(manifest)
+    _flush(draft)
+    # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+    _flush(folder)
+    for old in committed(folder)[:-keep]:
+        # The manifest goes first, so a half-deleted checkpoint does not count either.
+        (old / MANIFEST).unlink()
+        shutil.rmtree(old)
+    return final
+
+
+def committed(folder: Path) -> list[Path]:
+    """Checkpoints with a manifest, oldest first."""
+    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}") if path.parent.suffix != ".tmp")
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint whose files are all as its manifest says."""
+    for path in reversed(committed(folder)):
+        if not _defects(path):
+            return path
+    return None
+
+
+def resolve(path: Path) -> Path:
+    """A checkpoint folder from what a user names: itself, a run folder, or the folder of checkpoints.
+
+    Raises:
+        CheckpointError: if there is none, or it is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"checkpoint={path} is not a folder; name a run folder or one of its checkpoints/step-XXXXXXXX"
+        )
+    if (path / MANIFEST).is_file():
+        defects = _defects(path)
+        if defects:
+            raise CheckpointError(f"{path} is damaged: {defects[0]}")
+        return path
+    found = newest(path / FOLDER) or newest(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no complete checkpoint; a complete one has a {MANIFEST}")
+    return found
+
+
+def write_loop_state(folder: Path, state: dict[str, Any]) -> None:
+    """What the loop, not the engine, needs to continue."""
+    (folder / LOOP_STATE).write_text(json.dumps(state))
+
+
+def read_loop_state(path: Path) -> dict[str, Any]:
+    """The inverse of :func:`write_loop_state`."""
+    return json.loads((path / LOOP_STATE).read_text())
+
+
+def _defects(path: Path) -> list[str]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return [f"{MANIFEST} cannot be read ({error})"]
+    if manifest.get("format") != FORMAT:
+        return [f"its format is {manifest.get('format')}, this version reads {FORMAT}"]
+    defects = []
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            defects.append(f"{name} is missing")
+        elif file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
+            defects.append(f"{name} is not the file that was saved")
+    return defects
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,72 @@
+"""Reading a step's numbers without making the device wait, and stopping at the first that is not finite."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmjd.models.objective import Losses
+from dmjd.parallel.engine import StepResult
+
+SHOWN_IDS = 8
+
+
+class NonFiniteLoss(RuntimeError):
+    """The run stops: a loss or gradient was not finite. Parameters, moments and checkpoints are as before that step."""
+
+
+class StepNumbers(NamedTuple):
+    """One step's scalars on the host."""
+
+    loss: float
+    mim: float
+    vis: float | None
+    grad_norm: float
+    applied: float
+    m_corr: float
+    m_pred: float
+
+
+class PendingStep:
+    """A step whose numbers are on their way to the host.
+
+    The copy is queued right behind the step and read one step later, so the device never idles for it.
+    """
+
+    def __init__(self, step: int, sample_ids: Tensor, losses: Losses, rates: Tensor, result: StepResult) -> None:
+        self.step = step
+        self._sample_ids = sample_ids
+        visible = losses.masked if losses.visible is None else losses.visible
+        scalars = torch.stack((losses.total, losses.masked, visible, result.grad_norm, result.applied)).detach()
+        self._has_visible = losses.visible is not None
+        values = torch.cat((scalars, rates))
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = values
+
+    def read(self) -> StepNumbers:
+        """Wait for the numbers.
+
+        Raises:
+            NonFiniteLoss: naming the step and the sample ids.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        loss, mim, vis, grad_norm, applied, m_corr, m_pred = self._host.tolist()
+        numbers = StepNumbers(loss, mim, vis if self._has_visible else None, grad_norm, applied, m_corr, m_pred)
+        if not applied or not math.isfinite(loss):
+            ids = self._sample_ids.tolist()
+            more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+            raise NonFiniteLoss(
+                f"step {self.step} gave a loss of {loss} and a gradient norm of {grad_norm} on samples "
+                f"{', '.join(map(str, ids[:SHOWN_IDS]))}{more}; the step was not applied and no checkpoint was touched"
+            )
+        return numbers

@@ -1,0 +1,94 @@
+"""Averaging step numbers over a logging window, and the run's JSON-lines log."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dmjd.train.guard import StepNumbers
+
+T = TypeVar("T")
+
+
+class Stopwatch:
+    """Wall time of the run, restarts included, and how much of each lap went into waiting for data."""
+
+    def __init__(self, elapsed: float = 0.0) -> None:
+        self._begin = time.perf_counter() - elapsed
+        self._lap = time.perf_counter()
+        self._waited = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the run began, over all launches."""
+        return time.perf_counter() - self._begin
+
+    def lap(self) -> tuple[float, float]:
+        """Seconds since the last lap, and those of them spent in :meth:`waiting`."""
+        now = time.perf_counter()
+        seconds, waited = now - self._lap, self._waited
+        self._lap, self._waited = now, 0.0
+        return seconds, waited
+
+    def waiting(self, items: Iterable[T]) -> Iterator[T]:
+        """``items``, counting the time that each takes to come."""
+        iterator = iter(items)
+        while True:
+            begin = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._waited += time.perf_counter() - begin
+            yield item
+
+
+class Window:
+    """Means over the steps since the last log line. Its state is in checkpoints, so a resumed log has equal rows."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.steps = 0
+
+    def add(self, numbers: StepNumbers) -> None:
+        self.steps += 1
+        for name in ("loss", "mim", "vis", "grad_norm", "m_corr", "m_pred"):
+            value = getattr(numbers, name)
+            if value is not None:
+                self.sums[name] = self.sums.get(name, 0.0) + value
+
+    def flush(self) -> dict[str, float]:
+        """The means; the window is empty afterwards."""
+        means = {name: total / self.steps for name, total in self.sums.items()}
+        self.__init__()  # type: ignore[misc]
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": dict(self.sums), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums, self.steps = dict(state["sums"]), state["steps"]
+
+
+class RunLog:
+    """Append-only JSON lines. ``offset`` is its length in bytes; opening at an offset drops what came after it."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        self._file = path.open("ab")
+        self._file.truncate(offset)
+        self.offset = offset
+
+    def write(self, row: dict[str, Any]) -> None:
+        line = (json.dumps(row) + "\n").encode()
+        self._file.write(line)
+        self._file.flush()
+        self.offset += len(line)
+
+    def close(self) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()

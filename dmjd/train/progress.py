@@ -1,0 +1,63 @@
+"""How far a run is: a live bar on a terminal, a plain line now and then in a log file."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from dmjd.train.guard import StepNumbers
+
+LINE_SECONDS = 15.0
+
+
+class Progress:
+    """Context manager; :meth:`advance` once a step.
+
+    Args:
+        total: steps of the whole run.
+        done: steps that earlier launches did.
+    """
+
+    def __init__(self, total: int, done: int) -> None:
+        self._console = Console(stderr=True)
+        self._total, self._first, self._done = total, done, done
+        self._begin = self._last_line = time.monotonic()
+        self._bar = RichProgress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("pre-training", total=total, completed=done)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self, numbers: StepNumbers) -> None:
+        """One more step is done, with these numbers."""
+        self._done += 1
+        self._bar.update(self._task, completed=self._done, description=f"loss {numbers.loss:.4f}")
+        now = time.monotonic()
+        if self._console.is_terminal or (now - self._last_line < LINE_SECONDS and self._done < self._total):
+            return
+        self._last_line = now
+        left = (now - self._begin) / (self._done - self._first) * (self._total - self._done)
+        self._console.print(
+            f"step {self._done}/{self._total}  loss {numbers.loss:.4f}  ETA {timedelta(seconds=round(left))}",
+            highlight=False,
+        )

@@ -1,0 +1,137 @@
+"""A run's folder: what was asked, from which source, on which machine, and everything that came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dmjd
+from dmjd.compose import from_yaml, to_yaml
+from dmjd.config import SCIENCE, PretrainConfig
+from dmjd.errors import ConfigError
+from dmjd.train import checkpoint
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths inside one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / checkpoint.CONFIG
+
+    @property
+    def provenance(self) -> Path:
+        return self.path / "provenance.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / checkpoint.FOLDER
+
+    @property
+    def pictures(self) -> Path:
+        return self.path / "pictures"
+
+    @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    def check(self, config: PretrainConfig) -> None:
+        """Refuse a folder that holds another experiment; writes nothing.
+
+        Raises:
+            ConfigError: naming the first key of science that differs, or what is in the way.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"run={self.path} is a file; name a folder")
+        if config.resume == "never" and checkpoint.committed(self.checkpoints):
+            raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
+        if not self.config.is_file():
+            return
+        before = from_yaml(PretrainConfig, self.config.read_text())
+        difference = _first_difference(asdict(before), asdict(config), SCIENCE)
+        if difference and checkpoint.committed(self.checkpoints):
+            key, old, new = difference
+            raise ConfigError(
+                f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
+                "keep the value, or name another folder"
+            )
+
+    def open(self, config: PretrainConfig, device: torch.device) -> None:
+        """Create the folder and record this launch."""
+        for folder in (self.path, self.pictures, self.evaluations):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.config, to_yaml(config))
+        sha, diff = _source_state()
+        if diff:
+            write_atomically(self.path / "source.diff", diff)
+        record = {
+            "dmjd": dmjd.__version__,
+            "git_sha": sha,
+            "git_dirty": bool(diff),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"cpu ({torch.get_num_threads()} threads)",
+            "host": platform.node(),
+            "command": sys.argv,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        launches = json.loads(self.provenance.read_text())["launches"] if self.provenance.is_file() else []
+        write_atomically(self.provenance, json.dumps({**record, "launches": [*launches, record]}, indent=1))
+
+    def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
+        """Keep one evaluation's numbers as ``evaluations/NAME.json``."""
+        self.evaluations.mkdir(parents=True, exist_ok=True)
+        path = self.evaluations / f"{name}.json"
+        write_atomically(path, json.dumps(result, indent=1))
+        return path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace ``path`` whole or not at all."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:
+    for key in keys:
+        if isinstance(new[key], dict):
+            inner = _first_difference(old[key], new[key], tuple(new[key]), f"{prefix}{key}.")
+            if inner:
+                return inner
+        elif old[key] != new[key]:
+            return f"{prefix}{key}", old[key], new[key]
+    return None
+
+
+def _source_state() -> tuple[str | None, str]:
+    """Commit and uncommitted changes of the checkout that is running; (None, "") outside one."""
+    source = Path(dmjd.__file__).parent
+    try:
+        sha = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, timeout=30, check=True
+        )
+        diff = subprocess.run(
+            ["git", "diff", "HEAD", "--", "."], cwd=source, capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None, ""
+    return sha.stdout.strip(), diff.stdout

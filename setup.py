@@ -1,0 +1,217 @@
+"""Builds the native libraries. Everything declarative is in pyproject.toml.
+
+    dmjd/_C_cpu    CPU kernels    LibTorch stable ABI, Python limited API: one binary for every torch >= 2.11
+    dmjd/_C_cuda   CUDA kernels   the same, when torch has CUDA and a toolkit of its major version is found
+    dmjd/_core     pybind11       csrc/core for numpy; tied to one Python minor version, links nothing of torch
+
+Every op also has a PyTorch reference, so a library that cannot be built costs speed and not function. Switches:
+
+    DMJD_EXT    auto (default: what fails is left out, and said) | force (a failure is an error) | off (pure Python)
+    DMJD_CUDA   auto (default) | force | off, for the CUDA kernels alone
+    TORCH_CUDA_ARCH_LIST (default below), MAX_JOBS, CUDA_HOME as in every torch extension
+
+torch is not a build requirement, since pip would download a second one of several gigabytes into its isolated build:
+install torch first and then `pip install --no-build-isolation .`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+TORCH_TARGET = "2.11"
+STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
+CPU, CUDA, CORE = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._core"
+# Without it torch compiles for the builder's own card, and fails where none is visible. Cubins for A100 and H100, which
+# also serve 8.x cards; newer ones compile the PTX when they load it.
+DEFAULT_ARCHS = "8.0;9.0+PTX"
+SHIPPED_TREES = ("configs", "launchers")
+
+
+class NativeBuildError(Exception):
+    """A native library was demanded (force) and cannot be built."""
+
+
+def say(message: str) -> None:
+    print(f"dmjd: {message}", file=sys.stderr)
+
+
+def switch(name: str) -> str:
+    value = os.environ.get(name, "auto")
+    if value not in ("auto", "force", "off"):
+        raise NativeBuildError(f"{name} must be auto, force or off, got {value!r}")
+    return value
+
+
+class BuildPy(build_py):
+    """Ships in the package what stands at the top of the checkout, where people look for it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for tree in SHIPPED_TREES:
+            target = Path(self.build_lib, "dmjd", tree)
+            shutil.rmtree(target, ignore_errors=True)  # a file deleted since the last build must not ship
+            shutil.copytree(tree, target, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def find_cuda_home() -> str | None:
+    """The first folder that really is a toolkit. torch takes the parent of nvcc's folder, which is wrong for a wrapper
+    script on PATH and shows only when linking fails."""
+    nvcc = shutil.which("nvcc")
+    beside_nvcc = str(Path(nvcc).resolve().parents[1]) if nvcc else None
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), beside_nvcc, "/usr/local/cuda"):
+        if home and Path(home, "include", "cuda_runtime.h").is_file() and Path(home, "bin", "nvcc").is_file():
+            return home
+    return None
+
+
+def toolkit_version(home: str) -> str:
+    text = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+\.\d+)", text)
+    return match.group(1) if match else "unknown"
+
+
+def why_no_cuda(torch_cuda: str | None, home: str | None) -> str | None:
+    """The reason for leaving the CUDA kernels out, or None if nothing speaks against them."""
+    if torch_cuda is None:
+        return "this torch was built without CUDA"
+    if home is None:
+        return "no CUDA toolkit found (nvcc and include/cuda_runtime.h; CUDA_HOME says where)"
+    found = toolkit_version(home)
+    if found.split(".")[0] != torch_cuda.split(".")[0]:
+        return (
+            f"the toolkit in {home} is CUDA {found} and torch was built with CUDA {torch_cuda}: install a toolkit "
+            f"{torch_cuda.split('.')[0]}.x, or a torch for CUDA {found.split('.')[0]}, or keep the CPU kernels alone"
+        )
+    return None
+
+
+def kernel_library(
+    extension_type: Callable[..., Extension], name: str, *patterns: str, **flags: list[str]
+) -> Extension:
+    """A stable-ABI library. No -std: torch chooses the one its headers need; the version macro guards the ABI."""
+    return extension_type(
+        name,
+        sorted(path for pattern in patterns for path in glob(pattern)),
+        extra_compile_args={
+            "cxx": ["-O3", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
+            # -fvisibility does not reach nvcc's host side by itself, and the cuda::std symbols that two extensions then
+            # share are known to crash them.
+            "nvcc": [
+                "-O3",
+                "-lineinfo",
+                "-Xcompiler",
+                "-fvisibility=hidden,-fno-gnu-unique",
+                *STABLE_ABI,
+                "-DUSE_CUDA",
+            ],
+        },
+        extra_link_args=["-Wl,-s"],
+        py_limited_api=True,
+    )
+
+
+def numpy_module(include_paths: list[str]) -> Extension:
+    """The pybind11 module, with the pybind11 that torch brings along."""
+    return Extension(
+        CORE,
+        sorted(glob("csrc/pybind/*.cpp")),
+        include_dirs=[path for path in include_paths if Path(path, "pybind11").is_dir()],
+        define_macros=[("DMJD_TORCH_TARGET", f'"{TORCH_TARGET}"')],
+        extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden"]},
+        extra_link_args=["-Wl,-s"],
+        language="c++",
+    )
+
+
+def build_command(base: type, required: set[str], cuda_macros: list[tuple[str, str]]) -> type:
+    """``build_ext`` that builds one extension at a time, so that a failure costs that library alone."""
+
+    class BuildNative(base):
+        def build_extensions(self) -> None:
+            wanted, built = self.extensions, []
+            for extension in wanted:
+                if extension.name == CORE and CUDA in [other.name for other in built]:
+                    extension.define_macros += cuda_macros  # build_info() tells what there is, not what was hoped for
+                self.extensions = [extension]
+                try:
+                    super().build_extensions()
+                # Compilers, ninja and torch's own checks raise unrelated types; all of them mean "not this library".
+                except Exception as error:
+                    if extension.name in required:
+                        raise
+                    say(f"{extension.name} could not be built and is left out: {error}")
+                else:
+                    built.append(extension)
+            self.extensions = built
+
+    return BuildNative
+
+
+def native_build() -> dict[str, Any]:
+    """``ext_modules`` and the ``build_ext`` command, or nothing where the package stays pure Python."""
+    ext, cuda = switch("DMJD_EXT"), switch("DMJD_CUDA")
+    if ext == "off":
+        if cuda == "force":
+            raise NativeBuildError("DMJD_CUDA=force needs DMJD_EXT=auto or force, got DMJD_EXT=off")
+        return {}
+    home = find_cuda_home()
+    if home is not None:
+        os.environ["CUDA_HOME"] = home  # cpp_extension reads it once, on import
+    try:
+        import torch
+        from torch.utils import cpp_extension
+
+        found = f"found torch {torch.__version__}" if torch.__version__ < TORCH_TARGET else None
+    except ImportError as error:
+        found = str(error)
+    if found is not None:
+        reason = (
+            f"native libraries need torch >= {TORCH_TARGET} in the environment that builds them ({found}): "
+            "`pip install torch`, then `pip install --no-build-isolation .`"
+        )
+        if "force" in (ext, cuda):
+            raise NativeBuildError(reason)
+        say(f"installing pure Python, with a PyTorch reference for every op; {reason}")
+        return {}
+
+    extensions = [kernel_library(cpp_extension.CppExtension, CPU, "csrc/ops/cpu/*.cpp")]
+    cuda_macros: list[tuple[str, str]] = []
+    no_cuda = "DMJD_CUDA=off" if cuda == "off" else why_no_cuda(torch.version.cuda, home)
+    if no_cuda is None:
+        assert home is not None
+        archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
+        cuda_macros = [
+            ("DMJD_CUDA_VERSION", f'"{toolkit_version(home)}"'),
+            ("DMJD_CUDA_ARCHS", f'"{",".join(re.split("[;, ]+", archs))}"'),
+        ]
+        sources = ("csrc/ops/cuda/*.cpp", "csrc/ops/cuda/*.cu")
+        extensions.append(kernel_library(cpp_extension.CUDAExtension, CUDA, *sources, cxx=["-DUSE_CUDA"]))
+    elif cuda == "force":
+        raise NativeBuildError(f"DMJD_CUDA=force, but {no_cuda}")
+    else:
+        say(f"no CUDA kernels: {no_cuda}")
+    extensions.append(numpy_module(cpp_extension.include_paths()))
+
+    required = {CPU, CUDA, CORE} if ext == "force" else {CUDA} if cuda == "force" else set()
+    command = build_command(cpp_extension.BuildExtension, required, cuda_macros)
+    return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}
+
+
+try:
+    native = native_build()
+except NativeBuildError as error:
+    sys.exit(f"dmjd: {error}")
+setup(**{**native, "cmdclass": {"build_py": BuildPy, **native.get("cmdclass", {})}})

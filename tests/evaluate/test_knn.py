@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dmjd.errors import ConfigError, DataError
+from dmjd.evaluate import knn
+from dmjd.evaluate.features import Features
+from dmjd.evaluate.knn import KnnResult, knn_accuracy
+
+CPU = torch.device("cpu")
+
+
+def random_features(count: int, classes: int, *, seed: int, dim: int = 12) -> Features:
+    """Unit-variance noise around one weak centre per class: hard enough that neighbours disagree."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 0.7 * torch.randn(classes, dim, generator=torch.Generator().manual_seed(99))
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    return Features(centres[labels] + torch.randn(count, dim, generator=generator), labels)
+
+
+def oracle(train: Features, test: Features, classes: int, k: int, temperature: float) -> tuple[float, float]:
+    """Top-1 and top-5 in percent: float64, one query, one neighbour and one vote at a time."""
+    bank = [row / math.sqrt(float(row @ row)) for row in train.values.double().numpy()]
+    hits1 = hits5 = 0
+    for row, label in zip(test.values.double().numpy(), test.labels.tolist(), strict=True):
+        query = row / math.sqrt(float(row @ row))
+        ranked = sorted(((float(query @ other), int(train.labels[i])) for i, other in enumerate(bank)), reverse=True)
+        votes = np.zeros(classes)
+        for similarity, neighbour in ranked[:k]:
+            votes[neighbour] += math.exp(similarity / temperature)
+        best = [c for c in np.argsort(-votes) if votes[c] > 0]
+        hits1 += label == best[0]
+        hits5 += label in best[:5]
+    return 100 * hits1 / len(test), 100 * hits5 / len(test)
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (5, 0.07), (20, 0.07), (20, 1.0), (300, 0.5)])
+@pytest.mark.parametrize("block", [1 << 26, 300 * 7])
+def test_equals_a_loop_over_single_votes(
+    k: int, temperature: float, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(knn, "_SIMILARITIES_PER_BLOCK", block)
+    train, test = random_features(300, 10, seed=1), random_features(120, 10, seed=2)
+    result = knn_accuracy(train, test, 10, device=CPU, k=k, temperature=temperature)
+    top1, top5 = oracle(train, test, 10, k, temperature)
+    assert 20 < top1 < 90, "too easy or too hard to tell implementations apart"
+    assert result.top1 == pytest.approx(top1)
+    assert result.top5 == pytest.approx(top5)
+    assert (result.k, result.temperature) == (k, temperature)
+
+
+def test_weights_decide_against_the_majority() -> None:
+    """Two far neighbours outvote one near one at a high temperature, and not at a low one."""
+    angles = torch.tensor([0.1, 0.8, 0.8])
+    train = Features(torch.stack((angles.cos(), angles.sin()), dim=1), torch.tensor([1, 0, 0]))
+    test = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([1]))
+    # cos 0.1 - cos 0.8 = 0.298: the near neighbour weighs exp(0.298 / T), which passes 2 at T = 0.43.
+    # At 1e-4 exp(cosine / T) itself is infinite for all three.
+    for temperature, top1 in ((1e-4, 100.0), (0.42, 100.0), (0.44, 0.0)):
+        assert knn_accuracy(train, test, 2, device=CPU, k=3, temperature=temperature).top1 == top1
+
+
+def planted(count: int, *, seed: int) -> Features:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 8
+    return Features(10 * torch.eye(8)[labels] + 0.1 * torch.randn(count, 8, generator=generator), labels)
+
+
+def test_planted_clusters_are_found_at_any_scale() -> None:
+    train, test = planted(400, seed=1), planted(80, seed=2)
+    enlarged = Features(test.values * 1000, test.labels)
+    assert knn_accuracy(train, enlarged, 8, device=CPU) == KnnResult(100.0, 100.0, 20, 0.07)
+
+
+def test_permuted_labels_give_chance() -> None:
+    train, test = planted(400, seed=1), planted(1600, seed=2)
+    permuted = Features(test.values, test.labels[torch.randperm(1600, generator=torch.Generator().manual_seed(3))])
+    # Permuted labels do not depend on the predictions: 1600 guesses among 8 classes, within five binomial deviations.
+    result = knn_accuracy(train, permuted, 8, device=CPU)
+    assert abs(result.top1 - 100 / 8) < 5 * 100 * math.sqrt(1 / 8 * 7 / 8 / 1600)
+
+
+def test_top5_counts_only_classes_with_votes_and_needs_six_classes() -> None:
+    train, test = planted(400, seed=1), planted(80, seed=2)
+    # Every query's only neighbour is of its own cluster; a class nobody voted for must not fill up the five.
+    wrong = Features(test.values, (test.labels + 1) % 8)
+    assert knn_accuracy(train, wrong, 8, device=CPU, k=1) == KnnResult(0.0, 0.0, 1, 0.07)
+    few = Features(train.values, train.labels % 5)
+    assert knn_accuracy(few, few, 5, device=CPU, k=1).top5 is None
+
+
+@pytest.mark.parametrize("k", [0, 401])
+def test_k_beyond_the_bank_is_refused(k: int) -> None:
+    with pytest.raises(ConfigError, match=f"k must be between 1 and the 400 images in the bank, got {k}"):
+        knn_accuracy(planted(400, seed=1), planted(8, seed=2), 8, device=CPU, k=k)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="temperature must be above 0"):
+        knn_accuracy(planted(400, seed=1), planted(8, seed=2), 8, device=CPU, temperature=temperature)
+
+
+def test_a_label_beyond_the_classes_is_refused() -> None:
+    with pytest.raises(DataError, match="below num_classes=7, got 7"):
+        knn_accuracy(planted(400, seed=1), planted(8, seed=2), 7, device=CPU)

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmjd.data.batch import Batch
+from dmjd.errors import ConfigError, DataError
+from dmjd.evaluate.features import Features
+from dmjd.evaluate.linprobe import ProbeResult, linear_probe, make_head, make_lars
+from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
+
+DIM, CLASSES = 16, 4
+
+
+def clusters(count: int, *, spread: float, seed: int) -> Features:
+    """One centre per class at distance ~DIM**0.5, with ``spread`` of noise around it."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(99))
+    labels = torch.arange(count) % CLASSES
+    return Features(centres[labels] + spread * torch.randn(count, DIM, generator=generator), labels)
+
+
+def rows(count: int) -> Features:
+    """Features that say which row they are, to read an order from."""
+    return Features(torch.arange(count), torch.arange(count))
+
+
+def probe(source: FeatureSource, test: Features, **options: object) -> ProbeResult:
+    settings = {"epochs": 12, "batch_size": 64, "base_lr": 20.0, "warmup_epochs": 2, "seed": 0}
+    return linear_probe(source, test, CLASSES, device=torch.device("cpu"), **(settings | options))  # type: ignore[arg-type]
+
+
+class OwnLars:
+    """LARS (You et al., 2017) from its formulas, without weight decay.
+
+    Matrices scale their gradient by 0.001 |w| / |g| (by 1 if a norm is 0); then m = 0.9 m + g and w -= lr m.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.pairs = [(p, torch.zeros_like(p)) for p in parameters]
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        for parameter, momentum in self.pairs:
+            assert parameter.grad is not None
+            gradient = parameter.grad.clone()
+            if parameter.ndim > 1:
+                weight_norm, gradient_norm = parameter.square().sum().sqrt(), gradient.square().sum().sqrt()
+                if weight_norm > 0 and gradient_norm > 0:
+                    gradient *= 0.001 * weight_norm / gradient_norm
+            momentum.copy_(0.9 * momentum + gradient)
+            parameter.sub_(lr * momentum)
+
+
+def test_lars_equals_its_formulas() -> None:
+    data = clusters(64, spread=1.0, seed=1)
+    ours, theirs = nn.Linear(DIM, CLASSES), nn.Linear(DIM, CLASSES)
+    theirs.load_state_dict(ours.state_dict())
+    start = ours.weight.detach().clone()
+    optimizer, own = make_lars(ours), OwnLars(list(theirs.parameters()))
+    for step in range(20):
+        lr = 0.5 * (1 + step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for head in (ours, theirs):
+            head.zero_grad()
+            F.cross_entropy(head(data.values), data.labels).backward()
+        optimizer.step()
+        own.step(lr)
+    assert (ours.weight - start).abs().max() > 0.05, "the weights must have moved far beyond the tolerance"
+    torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.bias, theirs.bias, rtol=1e-6, atol=1e-6)
+
+
+def test_lars_moves_a_weight_of_zeros() -> None:
+    linear = nn.Linear(2, 2)
+    nn.init.zeros_(linear.weight)
+    optimizer = make_lars(linear)
+    for group in optimizer.param_groups:
+        group["lr"] = 1.0
+    (linear(torch.ones(1, 2))[0, 0] * 3).backward()
+    optimizer.step()
+    assert torch.equal(linear.weight, torch.tensor([[-3.0, -3.0], [0.0, 0.0]]))
+
+
+def test_head_starts_as_the_recipe_says_and_leaves_the_global_generator_alone() -> None:
+    state = torch.get_rng_state()
+    norm, linear = make_head(256, 1000, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert not list(norm.parameters())
+    assert norm.eps == 1e-6
+    assert isinstance(linear, nn.Linear)
+    assert not linear.bias.any()
+    # The deviation of n normal draws is within 5 / sqrt(2 n) of the truth, relatively.
+    assert linear.weight.std().item() == pytest.approx(0.01, rel=5 / math.sqrt(2 * linear.weight.numel()))
+
+
+def test_separable_data_is_separated() -> None:
+    result = probe(CachedFeatures(clusters(512, spread=0.1, seed=1), seed=0), clusters(128, spread=0.1, seed=2))
+    assert result.top1 == 100.0
+    assert (result.epochs, result.batch_size, result.lr) == (12, 64, 5.0)
+
+
+def test_training_equals_a_replay_from_the_formulas() -> None:
+    """The loss of the last epoch depends on every step before it: on order, batch norm, schedule and optimizer."""
+    train, epochs, batch, warmup, peak = clusters(136, spread=1.0, seed=1), 30, 32, 8, 40.0 * 32 / 256
+    weight = nn.Parameter(make_head(DIM, CLASSES, seed=0).get_parameter("1.weight").detach().double())
+    bias = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+    optimizer = OwnLars([weight, bias])
+    losses: list[float] = []
+    for epoch in range(epochs):
+        order = torch.cat([labels for _, labels in CachedFeatures(rows(136), seed=0).epoch_features(epoch)])
+        for ids in order[:128].split(batch):  # the last 8 of 136 do not fill a batch
+            step = len(losses)
+            cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (epochs * 4 - warmup)))
+            values = train.values[ids].double()
+            normalised = (values - values.mean(0)) / (values.var(0, correction=0) + 1e-6).sqrt()
+            logits = normalised @ weight.T + bias
+            loss = (logits.logsumexp(1) - logits.gather(1, train.labels[ids, None])[:, 0]).mean()
+            weight.grad, bias.grad = torch.autograd.grad(loss, (weight, bias))
+            optimizer.step(peak * (step / warmup if step < warmup else cosine))
+            losses.append(loss.item())
+    result = probe(CachedFeatures(train, seed=0), train, epochs=epochs, batch_size=batch, base_lr=40.0)
+    assert losses[-1] < 0.9 * losses[0], "the weights must have moved for the schedule to show"
+    assert result.final_loss == pytest.approx(sum(losses[-4:]) / 4, rel=1e-5)
+
+
+def test_every_test_image_is_judged_by_itself() -> None:
+    """Statistics of the test batch would make the score of an image depend on the images beside it."""
+    train, test = clusters(256, spread=2.0, seed=1), clusters(256, spread=2.0, seed=2)
+    parts = [Features(test.values[test.labels == c], test.labels[test.labels == c]) for c in range(CLASSES)]
+    alone = [probe(CachedFeatures(train, seed=0), part).top1 for part in parts]
+    assert probe(CachedFeatures(train, seed=0), test).top1 == sum(alone) / CLASSES
+
+
+def test_permuted_test_labels_give_chance() -> None:
+    test = clusters(1024, spread=0.1, seed=2)
+    permuted = Features(test.values, test.labels[torch.randperm(1024, generator=torch.Generator().manual_seed(3))])
+    result = probe(CachedFeatures(clusters(512, spread=0.1, seed=1), seed=0), permuted)
+    # Five binomial deviations of 1024 guesses among 4 classes.
+    assert abs(result.top1 - 25.0) < 5 * 100 * math.sqrt(0.25 * 0.75 / 1024)
+
+
+@pytest.mark.parametrize(("scale", "shift"), [(1024.0, 0.0), (1.0, 32.0)])
+def test_scale_and_shift_of_the_features_do_not_matter(scale: float, shift: float) -> None:
+    train, test = clusters(1024, spread=2.0, seed=1), clusters(1024, spread=2.0, seed=2)
+    moved = [Features(data.values * scale + shift, data.labels) for data in (train, test)]
+    plain = probe(CachedFeatures(train, seed=0), test)
+    result = probe(CachedFeatures(moved[0], seed=0), moved[1])
+    assert 40 < plain.top1 < 95, "must be hard enough for a difference to show"
+    assert result.top1 == plain.top1
+    assert result.final_loss == pytest.approx(plain.final_loss, abs=1e-5)
+
+
+def test_equal_arguments_give_equal_bits_and_another_seed_does_not() -> None:
+    train, test = clusters(256, spread=2.0, seed=1), clusters(256, spread=2.0, seed=2)
+    first = probe(CachedFeatures(train, seed=0), test)
+    torch.rand(3)  # the global generator is not part of the arguments
+    assert probe(CachedFeatures(train, seed=0), test) == first
+    assert probe(CachedFeatures(train, seed=0), test, seed=1).final_loss != first.final_loss
+    assert probe(CachedFeatures(train, seed=1), test).final_loss != first.final_loss
+
+
+@pytest.mark.parametrize("loader_batch", [7, 64, 300])
+def test_cached_and_recomputed_features_give_equal_bits(loader_batch: int) -> None:
+    """300 images in batches of 64 leave 44 over, and the loader's batches are cut otherwise than the probe's."""
+    train, test = clusters(300, spread=2.0, seed=1), clusters(256, spread=2.0, seed=2)
+    cached = CachedFeatures(train, seed=0)
+
+    def epoch_batches(epoch: int) -> Iterator[Batch]:
+        order = torch.cat([labels for _, labels in CachedFeatures(rows(300), seed=0).epoch_features(epoch)])
+        for ids in order.split(loader_batch):
+            yield Batch(torch.zeros(len(ids), 1, 1, 3, dtype=torch.uint8), ids, train.labels[ids])
+
+    def encode(batch: Batch, epoch: int) -> Tensor:
+        return train.values[batch.sample_ids]
+
+    recomputed = RecomputedFeatures(epoch_batches, encode, images_per_epoch=300)
+    assert probe(recomputed, test) == probe(cached, test)
+
+
+@pytest.mark.parametrize("batch_size", [1, 301])
+def test_a_batch_that_the_data_cannot_fill_is_refused(batch_size: int) -> None:
+    data = clusters(300, spread=1.0, seed=1)
+    with pytest.raises(ConfigError, match=f"between 2 and the 300 training images, got {batch_size}"):
+        probe(CachedFeatures(data, seed=0), data, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(("epochs", "warmup_epochs"), [(0, 0), (5, 5), (5, -1)])
+def test_a_warm_up_that_fills_the_run_is_refused(epochs: int, warmup_epochs: int) -> None:
+    data = clusters(300, spread=1.0, seed=1)
+    with pytest.raises(ConfigError, match=f"below epochs={epochs}, got {warmup_epochs}"):
+        probe(CachedFeatures(data, seed=0), data, epochs=epochs, warmup_epochs=warmup_epochs)
+
+
+def test_a_label_beyond_the_classes_is_refused_in_training_and_in_testing() -> None:
+    good = clusters(300, spread=1.0, seed=1)
+    bad = Features(good.values, good.labels + 1)
+    for train, test in ((good, bad), (bad, good)):
+        with pytest.raises(DataError, match="below num_classes=4, got 4"):
+            probe(CachedFeatures(train, seed=0), test)

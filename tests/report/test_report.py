@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmjd.errors import DataError
+from dmjd.report.page import write_report
+from dmjd.report.run import read_run
+
+CONFIG = """
+epochs: 150
+batch_size: 1024
+method: {name: dmjd, mim_weight: 1.0}
+backbone: {name: vit, patch_size: 16, embed_dim: 768, depth: 12}
+mask: {views: 2, pattern: block, mask_ratio: 0.6, pred_ratio: null}
+target: {name: hog}
+data: {name: imagenet, image_size: [224, 192]}
+"""
+PROVENANCE = {
+    "git_sha": "4f2a9be",
+    "git_dirty": True,
+    "torch": "2.11.0",
+    "python": "3.11.9",
+    "device": "H100 <SXM> & friends",
+    "command": ["dmjd", "pretrain", "experiment=demo"],
+    "started": "2025-01-01T10:00:00Z",
+}
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+def log_row(step: int, seconds: float, **values: Any) -> dict[str, Any]:
+    row = {"step": step, "epoch": step / 8, "loss": 0.7, "mim": 0.6, "vis": 0.1, "lr": 1e-4, "grad_norm": 1.0}
+    row |= {"m_corr": 30 / 49, "m_pred": 1.0, "images_per_second": 800.0 + step, "data_wait_percent": 0.5}
+    return row | {"seconds": seconds} | values
+
+
+def write_log(folder: Path, *rows: dict[str, Any]) -> None:
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "run-7"
+    (path / "pictures").mkdir(parents=True)
+    (path / "evaluations").mkdir()
+    (path / "config.yaml").write_text(CONFIG)
+    (path / "provenance.json").write_text(json.dumps(PROVENANCE))
+    write_log(path, log_row(10, 100.0), log_row(20, 4000.0), log_row(37, 7380.0))
+    return path
+
+
+@pytest.fixture
+def evaluate(folder: Path) -> Callable[..., None]:
+    def write(verb: str, weights: str, step: int, top1: float, **settings: Any) -> None:
+        values = {"verb": verb, "weights": weights, "step": step, "top1": top1, "settings": settings}
+        count = len(list(folder.glob("evaluations/*.json")))
+        (folder / "evaluations" / f"{count}.json").write_text(json.dumps(values))
+
+    return write
+
+
+class Page(HTMLParser):
+    """Tables as rows of cell texts, the links, and the balance of the tags."""
+
+    VOID = frozenset({"meta", "img"})
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "action", "data")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1][-1] += data
+        if "style" not in self.open:
+            self.text += data
+
+    def pairs(self) -> dict[str, str]:
+        return {row[0]: row[1] for row in self.rows if len(row) == 2}
+
+    def scores(self) -> list[list[str]]:
+        return [row for row in self.rows if len(row) == 5][1:]
+
+
+def report(folder: Path) -> Page:
+    return Page(write_report(folder))
+
+
+def test_summary_states_every_number_of_the_run(folder: Path) -> None:
+    pairs = report(folder).pairs()
+    expected = {
+        "Method": "dmjd",
+        "Backbone": "vit, patch 16, width 768, depth 12",
+        "Target": "hog",
+        "Data": "imagenet",
+        "Image size": "224 x 192",
+        "Views K": "2",
+        "Mask pattern": "block",
+        "Corruption rate m_corr": "61.2 %",  # the true rate, 30 of 49 blocks, not the requested 60 %
+        "Prediction rate m_pred": "100.0 %",
+        "Unique batch": "1024 images, 2048 views",
+        "Epochs": "150",
+        "Effective training epochs": "2 x 150 = 300",
+        "Steps": "37 (epoch 4.62)",
+        "Images/s, median": "820.0",
+        "Wall time": "2 h 03 min",
+        "Device": "H100 <SXM> & friends",
+    }
+    assert {key: pairs[key] for key in expected} == expected
+
+
+def test_details_state_provenance_and_the_configuration_as_written(folder: Path) -> None:
+    page = report(folder)
+    assert page.pairs()["git sha"] == "4f2a9be"
+    assert page.pairs()["git dirty"] == "yes"
+    assert page.pairs()["command"] == "dmjd pretrain experiment=demo"
+    assert CONFIG in page.text
+
+
+def test_older_configuration_still_renders(folder: Path) -> None:
+    (folder / "config.yaml").write_text("backbone: vit_tiny\nmask: 0.75\ndata: {image_size: 32}\n")
+    write_log(folder, {"step": 5})
+    pairs = report(folder).pairs()
+    assert (pairs["Backbone"], pairs["Image size"], pairs["Steps"]) == ("vit_tiny", "32", "5")
+    absent = ("Method", "Views K", "Effective training epochs", "Unique batch", "Images/s, median", "Wall time")
+    assert {pairs[key] for key in absent} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.25, "0.2 s"), (59.99, "1 min 00 s"), (90.5, "1 min 30 s"), (3599.6, "1 h 00 min")]
+)
+def test_wall_time_reads_well(folder: Path, seconds: float, text: str) -> None:
+    write_log(folder, log_row(10, seconds / 2), log_row(20, seconds))
+    assert report(folder).pairs()["Wall time"] == text
+
+
+def test_resumed_run_started_when_it_was_first_launched(folder: Path) -> None:
+    latest = PROVENANCE | {"started": "2025-01-03", "device": "cpu"}
+    (folder / "provenance.json").write_text(json.dumps(latest | {"launches": [PROVENANCE, latest]}))
+    page = report(folder)
+    assert "Started 2025-01-01T10:00:00Z on H100 <SXM> & friends, launched 2 times" in page.text
+    assert (page.pairs()["started"], page.pairs()["Device"]) == ("2025-01-03", "cpu")
+    assert "launches" not in page.pairs()
+
+
+def test_evaluations_are_compared_under_equal_verb_and_settings(folder: Path, evaluate: Callable[..., None]) -> None:
+    evaluate("knn", "trained", 37, 61.25, k=20)
+    evaluate("knn", "untrained", 0, 48.5, k=20)
+    evaluate("linprobe", "untrained", 0, 70.0, epochs=50)
+    evaluate("linprobe", "trained", 37, 69.5, epochs=50)
+    evaluate("linprobe", "trained", 20, 70.75, epochs=50)
+    evaluate("knn", "trained", 37, 60.0, k=5)
+    evaluate("knn", "untrained", 0, 11.0, k=1)
+    assert report(folder).scores() == [
+        ["knnk 20", "61.25", "48.50", "+12.75", "37"],
+        ["linprobeepochs 50", "70.75", "70.00", "+0.75", "20"],
+        ["linprobeepochs 50", "69.50", "70.00", "-0.50", "37"],
+        ["knnk 5", "60.00", "-", "-", "37"],
+        ["knnk 1", "-", "11.00", "-", "-"],
+    ]
+
+
+def test_everything_is_escaped(folder: Path, evaluate: Callable[..., None]) -> None:
+    evil = "<script>alert(1)<"
+    renamed = folder.rename(folder.with_name(evil))
+    (renamed / "config.yaml").write_text(f'method: "{evil}"\n')
+    (renamed / "provenance.json").write_text(json.dumps({evil: evil, "device": evil, "started": evil}))
+    (renamed / "pictures" / f"{evil}.png").write_bytes(PIXEL)
+    values = {"verb": evil, "weights": "trained", "step": evil, "top1": 1.0, "settings": {evil: evil}}
+    (renamed / "evaluations" / "a.json").write_text(json.dumps(values))
+    path = write_report(renamed)
+    assert "<script" not in path.read_text()
+    # Name (title, h1), method, configuration, device (line, summary, provenance), started (line, provenance),
+    # provenance key and value, picture, evaluation (verb, step, settings twice).
+    assert Page(path).text.count(evil) == 16
+
+
+def test_page_is_self_contained_and_well_formed(folder: Path, evaluate: Callable[..., None]) -> None:
+    evaluate("knn", "trained", 37, 61.25, k=20)
+    (folder / "pictures" / "a_first.png").write_bytes(PIXEL + b"first")
+    (folder / "pictures" / "loss.png").write_bytes(PIXEL)
+    page = report(folder)
+    embedded = [base64.b64decode(link.removeprefix("data:image/png;base64,"), validate=True) for link in page.links]
+    assert embedded == [PIXEL, PIXEL + b"first"]  # the loss leads, and nothing else is linked
+    assert page.open == []
+    assert "script" not in page.tags
+    source = (folder / "report.html").read_text()
+    assert "://" not in source
+    assert "@import" not in source
+    assert "url(" not in source
+
+
+def test_report_is_replaced_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = write_report(folder).read_text()
+
+    def full_disk(source: Path, target: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    write_log(folder, log_row(99, 1.0))
+    with pytest.raises(OSError, match="disk full"):
+        write_report(folder)
+    assert (folder / "report.html").read_text() == before
+    assert not list(folder.glob(".*"))
+
+
+def test_truncated_last_line_of_the_log_is_ignored(folder: Path) -> None:
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 38, "lo')
+    assert [row["step"] for row in read_run(folder).rows] == [10, 20, 37]
+
+
+def test_log_cut_inside_a_character_is_ignored_too(folder: Path) -> None:
+    with (folder / "log.jsonl").open("ab") as log:
+        log.write('{"step": 38, "note": "é'.encode()[:-1])
+    assert [row["step"] for row in read_run(folder).rows] == [10, 20, 37]
+
+
+def test_log_without_a_step_is_a_run_that_just_started(folder: Path) -> None:
+    (folder / "log.jsonl").write_text("")
+    assert read_run(folder).rows == []
+    pairs = report(folder).pairs()
+    assert (pairs["Views K"], pairs["Steps"], pairs["Wall time"]) == ("2", "-", "-")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "log.jsonl"])
+def test_half_written_folder_names_the_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    with pytest.raises(DataError, match=f"not a complete run folder: it has no {name}$"):
+        write_report(folder)
+    assert not (folder / "report.html").exists()
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^no run folder at .*nowhere$"):
+        write_report(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.yaml", "mask: {views: 2", r"config\.yaml is damaged: [^\n]+$"),
+        ("config.yaml", "", r"config\.yaml must hold a mapping of names to values, found NoneType$"),
+        ("provenance.json", '{"git_sha": ', r"provenance\.json is damaged: [^\n]+$"),
+        ("log.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"log\.jsonl is damaged in line 2: [^\n]+$"),
+        ("log.jsonl", "[1]\n", r"log\.jsonl must hold one JSON object a line, line 1 is list$"),
+        ("evaluations/a.json", '{"verb": "knn", "step": 3}', r"a\.json is not an evaluation: it lacks weights, top1$"),
+        (
+            "evaluations/a.json",
+            '{"verb": "knn", "step": 3, "top1": 1.0, "weights": "ema"}',
+            r"a\.json has weights=ema; they are trained or untrained$",
+        ),
+    ],
+)
+def test_damaged_file_is_one_sentence(folder: Path, name: str, text: str, message: str) -> None:
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_run(folder)
+
+
+def test_report_does_not_import_torch() -> None:
+    script = "import sys, dmjd.report.page; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
