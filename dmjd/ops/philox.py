@@ -71,7 +71,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         int64 of ``counter``'s shape, words in ``[0, 2**32)``.
 
     Raises:
-        TypeError: if either is not int64. ValueError: on any other shape.
+        TypeError: if either is not int64. ValueError: on any other shape, or a key on a third device.
     """
     if counter.dtype != torch.int64 or key.dtype != torch.int64:
         raise TypeError(f"philox4x32: counter and key must be int64, got {counter.dtype} and {key.dtype}")
@@ -79,6 +79,8 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
         raise ValueError(
             f"philox4x32: counter must be [..., 4] and key [2], got {tuple(counter.shape)} and {tuple(key.shape)}"
         )
+    if key.device.type != "cpu" and key.device != counter.device:
+        raise ValueError(f"philox4x32: key must be on the CPU or on counter's device, got {key.device}, {counter.device}")
     return torch.ops.dmjd.philox4x32(counter, key)
 
 

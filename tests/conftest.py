@@ -1,0 +1,85 @@
+"""A run so small that a test can afford it, and the command line with its outcome."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmjd.cli import main
+from dmjd.compose import compose
+from dmjd.train.loop import pretrain
+
+# Tensors here are too small for threads to pay, and child processes shall add numbers in the same order as this one.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
+
+TINY = (
+    "experiment=demo",
+    "data=digits",
+    "epochs=1",
+    "batch_size=128",
+    "backbone.embed_dim=32",
+    "backbone.depth=1",
+    "method.decoder.dim=32",
+    "method.visible_branch.width=32",
+    "optim.warmup_epochs=0.5",
+    "engine.device=cpu",
+    "workers=0",
+)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., list[str]]:
+    """``tiny(run, *more)``: the words of a run of 11 steps over the digits; later words win."""
+
+    def words(run: Path, *more: str) -> list[str]:
+        return [*TINY, f"run={run}", *more]
+
+    return words
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Path:
+    """The folder of a tiny run that came to its end. Tests that write into it take a copy."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    pretrain(compose("pretrain", tiny(folder)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 training and 12 held-out grey PNGs of 16 x 16, in two class folders."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 6)):
+        for label in ("down", "up"):
+            (root / split / label).mkdir(parents=True)
+            for number in range(count):
+                ramp = np.linspace(0, 200, 16)[:: 1 if label == "up" else -1, None]
+                pixels = (ramp + rng.integers(0, 56, (16, 16))).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / label / f"{number:02d}.png")
+    return root
+
+
+@pytest.fixture
+def dmjd(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """``dmjd(*words)`` -> (exit code, stdout, stderr), in this process."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(words)
+        return code, *capsys.readouterr()
+
+    yield run
+    # The command line takes the root logger over, with a stream that this test's capture closes.
+    root.handlers[:] = handlers
+    root.setLevel(level)

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.errors import ConfigError
+from dmjd.masking import MaskedViews, MaskSpec
+from dmjd.models.decoder import MAEDecoder, VisibleBranch
+from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.objective import Objective
+from dmjd.models.vit import ViTEncoder
+from dmjd.parallel.apply import apply, blocks
+from dmjd.parallel.build import build_engine, select_device, select_precision
+from dmjd.parallel.single import SingleEngine
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def make_objective(kind: str = "decoder") -> Objective:
+    torch.manual_seed(0)
+    hidden = "drop" if kind == "decoder" else "mask_token"
+    encoder = ViTEncoder(
+        image_size=(16, 16), patch_size=4, in_chans=3, embed_dim=32, depth=2, num_heads=4, hidden=hidden
+    )
+    decoder = MAEDecoder(
+        encoder_dim=32, grid=encoder.grid, prefix_tokens=1, dim=32, depth=1, num_heads=4, mlp_ratio=2.0
+    )
+    branch = VisibleBranch(encoder_dim=32, width=16, target_dim=5)
+    return Objective(MaskedImageModel(encoder, decoder if kind == "decoder" else None, branch, target_dim=5))
+
+
+def make_batch() -> tuple[Tensor, MaskedViews, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    spec = MaskSpec(views=2, mask_ratio=0.6, pattern="uniform")
+    masked_views = spec.draw(torch.arange(3), (4, 4), seed=0, epoch=0)
+    return torch.randn(3, 3, 16, 16, generator=generator), masked_views, torch.randn(3, 16, 5, generator=generator)
+
+
+def count_runs(model: MaskedImageModel) -> Counter[int]:
+    """How often each block's attention starts, counted from now on.
+
+    Not the MLP: recomputation stops at the last activation that backward needs, before a block's MLP has ended.
+    """
+    runs: Counter[int] = Counter()
+    for index, block in enumerate(blocks(model)):
+
+        def count(*_: Any, index: int = index) -> None:
+            runs[index] += 1
+
+        block.attn.register_forward_pre_hook(count)  # type: ignore[union-attr]
+    return runs
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("decoder", 3), ("linear", 2)])
+def test_blocks_are_those_of_encoder_and_decoder(kind: str, expected: int) -> None:
+    model = make_objective(kind).model
+    found = list(blocks(model))
+    assert len(found) == expected
+    assert found[:2] == list(model.encoder.blocks)
+    assert found[2:] == ([] if model.decoder is None else list(model.decoder.blocks))
+
+
+@pytest.mark.parametrize("kind", ["decoder", "linear"])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_recomputation_changes_no_bit_and_no_name(kind: str, precision: torch.dtype) -> None:
+    plain, recomputed = make_objective(kind), make_objective(kind)
+    names = list(recomputed.state_dict())
+    apply(recomputed.model, EngineConfig(activation_checkpointing="full"))
+    assert list(recomputed.state_dict()) == names
+    results = []
+    for objective in (plain, recomputed):
+        with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+            losses = objective(*make_batch())
+            losses.total.backward()
+        results.append(losses)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    for (name, one), (_, other) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+        assert one.grad is not None, name
+        assert other.grad is not None, name
+        assert torch.equal(one.grad, other.grad), name
+
+
+@pytest.mark.parametrize("kind", ["decoder", "linear"])
+@pytest.mark.parametrize(("mode", "runs_per_step"), [("full", 2), ("none", 1)])
+def test_backward_runs_checkpointed_blocks_a_second_time(kind: str, mode: str, runs_per_step: int) -> None:
+    objective = make_objective(kind)
+    apply(objective.model, EngineConfig(activation_checkpointing=mode))
+    runs = count_runs(objective.model)
+    total = objective(*make_batch()).total
+    assert set(runs.values()) == {1}
+    total.backward()
+    assert runs == dict.fromkeys(range(3 if kind == "decoder" else 2), runs_per_step)
+
+
+def test_recomputed_blocks_keep_fewer_activations() -> None:
+    kept = {}
+    for mode in ("none", "full"):
+        objective = make_objective()
+        apply(objective.model, EngineConfig(activation_checkpointing=mode))
+        sizes: list[int] = []
+
+        def note(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            objective(*make_batch())
+        kept[mode] = sum(sizes)
+    assert kept["full"] < kept["none"] / 2
+
+
+@torch.no_grad()
+def test_recomputation_is_invisible_without_gradients() -> None:
+    plain, recomputed = make_objective().eval(), make_objective().eval()
+    apply(recomputed.model, EngineConfig(activation_checkpointing="full"))
+    images = make_batch()[0]
+    assert torch.equal(recomputed.model.encoder(images), plain.model.encoder(images))
+
+
+def test_build_engine_transforms_the_model_it_hands_over() -> None:
+    objective = make_objective()
+    config = EngineConfig(device="cpu", precision="bf16", activation_checkpointing="full")
+    engine = build_engine(objective, config, OptimConfig(clip_grad=1e-3))
+    assert isinstance(engine, SingleEngine)
+    assert engine.module is objective
+    assert engine.device == CPU
+    runs = count_runs(objective.model)
+    images, masked_views, targets = make_batch()
+    with engine.micro_batch(last=True):
+        assert objective.model(images, masked_views).masked.dtype == torch.bfloat16
+        runs.clear()
+        engine.backward(objective(images, masked_views, targets).total)
+    assert runs == {0: 2, 1: 2, 2: 2}
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_auto_takes_cuda_where_there_is_one(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    assert select_device("auto") == (CUDA if available else CPU)
+    assert select_device("cpu") == CPU
+    if available:
+        assert select_device("cuda") == CUDA
+    else:
+        with pytest.raises(ConfigError, match=r"engine\.device=cuda, .* use cpu or auto$"):
+            select_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "expected"),
+    [
+        ("auto", CPU, torch.float32),
+        ("auto", CUDA, torch.bfloat16),
+        ("fp32", CUDA, torch.float32),
+        ("fp32", CPU, torch.float32),
+        ("bf16", CPU, torch.bfloat16),
+    ],
+)
+def test_precision(name: str, device: torch.device, expected: torch.dtype) -> None:
+    assert select_precision(name, device) == expected

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+
+import pytest
+import torch
+
+from dmjd.compose import SCHEMAS, compose, describe, from_yaml, groups, to_yaml
+from dmjd.config import SCIENCE, KnnConfig, PretrainConfig
+from dmjd.errors import ConfigError
+from dmjd.resources import configs_dir
+from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
+
+EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
+
+
+def every_option() -> list[str]:
+    return [
+        f"{group.name}={path.stem}"
+        for group in sorted(configs_dir().iterdir())
+        if group.is_dir()
+        for path in sorted(group.glob("*.yaml"))
+    ]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_can_be_built(experiment: str) -> None:
+    config = compose("pretrain", [f"experiment={experiment}"])
+    spec = build_mask_spec(config.mask, token_grid(config))
+    tokenizer = build_tokenizer(config)
+    with torch.device("meta"):
+        objective = build_objective(config, tokenizer.dim)
+    model = objective.model
+    assert model.encoder.grid == token_grid(config)
+    assert model.head.out_features == tokenizer.dim
+    assert (model.visible_branch is not None) == (config.method.name == "dmjd")
+    assert config.run == f"runs/{experiment}"
+    # Experiments are compared at equal cost; the demo is nobody's row of a table.
+    assert experiment == "demo" or spec.effective_epochs(config.epochs) == 800
+
+
+@pytest.mark.parametrize("word", every_option())
+def test_every_option_of_every_group_composes(word: str) -> None:
+    group, option = word.split("=")
+    config = compose("pretrain", [word])
+    if group in ("method", "target", "data", "engine"):
+        assert getattr(config, group).name == option
+
+
+def test_experiments_are_the_published_ones() -> None:
+    mae = compose("pretrain", ["experiment=mae_vit_base"])
+    assert (mae.epochs, mae.batch_size, mae.optim.base_lr, mae.optim.warmup_epochs) == (800, 4096, 1.5e-4, 40)
+    assert (mae.mask.pattern, mae.mask.views, mae.mask.mask_ratio) == ("uniform", 1, 0.75)
+    assert (mae.target.name, mae.target.norm, mae.backbone.class_token) == ("pixels", "patch", True)
+    assert (mae.method.decoder.depth, mae.method.decoder.dim, mae.method.decoder.num_heads) == (8, 512, 16)
+    assert (mae.optim.weight_decay, list(mae.optim.betas)) == (0.05, [0.9, 0.95])
+    dmjd = compose("pretrain", ["experiment=dmjd_vit_base_hog"])
+    assert (dmjd.mask.pattern, dmjd.mask.views, dmjd.mask.mask_ratio) == ("block", 2, 0.6)
+    assert (dmjd.target.name, dmjd.target.norm, dmjd.method.visible_branch.enabled) == ("hog", "layernorm", True)
+
+
+def test_a_word_wins_over_the_experiment_and_a_later_word_over_an_earlier() -> None:
+    config = compose("pretrain", ["experiment=demo", "epochs=3", "mask=uniform", "mask.views=3", "epochs=4"])
+    assert (config.epochs, config.mask.pattern, config.mask.views) == (4, "uniform", 3)
+    assert compose("pretrain", ["epochs=4", "mask=uniform", "experiment=demo"]).mask.pattern == "uniform"
+
+
+def test_composing_leaves_nothing_behind_for_the_next_time() -> None:
+    before = compose("pretrain", [])
+    compose("pretrain", ["experiment=demo", "seed=7"])
+    with pytest.raises(ConfigError):
+        compose("pretrain", ["epochs=none"])
+    assert compose("pretrain", []) == before
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_yaml_holds_the_whole_configuration(experiment: str) -> None:
+    words = [f"experiment={experiment}", "optim.eps=1e-9", "mask.pred_ratio=null", "data.root=a folder/of images"]
+    config = compose("pretrain", words)
+    again = from_yaml(PretrainConfig, to_yaml(config))
+    assert again == config
+    assert type(again.optim.eps) is float
+
+
+def test_yaml_of_an_evaluation_holds_its_optional_data() -> None:
+    for words in (["checkpoint=x"], ["checkpoint=x", "data=digits", "data.pad=3"]):
+        config = compose("knn", words)
+        assert from_yaml(KnnConfig, to_yaml(config)) == config
+        assert (config.data is None) == (len(words) == 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["epochs: many", "epoch: 3", "mask: {colour: red}", "epochs: [1", "- 3", "epochs: 3\nepochs: 4"],
+)
+def test_yaml_that_is_no_configuration_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_yaml(PretrainConfig, text)
+    assert "\n" not in str(caught.value)
+
+
+BAD_WORDS = {
+    # unknown keys
+    "backbone.depht=3": ["backbone.depht", "did you mean depth?", "embed_dim"],
+    "backbne.depth=3": ["backbne", "did you mean backbone?", "optim"],
+    "depth=3": ["depth", "top level", "batch_size"],
+    "method.decoder.width=3": ["method.decoder.width", "method.decoder has", "num_heads"],
+    "backbone.depth.x=3": ["backbone.depth.x", "backbone.depth is a single value"],
+    "hydra.run.dir=x": ["hydra.run.dir", "top level"],
+    # wrong types
+    "backbone.depth=two": ["backbone.depth", "'two'", "Integer"],
+    "backbone.depth=2.5": ["backbone.depth", "2.5", "Integer"],
+    "seed=1.5": ["seed", "1.5"],
+    "epochs=": ["epochs"],
+    "epochs=[1]": ["epochs", "[1]"],
+    "optim.base_lr=1e-3x": ["optim.base_lr", "1e-3x", "Float"],
+    "mask.block=2": ["mask.block", "list"],
+    "mask.block=[2,a]": ["mask.block", "'a'", "Integer"],
+    "data.flip=maybe": ["data.flip", "maybe", "bool"],
+    "method.visible_branch=false": ["method.visible_branch"],
+    # null where a value is needed
+    "backbone.depth=null": ["backbone.depth", "not Optional"],
+    "run=null": ["run", "not Optional"],
+    "mask=null": ["mask", "block, uniform"],
+    # outside the choices, or of the wrong sign
+    "mask.pattern=blok": ["mask.pattern", "block, uniform", "'blok'"],
+    "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16'"],
+    "resume=yes": ["resume", "auto, never", "'yes'"],
+    "method.mim_loss=huber": ["method.mim_loss", "l1, mse, smooth_l1", "'huber'"],
+    "epochs=0": ["epochs", "above 0", "0"],
+    "batch_size=-4": ["batch_size", "above 0", "-4"],
+    "optim.base_lr=nan": ["optim.base_lr", "above 0", "nan"],
+    "keep_checkpoints=0": ["keep_checkpoints", "above 0"],
+    # unknown options of groups
+    "experiment=foo": ["experiment", "'foo'", *EXPERIMENTS],
+    "backbone=vit_huge": ["backbone", "'vit_huge'", "vit_base, vit_large, vit_small, vit_tiny"],
+    "backbone=3": ["backbone", "vit_base"],
+    "mask={views: 3}": ["mask", "block, uniform"],
+    "experiment=[demo,mae_vit_base]": ["experiment", "demo"],
+    # words that mean something else to Hydra
+    "backbone.depth=1,2": ["backbone.depth", "one value at a time"],
+    "backbone.depth=range(1,3)": ["backbone.depth", "one value at a time"],
+    "backbone=glob(*)": ["backbone", "one value at a time"],
+    "+backbone.colour=1": ["+backbone.colour=1", "keys are fixed"],
+    "~backbone.depth": ["~backbone.depth", "keys are fixed"],
+    "~mask": ["~mask", "keys are fixed"],
+    "data@foo=digits": ["data@foo"],
+    "run=${nowhere}": ["run", "nowhere"],
+    "run=???": ["run is required"],
+    # not a word at all
+    "epochs": ["'epochs'", "key=value"],
+    "--epochs=3": ["--epochs=3", "key=value"],
+    "run=a(b": ["'run=a(b'"],
+    "": ["key=value"],
+    "=3": ["=3", "key=value"],
+}
+
+
+@pytest.mark.parametrize(("word", "parts"), BAD_WORDS.items(), ids=list(BAD_WORDS))
+def test_a_bad_word_is_answered_by_one_sentence(word: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("pretrain", ["experiment=demo", word])
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for part in parts:
+        assert part in sentence, f"{sentence!r} lacks {part!r}"
+
+
+@pytest.mark.parametrize("word", ["run=a(b", "run=/data/a=b"])
+def test_a_value_that_needs_quotes_is_told_so(word: str) -> None:
+    with pytest.raises(ConfigError, match="quote"):
+        compose("pretrain", [word])
+    key, value = word.split("=", 1)
+    assert getattr(compose("pretrain", [f"{key}='{value}'"]), key) == value
+
+
+def test_an_evaluation_needs_its_checkpoint() -> None:
+    for verb in ("knn", "linprobe"):
+        with pytest.raises(ConfigError, match=f"checkpoint is required: dmjd {verb} checkpoint="):
+            compose(verb, [])
+
+
+def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
+    with pytest.raises(ConfigError, match=r"data\.root needs data=.* auto, digits, fashion_mnist, folder"):
+        compose("knn", ["checkpoint=x", "data.root=y"])
+    assert compose("knn", ["checkpoint=x", "data=folder", "data.root=y"]).data.root == "y"
+
+
+@pytest.mark.parametrize("word", ["backbone=vit_tiny", "experiment=demo"])
+def test_an_evaluation_has_no_groups_of_pretraining(word: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("knn", ["checkpoint=x", word])
+    assert word.split("=")[0] in str(caught.value)
+    assert "neighbours" in str(caught.value), "the keys that knn does have"
+
+
+def leaves(value: object, prefix: str = "") -> set[str]:
+    if not isinstance(value, dict):
+        return {prefix}
+    return set().union(*(leaves(inner, f"{prefix}.{key}".lstrip(".")) for key, inner in value.items()))
+
+
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_help_has_every_key_and_every_option(verb: str) -> None:
+    lines = describe(verb)
+    first = {line.split()[0] for line in lines if line.strip()}
+    words = ["checkpoint=x", "data=digits"] if verb != "pretrain" else []
+    assert leaves(asdict(compose(verb, words))) <= first
+    text = "\n".join(lines)
+    assert "block | uniform" in text or verb != "pretrain"
+    for group, options in groups().items():
+        if group in {field.name for field in fields(SCHEMAS[verb])} or (verb, group) == ("pretrain", "experiment"):
+            assert any(line.split() == [group, *", ".join(options).split()] for line in lines), group
+        else:
+            assert group not in first, f"{verb} has no group {group}"
+
+
+def test_science_and_orchestration_are_all_the_keys() -> None:
+    orchestration = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints"}
+    assert {field.name for field in fields(PretrainConfig)} == {*SCIENCE} | orchestration

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import timm
+import pytest
+import torch
+
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.errors import ConfigError
+from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+
+SMALL = ("experiment=demo", "data=digits", "backbone.embed_dim=32", "backbone.depth=1", "method.decoder.dim=32")
+
+
+def configure(*words: str) -> PretrainConfig:
+    config: PretrainConfig = compose("pretrain", words)
+    return config
+
+
+def build(config: PretrainConfig) -> None:
+    """Everything that :mod:`dmjd.train.build` makes of a configuration."""
+    grid = token_grid(config)
+    spec = build_mask_spec(config.mask, grid)
+    objective = build_objective(config, build_tokenizer(config).dim)
+    assert peak_lr(config, spec, grid) > 0
+    assert objective.model.encoder.grid == grid
+
+
+@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
+def test_backbones_are_the_vits_of_that_name(size: str) -> None:
+    config = configure("method=mae", f"backbone=vit_{size}")
+    with torch.device("meta"):
+        ours = build_objective(config, 768).model.encoder
+        theirs = timm.create_model(f"vit_{size}_patch16_224", num_classes=0)
+    shapes = {name: value.shape for name, value in theirs.state_dict().items() if name != "pos_embed"}
+    assert {name: value.shape for name, value in ours.state_dict().items()} == shapes
+    assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads
+
+
+def test_the_decoder_is_maes() -> None:
+    with torch.device("meta"):
+        model = build_objective(configure("experiment=mae_vit_base"), 768).model
+    # MAE ViT-B is published with 111,907,840 parameters, of which both tables of positions were frozen parameters.
+    positions = 197 * 768 + 197 * 512
+    assert sum(parameter.numel() for parameter in model.parameters()) == 111_907_840 - positions
+
+
+@pytest.mark.parametrize("words", [(), ("method=mae",), ("target=pixels", "method.visible_branch.enabled=false")])
+def test_methods_can_be_built(words: tuple[str, ...]) -> None:
+    build(configure(*SMALL, *words))
+
+
+def test_a_linear_head_reads_mask_tokens() -> None:
+    config = configure(*SMALL, "method.decoder.name=linear", "backbone.hidden=mask_token")
+    build(config)
+    model = build_objective(config, 36).model
+    assert model.decoder is None
+    assert model.head.in_features == model.encoder.embed_dim
+
+
+def test_initialisation_depends_on_the_seed_alone() -> None:
+    torch.manual_seed(123)
+    first, again, other = (
+        build_objective(configure(*SMALL, f"seed={seed}"), 36).state_dict() for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.head.weight"], other["model.head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("optim.base_lr=6e-4",), 2.0e-3),
+        (("optim.base_lr=6e-4", "optim.lr_rates=true"), 1.96e-3),
+        (("optim.base_lr=6e-4", "optim.lr_rule=classic"), 2.4e-3),
+        (("optim.base_lr=6e-4", "optim.lr_rule=classic", "optim.lr_rates=true"), 2.4e-3),
+        (("optim.base_lr=6e-4", "engine.accumulation=4"), 2.0e-3),
+        # 40 of the 49 blocks supervised: Eq. 4 with m_pred = 40/49, asked for as .81.
+        (("optim.base_lr=6e-4", "mask.pred_ratio=.81"), 6e-4 * 512 * 0.81 / 0.6 / 256),
+        (("optim.base_lr=6e-4", "mask.pred_ratio=.81", "optim.lr_rates=true"), 6e-4 * 2 * 40 / 30),
+        (("experiment=mae_vit_base",), 2.4e-3),
+        (("experiment=mae_vit_base", "optim.lr_rule=classic"), 2.4e-3),
+        (("experiment=mae_dm_vit_base",), 1.5e-4 * 2 / 0.6),
+    ],
+)
+def test_the_learning_rate_is_the_rules(words: tuple[str, ...], expected: float) -> None:
+    config = configure("experiment=dmjd_vit_base_hog", *words)
+    grid = token_grid(config)
+    assert peak_lr(config, build_mask_spec(config.mask, grid), grid) == pytest.approx(expected, rel=1e-12)
+
+
+IMPOSSIBLE = {
+    "backbone.patch_size=5": ["data.image_size", "32x32", "backbone.patch_size=5"],
+    "data.image_size=[32,30]": ["data.image_size", "32x30", "backbone.patch_size=4"],
+    "data.image_size=[32]": ["data.image_size", "[height, width]"],
+    "data.image_size=[0,32]": ["data.image_size", "[0, 32]"],
+    "mask.block=[3,3]": ["mask", "block 3x3", "8x8"],
+    "mask.block=[2]": ["mask.block", "[rows, columns]"],
+    "mask.block=[0,2]": ["mask", "block 0x2"],
+    "mask.mask_ratio=1.5": ["mask", "mask_ratio", "between 0 and 1", "1.5"],
+    "mask.mask_ratio=nan": ["mask", "mask_ratio", "nan"],
+    "mask.mask_ratio=0.99": ["mask", "mask_ratio=0.99", "16 of 16", "up to 0.9375"],
+    "mask.pred_ratio=0.1": ["mask", "pred_ratio=0.1", "between 0.6875 and 1"],
+    "mask.pred_ratio=2": ["mask", "pred_ratio", "at most 1"],
+    "mask.count=16": ["mask", "count=16", "between 1 and 15"],
+    "mask.predict_ratio=0.3": ["mask", "predict_ratio", "views=1"],
+    "mask.regulation=complementary mask.views=3": ["mask", "2 <= views <= 2", "views=3"],
+    "mask.regulation=none mask.pred_ratio=.8": ["mask", "pred_ratio", "disjoint"],
+    "target.norm=patch": ["target.norm", "layernorm, l2, none", "target.name=hog", "'patch'"],
+    "target=pixels target.norm=l2": ["target.norm", "patch, none", "target.name=pixels", "'l2'"],
+    "target.cell=3": ["target", "cell", "divisor of patch 4", "3"],
+    "target=pixels backbone.patch_size=1 mask=uniform": ["target", "unbiased"],
+    "data.mean=[0.1,0.2]": ["data.mean", "1 channels", "[0.1, 0.2]"],
+    "data.std=[]": ["data.std", "1 channels", "[]"],
+    "data.std=[0]": ["data.std", "above 0", "[0.0]"],
+    "data.channels=3": ["data.mean", "3 channels", "[0.219]"],
+    "backbone.num_heads=5": ["backbone.embed_dim=32", "num_heads=5"],
+    "backbone.embed_dim=34 backbone.num_heads=2": ["backbone", "multiple of 4", "34"],
+    "method.decoder.num_heads=5": ["method.decoder.dim=32", "num_heads=5"],
+    "method.decoder.dim=30": ["method.decoder", "multiple of 4", "30"],
+    "backbone.hidden=mask_token": ["backbone", "method.decoder", "hidden='drop'"],
+    "method.decoder.name=linear": ["backbone", "method.decoder", "hidden='mask_token'"],
+}
+
+
+@pytest.mark.parametrize(("words", "parts"), IMPOSSIBLE.items(), ids=list(IMPOSSIBLE))
+def test_an_impossible_combination_is_answered_by_one_sentence(words: str, parts: list[str]) -> None:
+    config = configure(*SMALL, *words.split())
+    with pytest.raises(ConfigError) as caught:
+        build(config)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for part in parts:
+        assert part in sentence, f"{sentence!r} lacks {part!r}"

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dmjd.errors import CheckpointError
+from dmjd.train.checkpoint import MANIFEST, commit, committed, newest, read_loop_state, resolve, write_loop_state
+
+
+def content(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model.pt").write_text(text)
+        write_loop_state(folder, {"step": int(text)})
+
+    return write
+
+
+def save(folder: Path, *steps: int, keep: int = 10) -> list[Path]:
+    return [commit(folder, step, content(str(step)), keep) for step in steps]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_checkpoint_is_what_was_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    (path,) = save(folder, 7)
+    assert path == folder / "step-00000007" == newest(folder)
+    assert (path / "model.pt").read_text() == "7"
+    assert read_loop_state(path) == {"step": 7}
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert manifest["step"] == 7
+    assert set(manifest["files"]) == {"model.pt", "loop.json"}
+    assert [entry.name for entry in folder.iterdir()] == [path.name]
+
+
+def test_checkpoints_are_in_the_order_of_steps(tmp_path: Path) -> None:
+    save(tmp_path, 900, 1000, 20)
+    assert [path.name for path in committed(tmp_path)] == ["step-00000020", "step-00000900", "step-00001000"]
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert newest(tmp_path / "absent") is None
+    assert committed(tmp_path) == []
+    (tmp_path / "step-00000001").mkdir()
+    assert newest(tmp_path) is None
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+    paths = save(tmp_path, 1, 2, 3, 4, 5, keep=keep)
+    assert sorted(tmp_path.iterdir()) == paths[-keep:]
+
+
+def test_a_write_that_raises_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = tree(tmp_path)
+
+    def full_disk(folder: Path) -> None:
+        (folder / "model.pt").write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        commit(tmp_path, 2, full_disk, keep=1)
+    assert newest(tmp_path) == tmp_path / "step-00000001"
+    assert {name: data for name, data in tree(tmp_path).items() if name in before} == before
+    (second,) = save(tmp_path, 2, keep=1)
+    assert newest(tmp_path) == second
+    assert (second / "model.pt").read_text() == "2"
+    assert list(tmp_path.iterdir()) == [second]
+
+
+def killing(at: str) -> str:
+    """A program that commits step 1, then dies in the commit of step 2 at the call of ``at``."""
+    return f"""
+import os, pathlib, shutil, signal, sys
+from dmjd.train import checkpoint
+
+folder = pathlib.Path(sys.argv[1])
+
+def write(folder):
+    (folder / "model.pt").write_text("x" * 100_000)
+
+def die(*args, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def slow(folder):
+    with (folder / "model.pt").open("w") as file:
+        file.write("half")
+        file.flush()
+        die()
+
+checkpoint.commit(folder, 1, write, keep=1)
+if {at!r} != "write":
+    {at} = die
+checkpoint.commit(folder, 2, slow if {at!r} == "write" else write, keep=1)
+"""
+
+
+@pytest.mark.parametrize("at", ["write", "os.fsync", "checkpoint.json.dumps", "pathlib.Path.rename", "shutil.rmtree"])
+def test_a_run_killed_inside_a_commit_has_its_previous_checkpoint(tmp_path: Path, at: str) -> None:
+    done = subprocess.run([sys.executable, "-c", killing(at), str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    found = newest(tmp_path)
+    assert found == tmp_path / "step-00000001"
+    assert (found / "model.pt").read_text() == "x" * 100_000
+    (second,) = save(tmp_path, 2, keep=1)
+    assert newest(tmp_path) == second
+    assert sorted(tmp_path.iterdir()) == [second], "what the killed run left is gone"
+
+
+def test_a_run_killed_while_it_drops_the_old_has_the_new(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", killing("pathlib.Path.unlink"), str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert newest(tmp_path) == tmp_path / "step-00000002"
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "file missing": lambda path: (path / "model.pt").unlink(),
+    "file truncated": lambda path: os.truncate(path / "model.pt", 1),
+    "file longer": lambda path: (path / "model.pt").write_text("22x"),
+    "a bit flipped": lambda path: (path / "model.pt").write_text("23"),
+    "manifest missing": lambda path: (path / MANIFEST).unlink(),
+    "manifest empty": lambda path: (path / MANIFEST).write_text(""),
+    "manifest truncated": lambda path: os.truncate(path / MANIFEST, 40),
+    "manifest of zeros": lambda path: (path / MANIFEST).write_bytes(bytes(100)),
+    "manifest of another format": lambda path: (path / MANIFEST).write_text('{"format": 99}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=list(DAMAGES))
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    first, second = save(tmp_path, 11, 22)
+    damage(second)
+    assert newest(tmp_path) == first
+    assert resolve(tmp_path) == first
+    if (second / MANIFEST).exists():
+        with pytest.raises(CheckpointError, match="step-00000022 is damaged: ") as caught:
+            resolve(second)
+        assert "\n" not in str(caught.value)
+    save(tmp_path, 22)
+    assert newest(tmp_path) == second
+    assert (second / "model.pt").read_text() == "22"
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_damaged_checkpoint_does_not_push_a_sound_one_out(tmp_path: Path, keep: int) -> None:
+    # A run that resumed from 10 because 30 is damaged, with checkpoints at other steps than before.
+    save(tmp_path, 10, 30)
+    (tmp_path / "step-00000030" / "model.pt").write_text("damaged")
+    (written,) = save(tmp_path, 20, keep=keep)
+    assert written.is_dir()
+    assert newest(tmp_path) == written
+
+
+def test_a_checkpoint_is_named_by_itself_its_run_or_their_folder(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "checkpoints", 1, 2)
+    assert resolve(first) == first
+    assert resolve(tmp_path / "checkpoints") == second
+    assert resolve(tmp_path) == second
+
+
+def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint=.*absent is not a folder; name a run folder"):
+        resolve(tmp_path / "absent")
+    (tmp_path / "model.pt").write_text("x")
+    with pytest.raises(CheckpointError, match=r"model\.pt is not a folder"):
+        resolve(tmp_path / "model.pt")
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint.*manifest\.json"):
+        resolve(tmp_path)
+
+
+def test_a_half_written_checkpoint_cannot_be_named(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 1)
+    draft = tmp_path / "step-00000002.tmp"
+    shutil.copytree(path, draft)
+    assert newest(tmp_path) == path
+    (draft / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        resolve(draft)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dmjd.train.guard import StepNumbers
+from dmjd.train.metrics import RunLog, Stopwatch, Window
+
+
+def numbers(value: float, vis: float | None = None) -> StepNumbers:
+    return StepNumbers(value, 2 * value, vis, 3 * value, applied=1.0, m_corr=0.6, m_pred=1.0)
+
+
+def test_a_window_gives_means_and_starts_again() -> None:
+    window = Window()
+    for value in (1.0, 2.0, 6.0):
+        window.add(numbers(value, vis=10 * value))
+    assert window.steps == 3
+    expected = {"loss": 3.0, "mim": 6.0, "vis": 30.0, "grad_norm": 9.0, "m_corr": 0.6, "m_pred": 1.0}
+    assert window.flush() == pytest.approx(expected, rel=1e-12)
+    window.add(numbers(5.0, vis=1.0))
+    assert window.flush()["loss"] == 5.0
+
+
+def test_a_window_has_no_visible_loss_where_there_is_none() -> None:
+    window = Window()
+    window.add(numbers(1.0))
+    assert "vis" not in window.flush()
+
+
+def test_a_window_goes_on_exactly_from_its_state() -> None:
+    values = [0.1, 0.2, 0.3, 1e-9, 7.7]
+    straight, first, second = Window(), Window(), Window()
+    for value in values:
+        straight.add(numbers(value, vis=value))
+    for value in values[:2]:
+        first.add(numbers(value, vis=value))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for value in values[2:]:
+        second.add(numbers(value, vis=value))
+    assert second.steps == straight.steps
+    assert second.flush() == straight.flush()
+
+
+def test_the_state_of_a_window_is_a_copy() -> None:
+    window = Window()
+    window.add(numbers(1.0))
+    state = window.state_dict()
+    window.add(numbers(2.0))
+    assert (state["steps"], state["sums"]["loss"]) == (1, 1.0)
+
+
+def test_the_log_goes_on_from_an_offset_and_drops_what_came_after(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write({"step": 1})
+    offset = log.offset
+    log.write({"step": 2, "name": "a longer row"})
+    log.close()
+    assert offset == len('{"step": 1}\n')
+
+    log = RunLog(path, offset)
+    log.write({"step": 3})
+    assert log.offset == path.stat().st_size, "a row is on its way to the disk as soon as it is written"
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_a_new_log_forgets_an_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 99}\n')
+    log = RunLog(path)
+    log.write({"step": 1})
+    log.close()
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_the_offset_counts_bytes_and_not_characters(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "log.jsonl")
+    log.write({"name": "été"})
+    log.close()
+    assert log.offset == (tmp_path / "log.jsonl").stat().st_size
+
+
+@pytest.mark.parametrize("left", [None, b"", b'{"step": 1}\n{"st'], ids=["deleted", "emptied", "cut short"])
+def test_a_log_shorter_than_the_offset_is_not_filled_up_with_zeros(tmp_path: Path, left: bytes | None) -> None:
+    path = tmp_path / "log.jsonl"
+    if left is not None:
+        path.write_bytes(left)
+    log = RunLog(path, offset=1000)
+    log.write({"step": 3})
+    assert log.offset == path.stat().st_size
+    log.close()
+    assert b"\0" not in path.read_bytes()
+    assert json.loads(path.read_text().splitlines()[-1]) == {"step": 3}
+
+
+class Clock:
+    """A perf_counter that tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def test_laps_tell_working_from_waiting(clock: Clock) -> None:
+    def loader() -> Iterator[int]:
+        for item in range(4):
+            clock.now += 2.0
+            yield item
+
+    watch = Stopwatch(elapsed=50.0)
+    seen = []
+    for item in watch.waiting(loader()):
+        seen.append(item)
+        clock.now += 3.0
+        if item == 1:
+            assert watch.lap() == (10.0, 4.0)
+    assert seen == [0, 1, 2, 3]
+    assert watch.lap() == (10.0, 4.0)
+    assert watch.lap() == (0.0, 0.0)
+    assert watch.elapsed == 70.0
+
+
+def test_waiting_passes_a_loaders_error_on(clock: Clock) -> None:
+    def loader() -> Iterator[int]:
+        yield 1
+        raise ValueError("broken image")
+
+    items = Stopwatch().waiting(loader())
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="broken image"):
+        next(items)

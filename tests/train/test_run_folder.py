@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import dmjd
+from dmjd.compose import compose, from_yaml
+from dmjd.config import PretrainConfig
+from dmjd.errors import ConfigError
+from dmjd.train import checkpoint
+from dmjd.train.run_folder import RunFolder, write_atomically
+
+CPU = torch.device("cpu")
+
+
+def configure(*words: str) -> PretrainConfig:
+    config: PretrainConfig = compose("pretrain", ["experiment=demo", "data=digits", *words])
+    return config
+
+
+def started(path: Path, *, with_checkpoint: bool = True) -> RunFolder:
+    run = RunFolder(path)
+    run.open(configure(), CPU)
+    if with_checkpoint:
+        checkpoint.commit(run.checkpoints, 1, lambda folder: None, keep=1)
+    return run
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(inner.relative_to(path)) for inner in path.rglob("*"))
+
+
+def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> None:
+    run = started(tmp_path / "deep" / "run", with_checkpoint=False)
+    assert from_yaml(PretrainConfig, run.config.read_text()) == configure()
+    record = json.loads(run.provenance.read_text())
+    assert record["dmjd"] == dmjd.__version__
+    assert record["torch"] == torch.__version__
+    assert record["device"].startswith("cpu")
+    assert {"git_sha", "git_dirty", "python", "host", "command", "started"} <= record.keys()
+    assert not [name for name in files(run.path) if name.endswith(".tmp")]
+
+
+def test_each_launch_is_kept(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    run.open(configure("log_every=7"), CPU)
+    record = json.loads(run.provenance.read_text())
+    assert len(record["launches"]) == 2
+    assert {**record["launches"][-1], "launches": record["launches"]} == record
+    assert from_yaml(PretrainConfig, run.config.read_text()).log_every == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["seed=5"], ["seed=0", "seed=5"]),
+        (["epochs=9"], ["epochs=8", "epochs=9"]),
+        (["batch_size=128"], ["batch_size=256", "batch_size=128"]),
+        (["backbone.depth=5"], ["backbone.depth=4", "backbone.depth=5"]),
+        (["method.decoder.depth=2"], ["method.decoder.depth=1", "method.decoder.depth=2"]),
+        (["mask.block=[4,4]"], ["mask.block=[2, 2]", "mask.block=[4, 4]"]),
+        (["data.root=elsewhere"], ["data.root=None", "data.root=elsewhere"]),
+        (["optim.base_lr=2e-3"], ["optim.base_lr=0.001", "optim.base_lr=0.002"]),
+    ],
+)
+def test_another_experiment_may_not_move_in(tmp_path: Path, words: list[str], parts: list[str]) -> None:
+    run = started(tmp_path)
+    before = files(tmp_path), run.config.read_text()
+    with pytest.raises(ConfigError) as caught:
+        run.check(configure(*words))
+    for part in (str(tmp_path), *parts):
+        assert part in str(caught.value)
+    assert (files(tmp_path), run.config.read_text()) == before
+
+
+@pytest.mark.parametrize(
+    "word", ["log_every=3", "checkpoint_every=9", "keep_checkpoints=1", "workers=0", "engine.accumulation=2", "run=x"]
+)
+def test_the_same_experiment_may_go_on_under_other_orchestration(tmp_path: Path, word: str) -> None:
+    started(tmp_path).check(configure(word))
+
+
+def test_a_folder_without_a_checkpoint_is_free_for_another_experiment(tmp_path: Path) -> None:
+    started(tmp_path, with_checkpoint=False).check(configure("seed=5", "resume=never"))
+    RunFolder(tmp_path / "absent").check(configure("resume=never"))
+    assert not (tmp_path / "absent").exists()
+
+
+def test_never_resuming_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has checkpoints and resume=never; use resume=auto, or another folder"):
+        started(tmp_path).check(configure("resume=never"))
+
+
+@pytest.mark.parametrize("inside", ["", "inside/run"])
+def test_a_file_in_the_way_is_named(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run=.*file.*; name a folder"):
+        RunFolder(tmp_path / "file" / inside).check(configure())
+
+
+@pytest.mark.parametrize("text", ["epochs: [1", "colour: red", "epochs: many"])
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    run = started(tmp_path)
+    run.config.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        run.check(configure())
+    assert str(run.config) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_revision_is_that_of_this_package_and_not_of_a_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A user's own repository, with dmjd in a virtual environment that it ignores.
+    environment = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    package = tmp_path / ".venv" / "dmjd"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (tmp_path / ".gitignore").write_text(".venv\n")
+    identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-q", "-m", "theirs")):
+        subprocess.run(["git", *words], cwd=tmp_path, env=environment, check=True)
+    monkeypatch.setattr(dmjd, "__file__", str(package / "__init__.py"))
+    record = json.loads(started(tmp_path / "run").provenance.read_text())
+    assert record["git_sha"] is None
+
+
+def test_an_evaluation_is_kept_under_its_name(tmp_path: Path) -> None:
+    path = RunFolder(tmp_path).write_evaluation("knn-trained", {"top1": 1.5})
+    assert path == tmp_path / "evaluations" / "knn-trained.json"
+    assert json.loads(path.read_text()) == {"top1": 1.5}
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    write_atomically(path, "before")
+
+    def full_disk(self: Path, target: Path) -> Path:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "after")
+    assert path.read_text() == "before"
+
+
+def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[..., list[str]]) -> None:
+    assert {path.name for path in finished_run.iterdir()} - {"source.diff", "report.html"} == {
+        "config.yaml",
+        "provenance.json",
+        "log.jsonl",
+        "checkpoints",
+        "pictures",
+        "evaluations",
+    }
+    assert from_yaml(PretrainConfig, (finished_run / "config.yaml").read_text()) == compose(
+        "pretrain", tiny(finished_run)
+    )
+    (step,) = (finished_run / "checkpoints").iterdir()
+    assert step.name == "step-00000011"
+    assert {path.name for path in step.iterdir()} == {
+        "config.yaml",
+        "loop.json",
+        "manifest.json",
+        "model.pt",
+        "optimizer.pt",
+    }
+    assert {path.name for path in (finished_run / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
+    assert (step / "config.yaml").read_text() == (finished_run / "config.yaml").read_text()
