@@ -16,6 +16,7 @@ class MAEDecoder(nn.Module):
     """MAE's light decoder: embeds visible tokens, fills hidden places with a mask token, attends over the whole grid.
 
     ``forward(tokens [K*B, prefix + V, D], views) -> [K*B, N, dim]``; the prefix takes part in attention, then leaves.
+    Positions are those of ``grid``, so unlike the encoder it serves one image size.
     """
 
     def __init__(
@@ -43,7 +44,8 @@ class MAEDecoder(nn.Module):
 
     def forward(self, tokens: Tensor, views: Views) -> Tensor:
         x = scatter_tokens(
-            self.embed(tokens),
+            # The residual stream stays float32 under autocast, as the encoder's does and as in MAE.
+            self.embed(tokens).to(self.mask_token.dtype),
             self.mask_token.flatten(),
             views.restore,
             self.positions,

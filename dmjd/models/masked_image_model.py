@@ -47,8 +47,15 @@ class MaskedImageModel(nn.Module):
         Args:
             images: float ``[B, C, H, W]``.
             masked_views: K views and the tokens to predict in each.
+
+        Raises:
+            ValueError: with a decoder, if the images are not of the size that it was built for.
         """
         views, predicted = masked_views
+        if self.decoder is not None and self.encoder.grid_of(images) != self.encoder.grid:
+            raise ValueError(
+                f"the decoder was built for {self.encoder.grid} tokens, got {self.encoder.grid_of(images)}"
+            )
         encoded = self.encoder(images, views)
         prefix = self.encoder.num_prefix_tokens
         full = encoded[:, prefix:] if self.decoder is None else self.decoder(encoded, views)

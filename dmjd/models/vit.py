@@ -80,9 +80,18 @@ class ViTEncoder(nn.Module):
         Returns:
             ``[B, prefix + N, D]`` without views; ``[K*B, prefix + V, D]`` for "drop"; ``[K*B, prefix + N, D]`` for
             "mask_token".
+
+        Raises:
+            ValueError: if a side is not a multiple of the patch, or ``views`` are of another batch or grid.
         """
+        grid = self.grid_of(images)
+        if views is not None and views.restore.shape[1:] != (images.shape[0], grid[0] * grid[1]):
+            raise ValueError(
+                f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
+                f"{images.shape[0]} images with {grid[0]}x{grid[1]} tokens"
+            )
+        positions = self.positions if grid == self.grid else sincos_positions(grid, self.embed_dim).to(images.device)
         x = self.patch_embed(images)
-        positions = self._positions_for(images)
         if views is None:
             x = x + positions
         elif self.mask_token is None:
@@ -95,11 +104,9 @@ class ViTEncoder(nn.Module):
             x = block(x)
         return self.norm(x)
 
-    def _positions_for(self, images: Tensor) -> Tensor:
+    def grid_of(self, images: Tensor) -> tuple[int, int]:
+        """(h, w) tokens of ``images``. Raises ValueError if a side is not a multiple of the patch."""
         height, width = images.shape[-2:]
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(f"image size {height}x{width} is not divisible by the patch size {self.patch_size}")
-        grid = (height // self.patch_size, width // self.patch_size)
-        if grid == self.grid:
-            return self.positions
-        return sincos_positions(grid, self.embed_dim).to(self.positions.device)
+        return height // self.patch_size, width // self.patch_size

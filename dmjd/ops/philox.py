@@ -80,7 +80,9 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
             f"philox4x32: counter must be [..., 4] and key [2], got {tuple(counter.shape)} and {tuple(key.shape)}"
         )
     if key.device.type != "cpu" and key.device != counter.device:
-        raise ValueError(f"philox4x32: key must be on the CPU or on counter's device, got {key.device}, {counter.device}")
+        raise ValueError(
+            f"philox4x32: key must be on the CPU or on counter's device, got {key.device}, {counter.device}"
+        )
     return torch.ops.dmjd.philox4x32(counter, key)
 
 

@@ -48,7 +48,7 @@ def scatter_tokens(
         ``[K*B, prefix + N, C]``.
 
     Raises:
-        ValueError: if the batch sizes differ.
+        ValueError: if the batch sizes differ, or no token is visible.
     """
     slots = restore.flatten(0, 1)
     if x.ndim != 3 or slots.shape[0] != x.shape[0]:
@@ -56,6 +56,8 @@ def scatter_tokens(
             f"scatter_tokens: x must be [K*B, V, C] and restore [K, B, N], got {tuple(x.shape)}, {tuple(restore.shape)}"
         )
     visible = x[:, prefix_tokens:]
+    if not visible.shape[1]:
+        raise ValueError(f"scatter_tokens: x must hold at least one token behind the prefix, got {tuple(x.shape)}")
     count = visible.shape[1]
     index = slots.clamp(max=count - 1).unsqueeze(-1).expand(-1, -1, x.shape[-1])
     # `where` and not a gather from cat(x, mask_token): the mask token's gradient is then a plain, ordered reduction.

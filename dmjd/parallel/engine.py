@@ -18,7 +18,7 @@ class StepResult(NamedTuple):
     """0-d float32 tensors on the device: reading them at once would make the host wait, so the loop reads them later.
 
     grad_norm: over all parameters, before clipping.
-    applied: 1 if parameters and moments moved, 0 if the gradient was not finite and nothing moved.
+    applied: 1 if parameters and moments moved, 0 if that norm was not finite and nothing moved.
     """
 
     grad_norm: Tensor

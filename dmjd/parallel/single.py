@@ -66,7 +66,9 @@ class SingleEngine:
         self._optimizer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location=self.device, weights_only=True))
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        return {name: value.detach().float().cpu() for name, value in self.module.state_dict().items()}
+        return {
+            name: value.detach().to("cpu", torch.float32, copy=True) for name, value in self.module.state_dict().items()
+        }
 
     def close(self) -> None:
         if self.device.type == "cuda":
@@ -88,7 +90,7 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> No
     missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or unknown:
         differences = [
-            f"{len(names)} {what} ({names[0]}, ...)"
+            f"{len(names)} {what} ({names[0]}{', ...' if len(names) > 1 else ''})"
             for what, names in (("missing", missing), ("unknown", unknown))
             if names
         ]

@@ -211,6 +211,9 @@ def test_sides_must_be_multiples_of_the_patch(size: tuple[int, int]) -> None:
         make_encoder()(make_images(1, 3, size))
 
 
-def test_views_of_another_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="gather_tokens"):
-        make_encoder()(make_images(2, 3, (16, 16)), draw_views(3, (4, 4)))
+@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
+@pytest.mark.parametrize(("images", "grid"), [(2, (4, 4)), (1, (4, 4)), (3, (2, 4))])
+def test_views_of_another_batch_or_grid_are_refused(hidden: str, images: int, grid: tuple[int, int]) -> None:
+    # One image would broadcast against three views, and ids of a smaller grid would gather the wrong places.
+    with pytest.raises(ValueError, match="do not fit"):
+        make_encoder(hidden=hidden)(make_images(images, 3, (16, 16)), draw_views(3, grid))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import timm
 import pytest
+import timm
 import torch
 
 from dmjd.compose import compose
@@ -9,7 +9,9 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
 
-SMALL = ("experiment=demo", "data=digits", "backbone.embed_dim=32", "backbone.depth=1", "method.decoder.dim=32")
+BACKBONE = ("backbone.patch_size=4", "backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=4")
+DECODER = ("method.decoder.dim=32", "method.decoder.depth=1", "method.decoder.num_heads=2")
+SMALL = ("experiment=demo", "data=digits", *BACKBONE, *DECODER)
 
 
 def configure(*words: str) -> PretrainConfig:
@@ -60,9 +62,7 @@ def test_a_linear_head_reads_mask_tokens() -> None:
 
 def test_initialisation_depends_on_the_seed_alone() -> None:
     torch.manual_seed(123)
-    first, again, other = (
-        build_objective(configure(*SMALL, f"seed={seed}"), 36).state_dict() for seed in (0, 0, 1)
-    )
+    first, again, other = (build_objective(configure(*SMALL, f"seed={seed}"), 36).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.head.weight"], other["model.head.weight"])
 

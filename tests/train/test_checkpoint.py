@@ -119,7 +119,9 @@ def test_a_run_killed_inside_a_commit_has_its_previous_checkpoint(tmp_path: Path
 
 
 def test_a_run_killed_while_it_drops_the_old_has_the_new(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", killing("pathlib.Path.unlink"), str(tmp_path)], check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", killing("pathlib.Path.unlink"), str(tmp_path)], check=False, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     assert newest(tmp_path) == tmp_path / "step-00000002"
 

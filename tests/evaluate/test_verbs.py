@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dmjd.compose import compose
+from dmjd.data.digits import Digits
+from dmjd.errors import CheckpointError, ConfigError, DataError
+from dmjd.evaluate.encoder import load_encoder
+from dmjd.evaluate.verbs import VERBS, knn, linprobe
+from dmjd.report.run import read_run
+from dmjd.train import loop
+
+Words = Callable[..., list[str]]
+
+STEP = "step-00000011"
+PROBE = ("epochs=3", "warmup_epochs=1", "batch_size=256", "train_images=600")
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def evaluate(verb: str, checkpoint: Path | str, *words: str) -> dict[str, Any]:
+    config = compose(verb, [f"checkpoint={checkpoint}", "workers=0", "device=cpu", *words])
+    return VERBS[verb](config)
+
+
+def evaluations(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "evaluations").iterdir())
+
+
+def test_knn_keeps_its_record(run: Path) -> None:
+    record = evaluate("knn", run, "train_images=500", "neighbours=7", "temperature=0.1")
+    assert evaluations(run) == ["knn-trained-step00000011.json"]
+    assert json.loads((run / "evaluations" / "knn-trained-step00000011.json").read_text()) == record
+    assert (record["verb"], record["weights"], record["step"]) == ("knn", "trained", 11)
+    assert record["settings"] == {"pooling": "mean", "k": 7, "temperature": 0.1, "train_images": 500}
+    assert 30 < record["top1"] < record["top5"] < 100, "far above chance, and nothing perfect"
+    assert record["top1"] * 3.6 == pytest.approx(round(record["top1"] * 3.6)), "a count of 360 images"
+
+
+def test_knn_equals_an_oracle_on_the_encoders_tokens(run: Path) -> None:
+    """Pooled tokens of every image, and votes in numpy."""
+    record = evaluate("knn", run, "neighbours=5")
+    frozen = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu"]))
+
+    def features(data: Digits) -> Any:
+        images = np.stack([data.image(index) for index in range(len(data))])
+        scaled = (images.astype(np.float32) / 255 - 0.219) / 0.333
+        with torch.no_grad():
+            tokens = frozen.encoder(torch.from_numpy(scaled).permute(0, 3, 1, 2))
+        pooled = tokens.mean(dim=1).double().numpy()
+        return pooled / np.linalg.norm(pooled, axis=1, keepdims=True)
+
+    train, test = Digits("train"), Digits("test")
+    labels = np.array([train.label(index) for index in range(len(train))])
+    similarity = features(test) @ features(train).T
+    hits = 0
+    for index, row in enumerate(similarity):
+        nearest = np.argsort(-row)[:5]
+        votes = np.bincount(labels[nearest], weights=np.exp(row[nearest] / 0.07), minlength=10)
+        hits += int(votes.argmax() == test.label(index))
+    assert abs(hits - record["top1"] * 3.6) <= 1.5, "one image may sit on the fence between float32 and float64"
+
+
+@pytest.mark.parametrize("augment", [True, False])
+def test_linprobe_keeps_its_record(run: Path, augment: bool) -> None:
+    record = evaluate("linprobe", run, *PROBE, f"augment={augment}", "seed=3", "base_lr=1.5")
+    (name,) = evaluations(run)
+    assert name == "linprobe-trained-step00000011-seed3.json"
+    assert json.loads((run / "evaluations" / name).read_text()) == record
+    assert (record["verb"], record["weights"], record["step"]) == ("linprobe", "trained", 11)
+    assert record["settings"] == {
+        "pooling": "mean",
+        "augment": augment,
+        "train_images": 600,
+        "seed": 3,
+        "epochs": 3,
+        "batch_size": 256,
+        "lr": 1.5,
+    }
+    assert 0 < record["final_loss"] < 3
+    assert record["top1"] * 3.6 == pytest.approx(round(record["top1"] * 3.6)), "a count of 360 images"
+
+
+def test_linprobe_learns_something(run: Path) -> None:
+    record = evaluate("linprobe", run, "epochs=30", "warmup_epochs=3", "batch_size=256", "augment=false", "base_lr=10")
+    assert record["top1"] > 50
+    assert record["final_loss"] < 0.8 * np.log(10)
+
+
+@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", PROBE), ("linprobe", (*PROBE, "augment=false"))])
+def test_a_score_is_a_function_of_its_settings(run: Path, verb: str, words: tuple[str, ...]) -> None:
+    torch.manual_seed(1)
+    first = evaluate(verb, run, *words)
+    torch.manual_seed(2)
+    assert evaluate(verb, run, *words) == first
+
+
+def test_how_an_evaluation_is_computed_does_not_change_it(run: Path) -> None:
+    record = evaluate("knn", run, "train_images=300")
+    assert evaluate("knn", run, "train_images=300", "batch_size=100")["top1"] == pytest.approx(record["top1"], abs=0.3)
+
+
+def test_a_checkpoint_is_named_by_its_run_or_by_itself(run: Path) -> None:
+    records = [
+        evaluate("knn", path, "train_images=100") for path in (run, run / "checkpoints", run / "checkpoints" / STEP)
+    ]
+    assert records[0] == records[1] == records[2]
+    assert evaluations(run) == ["knn-trained-step00000011.json"]
+
+
+@pytest.mark.parametrize(("inside", "name"), [(".", "."), ("checkpoints", "."), ("checkpoints", STEP)])
+def test_a_relative_checkpoint_keeps_its_score_in_its_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, inside: str, name: str
+) -> None:
+    monkeypatch.chdir(run / inside)
+    evaluate("knn", name, "train_images=100")
+    assert evaluations(run) == ["knn-trained-step00000011.json"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [STEP]
+
+
+def test_a_checkpoint_named_from_inside_itself_stays_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = sorted((run / "checkpoints" / STEP).rglob("*"))
+    monkeypatch.chdir(run / "checkpoints" / STEP)
+    evaluate("knn", ".", "train_images=100")
+    assert sorted((run / "checkpoints" / STEP).rglob("*")) == before
+    assert evaluations(run) == ["knn-trained-step00000011.json"]
+
+
+def test_untrained_weights_are_those_the_run_began_with(run: Path, tiny: Words, tmp_path: Path) -> None:
+    trained, untrained = (evaluate("knn", run, f"weights={weights}") for weights in ("trained", "untrained"))
+    assert (untrained["weights"], untrained["step"]) == ("untrained", 0)
+    assert untrained["settings"] == trained["settings"]
+    assert evaluations(run) == ["knn-trained-step00000011.json", "knn-untrained-step00000000.json"]
+    began = loop.build_objective(compose("pretrain", tiny(tmp_path)), 36).model.encoder.state_dict()
+    encoder = load_encoder(compose("knn", [f"checkpoint={run}", "weights=untrained", "device=cpu"])).encoder
+    assert all(torch.equal(value, began[name]) for name, value in encoder.state_dict().items())
+    encoder = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu"])).encoder
+    assert not torch.equal(encoder.state_dict()["norm.bias"], began["norm.bias"])
+    assert not encoder.training
+    assert not any(parameter.requires_grad for parameter in encoder.parameters())
+
+
+def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
+    # A sweep over k, or a quick look on few images, must not silently take the place of the reported number.
+    for words in (("neighbours=5",), ("neighbours=10",), ("train_images=50",)):
+        evaluate("knn", run, "train_images=100", *words)
+    kept = [evaluation.settings for evaluation in read_run(run).evaluations]
+    assert sorted((settings["k"], settings["train_images"]) for settings in kept) == [(5, 100), (10, 100), (20, 50)]
+
+
+def test_cls_pooling_needs_a_cls_token(run: Path) -> None:
+    for verb in ("knn", "linprobe"):
+        with pytest.raises(ConfigError, match=r"pooling=cls needs a cls token.*pooling=mean"):
+            evaluate(verb, run, "pooling=cls")
+    assert evaluations(run) == []
+
+
+def test_cls_pooling_takes_the_cls_token(tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    run = loop.pretrain(compose("pretrain", tiny(tmp_path / "mae", "method=mae", "batch_size=1024"))).path
+    frozen = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu", "pooling=cls"]))
+    data = frozen.dataset("test", 10)
+    images = torch.stack([torch.from_numpy(data.image(index)) for index in range(10)]).permute(0, 3, 1, 2) / 255
+    with torch.no_grad():
+        tokens = frozen.encoder((images - 0.219) / 0.333)
+    for pooling, expected in (("cls", tokens[:, 0]), ("mean", tokens[:, 1:].mean(dim=1))):
+        values = frozen.features(data, pooling, 4, workers=0).values
+        assert torch.allclose(values, expected, atol=1e-5)
+
+
+def test_other_data_of_the_same_kind_may_be_judged(run: Path, image_folder: Path) -> None:
+    grey = ("data=folder", f"data.root={image_folder}", "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]")
+    record = evaluate("knn", run, *grey, "data.image_size=[16,16]", "neighbours=3")
+    assert record["top1"] == 100.0, "a ramp up and a ramp down are easily told apart"
+    assert record["top5"] is None
+    assert record["settings"]["train_images"] == 48
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["data=folder"], ["data.channels=3", "1"]),
+        (["data=folder", "data.root=.", "data.channels=1"], ["data.mean", "1 channels"]),
+        (["data=digits", "data.image_size=[30,30]"], ["data.image_size 30x30", "patch_size=4"]),
+        (["data=digits", "data.image_size=[32]"], ["data.image_size"]),
+        (["data=digits", "data.mean=[1,2]"], ["data.mean", "1 channels"]),
+        (["data=digits", "data.std=[0]"], ["data.std", "above 0"]),
+        (["train_images=0"], ["train_images", "1437"]),
+        (["train_images=1438"], ["train_images", "1437", "1438"]),
+        (["train_images=10", "neighbours=11"], ["neighbours", "10", "11"]),
+        (["workers=-1"], ["workers", "-1"]),
+        (["device=cuda"], ["device=cuda"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_what_cannot_be_judged_is_refused_by_its_key(
+    run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises((ConfigError, DataError)) as caught:
+        evaluate("knn", run, *words)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    assert "engine." not in sentence, "evaluations have no engine"
+    for part in parts:
+        assert part in sentence, f"{sentence!r} lacks {part!r}"
+    assert evaluations(run) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["batch_size=601"], ["batch_size", "601"]),
+        (["warmup_epochs=3"], ["warmup_epochs", "epochs=3"]),
+        (["warmup_epochs=-1"], ["warmup_epochs", "-1"]),
+        (["seed=-1"], ["seed", "-1"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_probe_that_cannot_be_is_refused_by_its_key(run: Path, words: list[str], parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        evaluate("linprobe", run, *PROBE, *words)
+    for part in parts:
+        assert part in str(caught.value), f"{caught.value!s} lacks {part!r}"
+    assert evaluations(run) == []
+
+
+def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        folder = tmp_path / "flat" / split
+        folder.mkdir(parents=True)
+        for number in range(4):
+            Image.new("L", (32, 32), 60 * number).save(folder / f"{number}.png")
+    words = ("data=folder", f"data.root={tmp_path / 'flat'}", "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]")
+    with pytest.raises(DataError, match="no labels"):
+        evaluate("knn", run, *words, "data.image_size=[32,32]", "neighbours=3")
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
+    step = run / "checkpoints" / STEP
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        evaluate("knn", run / "absent")
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        evaluate("knn", run / "pictures")
+    (step / "model.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"damaged: model\.pt is not the file that was saved"):
+        evaluate("knn", step)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        evaluate("knn", run)
+
+
+def test_verbs_are_by_their_names() -> None:
+    assert {"knn": knn, "linprobe": linprobe} == VERBS

@@ -1,0 +1,313 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from dmjd import __version__, cli
+from dmjd.compose import compose, from_yaml
+from dmjd.config import PretrainConfig
+from dmjd.train import checkpoint
+from dmjd.train.guard import NonFiniteLoss
+
+Words = Callable[..., list[str]]
+Command = Callable[..., tuple[int, str, str]]
+
+
+def python(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def everything(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def refused(outcome: tuple[int, str, str], *parts: str) -> None:
+    """A mistake: exit code 2, nothing on stdout, one line on stderr that has every part."""
+    code, out, err = outcome
+    assert code == 2, (code, out, err)
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 1, err
+    assert lines[0].startswith("error: ")
+    for part in parts:
+        assert part in lines[0], f"{lines[0]!r} lacks {part!r}"
+
+
+# Help, version, configuration
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_the_verbs(dmjd: Command, words: tuple[str, ...]) -> None:
+    code, out, err = dmjd(*words)
+    assert (code, err) == (0, "")
+    for verb in ("pretrain", "linprobe", "knn", "report", "ops"):
+        (line,) = [line for line in out.splitlines() if line.split()[:1] == [verb]]
+        assert len(line.split()) > 3, "a verb says what it does"
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "linprobe", "knn", "report", "ops"])
+def test_every_verb_has_help(dmjd: Command, verb: str) -> None:
+    code, out, err = dmjd(verb, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"dmjd {verb}: ")
+    assert dmjd(verb, "key=value", "-h") == (0, out, "")
+
+
+def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
+    lines = dmjd("pretrain", "--help")[1].splitlines()
+    assert any(line.split()[0] == "experiment" and "demo" in line for line in lines if line.strip())
+    assert any(line.split() == ["optim.lr_rule", "adaptive", "|", "classic"] for line in lines)
+
+
+def test_version(dmjd: Command) -> None:
+    assert dmjd("--version") == (0, f"dmjd {__version__}\n", "")
+
+
+def test_cfg_prints_what_would_run_and_runs_nothing(
+    dmjd: Command, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = tiny(tmp_path / "run", "optim.base_lr=2e-4")
+    code, out, err = dmjd("pretrain", *words[:3], "--cfg", *words[3:])
+    assert (code, err) == (0, "")
+    assert from_yaml(PretrainConfig, out) == compose("pretrain", words)
+    assert everything(tmp_path) == set()
+
+
+def test_help_and_mistakes_answer_without_torch() -> None:
+    program = """
+import sys
+from dmjd.cli import main
+codes = [main(w) for w in (["--help"], ["nonsense"], ["pretrain", "--help"], ["pretrain", "epochs=x"], ["knn"])]
+assert codes == [0, 2, 0, 2, 2], codes
+assert "torch" not in sys.modules
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_is_the_program(tmp_path: Path) -> None:
+    done = python("-m", "dmjd", "--version", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"dmjd {__version__}\n", "")
+    done = python("-m", "dmjd", "pretrain", "experiment=demo", "epochz=3", cwd=tmp_path)
+    refused((done.returncode, done.stdout, done.stderr), "epochz is not a key; did you mean epochs?")
+    assert everything(tmp_path) == set()
+
+
+def test_ops_status_says_which_kernel_serves_each_op(dmjd: Command) -> None:
+    code, out, err = dmjd("ops", "status")
+    assert (code, err) == (0, "")
+    lines = [line.split() for line in out.splitlines()]
+    assert {"philox4x32", "hog"} <= {line[0] for line in lines}
+    assert all(len(line) >= 3 for line in lines)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["pretrane"], ["'pretrane'", "pretrain, linprobe, knn, report, ops"]),
+        (["--cfg", "pretrain"], ["'--cfg'"]),
+        (["nonsense", "--help"], ["'nonsense'"]),
+        (["report"], ["one run folder"]),
+        (["report", "a", "b"], ["one run folder"]),
+        (["report", "absent"], ["absent"]),
+        (["report", "."], ["config.yaml"]),
+        (["report", "--cfg"], ["--cfg works with pretrain, linprobe, knn"]),
+        (["ops"], ["dmjd ops status"]),
+        (["ops", "list"], ["dmjd ops status"]),
+        (["knn"], ["checkpoint is required"]),
+        (["knn", "checkpoint=absent"], ["checkpoint=absent is not a folder"]),
+        (["linprobe", "checkpoint=."], ["holds no complete checkpoint"]),
+        (["pretrain", "--cfg", "job"], ["'job'"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    dmjd: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(dmjd(*words), *parts)
+    assert everything(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["epochz=3"], ["epochz", "did you mean epochs?"]),
+        (["backbone.depth=deep"], ["backbone.depth", "Integer"]),
+        (["experiment=dmeo"], ["experiment", "demo"]),
+        (["target.norm=patch"], ["target.norm", "layernorm, l2, none"]),
+        (["mask.block=[3,3]"], ["block 3x3", "8x8"]),
+        (["mask.pred_ratio=.1"], ["pred_ratio=0.1", "between 0.6875 and 1"]),
+        (["engine.accumulation=3"], ["engine.accumulation=3", "batch_size=128"]),
+        (["engine.device=cuda"], ["engine.device=cuda", "cpu or auto"]),
+        (["data.channels=3", "data.mean=[0,0,0]", "data.std=[1,1,1]"], ["data.channels=3", "data.channels=1"]),
+        (["batch_size=1438"], ["batch_size", "1438", "1437"]),
+        (["seed=-1"], ["seed", "-1"]),
+        (["workers=-1"], ["workers", "-1"]),
+        (["optim.betas=[0.9]"], ["optim.betas"]),
+        (["data=folder"], ["data.root"]),
+        (["data=folder", "data.root=absent"], ["data.root=absent is not a folder"]),
+        (["data=fashion_mnist", "data.root=."], ["data.root"]),
+        (["run="], ["run"]),
+        (["run=taken"], ["run=taken is a file"]),
+        (["run=taken/run"], ["run=taken/run"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_a_bad_pretraining_is_one_line_and_leaves_nothing(
+    dmjd: Command, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("")
+    before = everything(tmp_path)
+    refused(dmjd("pretrain", *tiny(Path("run"), *words)), *parts)
+    assert everything(tmp_path) == before
+
+
+FOLDER = ("data=folder", "data.image_size=[16,16]", "batch_size=8")
+
+
+def copy_of(images: Path, to: Path) -> Path:
+    return Path(shutil.copytree(images, to))
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "class folders"])
+def test_an_own_folder_of_images_trains(
+    dmjd: Command, tiny: Words, tmp_path: Path, image_folder: Path, flat: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
+    root = tmp_path / "my images (1)"
+    root.mkdir()
+    for number, path in enumerate(sorted(image_folder.glob("train/*/*.png"))):
+        folder = root if flat else root / path.parent.name
+        folder.mkdir(exist_ok=True)
+        shutil.copy(path, folder / f"{number}.png")
+    code, out, err = dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root='{root}'"))
+    assert code == 0, err
+    assert str(tmp_path / "run") in out
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006").is_dir()
+
+
+def test_an_empty_folder_has_no_images(dmjd: Command, tiny: Words, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={tmp_path / 'empty'}")), "empty")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_file_that_is_no_image_is_named(dmjd: Command, tiny: Words, tmp_path: Path, image_folder: Path) -> None:
+    root = copy_of(image_folder, tmp_path / "images")
+    (root / "train" / "up" / "03.png").write_text("not a picture")
+    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png", "cannot be read")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_image_smaller_than_the_crop_is_named(
+    dmjd: Command, tiny: Words, tmp_path: Path, image_folder: Path
+) -> None:
+    root = copy_of(image_folder, tmp_path / "images")
+    Image.new("L", (16, 12)).save(root / "train" / "up" / "03.png")
+    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png (12x16)", "16x16 crop")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+def test_an_image_cut_short_is_named_when_its_turn_comes(
+    dmjd: Command, tiny: Words, tmp_path: Path, image_folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
+    root = copy_of(image_folder, tmp_path / "images")
+    broken = root / "train" / "up" / "03.png"
+    os.truncate(broken, broken.stat().st_size // 2)
+    words = [*FOLDER, f"data.root={root}", "checkpoint_every=1", "keep_checkpoints=99", f"workers={workers}"]
+    # Its header is sound, so only a thorough check finds it before the run begins.
+    refused(dmjd("pretrain", *tiny(tmp_path / "run", *words, "data.check=decode")), "up/03.png", "cannot be read")
+    assert not (tmp_path / "run").exists()
+    refused(dmjd("pretrain", *tiny(tmp_path / "run", *words)), "up/03.png", "cannot be read", "remove or replace it")
+    folder = tmp_path / "run" / "checkpoints"
+    assert all((path / checkpoint.MANIFEST).exists() for path in folder.glob("*"))
+    assert folder.exists() == bool(checkpoint.newest(folder))
+
+
+def test_a_checkpoint_of_another_model_is_refused(
+    dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished_run / "checkpoints", run / "checkpoints")
+    before = everything(run)
+    refused(dmjd("pretrain", *tiny(run, "backbone.depth=2")), "step-00000011 is a checkpoint of another model", "block")
+    assert everything(run) == before
+
+
+def test_another_experiment_in_a_used_folder_is_refused(
+    dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path
+) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    refused(dmjd("pretrain", *tiny(run, "seed=1")), "seed=0", "seed=1", "another folder")
+    refused(dmjd("pretrain", *tiny(run, "resume=never")), "resume=never")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+# Other ends
+
+
+def test_a_finished_run_says_what_comes_next(dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    code, out, err = dmjd("pretrain", *tiny(run))
+    assert code == 0, err
+    assert f"dmjd knn checkpoint={run}" in out
+    assert "continuing from" in err
+    code, out, err = dmjd("report", str(run))
+    assert (code, err) == (0, "")
+    assert Path(out.strip()) == run / "report.html"
+    assert "<html" in (run / "report.html").read_text()
+
+
+def outcome_of(dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[int, str, str]:
+    def verb(words: object) -> None:
+        raise error
+
+    monkeypatch.setitem(cli.VERBS, "pretrain", verb)
+    return dmjd("pretrain")
+
+
+def test_a_loss_that_is_not_finite_is_exit_code_one(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = outcome_of(dmjd, monkeypatch, NonFiniteLoss("step 3 gave a loss of nan"))
+    assert outcome == (1, "", "error: step 3 gave a loss of nan\n")
+
+
+def test_an_interrupt_is_no_traceback(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = outcome_of(dmjd, monkeypatch, KeyboardInterrupt())
+    assert (code, out, len(err.splitlines())) == (130, "", 1)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("of ours"), AssertionError("of ours"), ModuleNotFoundError(name="dmjd.x")]
+)
+def test_our_own_mistakes_keep_their_traceback(
+    dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    with pytest.raises(type(error)):
+        outcome_of(dmjd, monkeypatch, error)
+
+
+def test_a_missing_package_names_the_extra_that_has_it(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dmjd.compose")
+    monkeypatch.setitem(sys.modules, "hydra", None)
+    refused(dmjd("pretrain", "experiment=demo"), "hydra", "pip install 'dmjd[train]'")
