@@ -174,6 +174,12 @@ def test_a_value_that_needs_quotes_is_told_so(word: str) -> None:
     assert getattr(compose("pretrain", [f"{key}='{value}'"]), key) == value
 
 
+@pytest.mark.parametrize("value", ["true", "1e3", "3.10", "1_000", "007", "a b", "$HOME"])
+def test_a_text_stays_as_it_was_typed(value: str) -> None:
+    assert compose("pretrain", [f"run={value}"]).run == value
+    assert compose("pretrain", [f"data.root={value}"]).data.root == value
+
+
 def test_an_evaluation_needs_its_checkpoint() -> None:
     for verb in ("knn", "linprobe"):
         with pytest.raises(ConfigError, match=f"checkpoint is required: dmjd {verb} checkpoint="):

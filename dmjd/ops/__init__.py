@@ -5,9 +5,12 @@ built: :func:`status` tells which kernel serves which op.
 """
 
 from dmjd.ops._lib import reference, status
+from dmjd.ops.hog import hog
+from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
 from dmjd.ops.mask_plan import MaskPlan, mask_plan
 from dmjd.ops.masks import disjoint_masks, draw_masks
 from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4x32
+from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 
 __all__ = [
@@ -16,11 +19,18 @@ __all__ = [
     "Views",
     "disjoint_masks",
     "draw_masks",
+    "gather_tokens",
+    "hog",
+    "horizontal_flip",
     "keyed_bits",
     "keyed_uniform",
     "make_key",
     "mask_plan",
+    "normalise",
+    "patchify",
     "philox4x32",
     "reference",
+    "scatter_tokens",
     "status",
+    "unpatchify",
 ]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ class RunFolder:
         for folder in (self.path, self.pictures, self.evaluations):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.config, to_yaml(config))
+        write_atomically(self.path / "environment.txt", _packages())
         sha, diff = _source_state()
         if diff:
             write_atomically(self.path / "source.diff", diff)
@@ -123,15 +125,22 @@ def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "
 
 
 def _source_state() -> tuple[str | None, str]:
-    """Commit and uncommitted changes of the checkout that is running; (None, "") outside one."""
-    source = Path(dmjd.__file__).parent
+    """Commit and uncommitted changes of the checkout that is running; (None, "") if dmjd does not run from one."""
+    root = Path(dmjd.__file__).parent.parent
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True)
+        return done.stdout
+
     try:
-        sha = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=source, capture_output=True, text=True, timeout=30, check=True
-        )
-        diff = subprocess.run(
-            ["git", "diff", "HEAD", "--", "."], cwd=source, capture_output=True, text=True, timeout=30, check=True
-        )
+        # An environment may lie inside somebody else's repository, whose state says nothing about this code.
+        git("ls-files", "--error-unmatch", "dmjd/__init__.py")
+        return git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None, ""
-    return sha.stdout.strip(), diff.stdout
+
+
+def _packages() -> str:
+    """Every installed distribution and its version, a line each."""
+    found = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
+    return "\n".join(sorted(found, key=str.lower)) + "\n"

@@ -13,7 +13,7 @@ from dmjd.data.crops import ATTEMPTS, crop_and_resize, draw_crops, evaluation_vi
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
 
 KEY = make_key(3, 1)
-PHOTO = data.astronaut()  # type: ignore[no-untyped-call]
+PHOTO = data.astronaut()
 
 
 def random_resized_crop(

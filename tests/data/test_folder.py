@@ -12,7 +12,7 @@ from skimage import data
 from dmjd.data.folder import ImageFolder
 from dmjd.errors import DataError
 
-PHOTO = data.astronaut()[:64, :80]  # type: ignore[no-untyped-call]
+PHOTO = data.astronaut()[:64, :80]
 
 
 def save(path: Path, image: Image.Image | None = None) -> Path:

@@ -18,6 +18,7 @@ from dmjd.evaluate.encoder import load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.report.run import read_run
 from dmjd.train import loop
+from dmjd.train.build import build_objective
 
 Words = Callable[..., list[str]]
 
@@ -143,7 +144,7 @@ def test_untrained_weights_are_those_the_run_began_with(run: Path, tiny: Words, 
     assert (untrained["weights"], untrained["step"]) == ("untrained", 0)
     assert untrained["settings"] == trained["settings"]
     assert evaluations(run) == ["knn-trained-step00000011.json", "knn-untrained-step00000000.json"]
-    began = loop.build_objective(compose("pretrain", tiny(tmp_path)), 36).model.encoder.state_dict()
+    began = build_objective(compose("pretrain", tiny(tmp_path)), 36).model.encoder.state_dict()
     encoder = load_encoder(compose("knn", [f"checkpoint={run}", "weights=untrained", "device=cpu"])).encoder
     assert all(torch.equal(value, began[name]) for name, value in encoder.state_dict().items())
     encoder = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu"])).encoder

@@ -217,3 +217,17 @@ def test_views_of_another_batch_or_grid_are_refused(hidden: str, images: int, gr
     # One image would broadcast against three views, and ids of a smaller grid would gather the wrong places.
     with pytest.raises(ValueError, match="do not fit"):
         make_encoder(hidden=hidden)(make_images(images, 3, (16, 16)), draw_views(3, grid))
+
+
+def test_attention_is_torch_s_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = torch.nn.functional.scaled_dot_product_attention
+    calls = 0
+
+    def counted(*tensors: Any, **options: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return fused(*tensors, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    make_encoder()(make_images(2, 3, (16, 16)))
+    assert calls == DEPTH

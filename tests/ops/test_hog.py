@@ -22,8 +22,8 @@ def random_images(*shape: int, dtype: torch.dtype = torch.uint8, seed: int = 0) 
 
 
 def real_images() -> dict[str, Tensor]:
-    photograph: NDArray[np.uint8] = astronaut()  # type: ignore[no-untyped-call]
-    small = resize(photograph, (224, 224), anti_aliasing=True, preserve_range=True)  # type: ignore[no-untyped-call]
+    photograph: NDArray[np.uint8] = astronaut()
+    small = resize(photograph, (224, 224), anti_aliasing=True, preserve_range=True)
     return {
         "square": torch.from_numpy(small.round().astype(np.uint8))[None],
         "3:2": torch.from_numpy(photograph[40:136, 150:294].copy())[None],

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
@@ -32,8 +34,8 @@ def build(config: PretrainConfig) -> None:
 def test_backbones_are_the_vits_of_that_name(size: str) -> None:
     config = configure("method=mae", f"backbone=vit_{size}")
     with torch.device("meta"):
-        ours = build_objective(config, 768).model.encoder
-        theirs = timm.create_model(f"vit_{size}_patch16_224", num_classes=0)
+        ours: Any = build_objective(config, 768).model.encoder
+        theirs: Any = timm.create_model(f"vit_{size}_patch16_224", num_classes=0)
     shapes = {name: value.shape for name, value in theirs.state_dict().items() if name != "pos_embed"}
     assert {name: value.shape for name, value in ours.state_dict().items()} == shapes
     assert ours.blocks[0].attn.num_heads == theirs.blocks[0].attn.num_heads

@@ -26,7 +26,7 @@ from dmjd.data.build import build_dataset, training_batches
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.ops.masks import draw_masks
 from dmjd.parallel.single import SingleEngine
-from dmjd.train.build import build_objective, build_tokenizer
+from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer
 from dmjd.train.checkpoint import newest, read_loop_state
 from dmjd.train.guard import NonFiniteLoss, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
@@ -514,7 +514,7 @@ def test_targets_views_and_images_belong_to_the_flipped_crop(words: Words) -> No
     batch = batches[0]
     tokenizer = build_tokenizer(config)
     grid = (4, 4)
-    spec = loop.build_mask_spec(config.mask, grid)
+    spec = build_mask_spec(config.mask, grid)
     mean, std = tuple(config.data.mean), tuple(config.data.std)
     prepared = Preparation(spec, grid, tokenizer, mean, std, flip=True, seed=0)(batch, 3)
     flipped = torch.tensor([not torch.equal(a, b) for a, b in zip(prepared.crops, batch.images, strict=True)])

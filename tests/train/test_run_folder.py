@@ -19,8 +19,11 @@ from dmjd.train.run_folder import RunFolder, write_atomically
 CPU = torch.device("cpu")
 
 
+START = ("epochs=8", "batch_size=256", "backbone.depth=4", "method.decoder.depth=1", "optim.base_lr=1e-3")
+
+
 def configure(*words: str) -> PretrainConfig:
-    config: PretrainConfig = compose("pretrain", ["experiment=demo", "data=digits", *words])
+    config: PretrainConfig = compose("pretrain", ["experiment=demo", "data=digits", *START, *words])
     return config
 
 
