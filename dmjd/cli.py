@@ -15,17 +15,21 @@ _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 def _pretrain(words: Sequence[str]) -> None:
     """pre-train a masked image model into a run folder"""
     from dmjd.compose import compose
-    from dmjd.train.loop import pretrain
 
-    run = pretrain(compose("pretrain", words))
+    config = compose("pretrain", words)
+    from dmjd.train.loop import pretrain  # torch takes seconds to come: a typo need not wait for it
+
+    run = pretrain(config)
     print(f"{run.path}: finished; next: dmjd knn checkpoint={run.path}, dmjd report {run.path}")
 
 
 def _evaluate(verb: str, words: Sequence[str]) -> None:
     from dmjd.compose import compose
+
+    config = compose(verb, words)
     from dmjd.evaluate.verbs import VERBS as EVALUATIONS
 
-    record = EVALUATIONS[verb](compose(verb, words))
+    record = EVALUATIONS[verb](config)
     print(f"{verb} top-1 {record['top1']:.2f} %  ({record['weights']}, step {record['step']})")
 
 

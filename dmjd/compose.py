@@ -7,8 +7,10 @@ does none of that. Whatever Hydra or OmegaConf object to becomes one sentence th
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from hydra import compose as hydra_compose
@@ -18,6 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig, check_fields
 from dmjd.errors import ConfigError
@@ -36,11 +39,8 @@ def groups() -> dict[str, list[str]]:
 def describe(verb: str) -> list[str]:
     """Help lines: the verb's groups with their options, then every key with its type."""
     schema = SCHEMAS[verb]
-    names = {field.name for field in fields(schema)}
-    offered = {name: options for name, options in groups().items() if name in names}
-    if verb == "pretrain":
-        offered["experiment"] = groups()["experiment"]
-    lines = ["groups: GROUP=OPTION", *(f"  {name:12} {', '.join(options)}" for name, options in offered.items())]
+    offered = _groups_of(verb).items()
+    lines = ["groups: GROUP=OPTION", *(f"  {name:12} {', '.join(options)}" for name, options in offered)]
     return [*lines, "", "keys: KEY=VALUE", *(f"  {line}" for line in _keys(schema))]
 
 
@@ -63,12 +63,12 @@ def compose(verb: str, overrides: Sequence[str]) -> Any:
         ConfigError: naming the key and the allowed keys or values.
     """
     schema = SCHEMAS[verb]
-    _check_overrides(schema, overrides)
+    words = _checked(verb, overrides)
     store = ConfigStore.instance()
     store.store(name=f"{verb}_schema", node=schema)
     try:
         with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
-            composed = hydra_compose(verb, list(overrides))
+            composed = hydra_compose(verb, words)
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
@@ -84,24 +84,34 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml(schema: type, text: str) -> Any:
-    """The inverse of :func:`to_yaml`. Raises ConfigError on a text that does not fit ``schema``."""
+def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
+    """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``."""
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(text)))
-    except OmegaConfBaseException as error:
-        raise ConfigError(_sentence(error)) from error
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
 
 
-def _check_overrides(schema: type, overrides: Sequence[str]) -> None:
-    """Refuse malformed words, unknown keys and unknown group options before Hydra sees them."""
-    available = groups()
+def _groups_of(verb: str) -> dict[str, list[str]]:
+    """The groups that a verb's defaults list knows, with their options."""
+    names = {field.name for field in fields(SCHEMAS[verb])} | ({"experiment"} if verb == "pretrain" else set())
+    return {name: options for name, options in groups().items() if name in names}
+
+
+def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra is to see them; malformed words, unknown keys and unknown options are refused here."""
+    schema, available = SCHEMAS[verb], _groups_of(verb)
     chosen: set[str] = set()
+    words = []
     for word in overrides:
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
-            raise ConfigError(f"cannot read {word!r}; write key=value, for example optim.base_lr=1e-3") from error
+            hint = "write key=value, with quotes around a value that holds symbols: key='\"a=b (c)\"'"
+            raise ConfigError(f"cannot read {word!r}; {hint}") from error
         key = override.key_or_group
+        if not key:
+            raise ConfigError(f"cannot read {word!r}; write key=value")
         if override.is_sweep_override():
             raise ConfigError(f"{key}: one value at a time, got {word!r}; submit one run per value")
         if override.is_delete() or override.is_add():
@@ -112,13 +122,19 @@ def _check_overrides(schema: type, overrides: Sequence[str]) -> None:
                 raise ConfigError(f"{key} has no option {value!r}; choose from {', '.join(available[key])}")
             chosen.add(key)
         else:
-            _check_key(schema, key)
+            leaf = _leaf_type(schema, key)
             group = key.split(".")[0]
             if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
                 raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
+            if leaf in (str, str | None) and not isinstance(override.value(), str | None):
+                # Text stays as it was typed: 3.10 names a folder, not the number 3.1.
+                word = f"{key}={json.dumps(word.partition('=')[2])}"
+        words.append(word)
+    return words
 
 
-def _check_key(schema: type, key: str) -> None:
+def _leaf_type(schema: type, key: str) -> Any:
+    """The annotation of ``key``. Raises ConfigError, listing what is there, if there is no such key."""
     node: type = schema
     path = key.split(".")
     for depth, name in enumerate(path):
@@ -128,12 +144,14 @@ def _check_key(schema: type, key: str) -> None:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{key} is not a key; {hint}{where} has {', '.join(names)}")
-        inner = _dataclass_of(get_type_hints(node)[name])
+        annotation = get_type_hints(node)[name]
+        inner = _dataclass_of(annotation)
         if inner is None:
             if depth + 1 < len(path):
                 raise ConfigError(f"{key} is not a key; {'.'.join(path[: depth + 1])} is a single value")
-            return
+            return annotation
         node = inner
+    return node
 
 
 def _is_optional(annotation: Any) -> bool:

@@ -7,6 +7,8 @@ Values that depend on each other are checked by :func:`dmjd.train.build.build`, 
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -18,9 +20,19 @@ def choice(default: str, *others: str) -> Any:
     return field(default=default, metadata={"choices": (default, *others)})
 
 
+def number(default: Any, **bounds: float) -> Any:
+    """A finite number, or None where the type allows it, within ``above``, ``least``, ``below``, ``most``."""
+    return field(default=default, metadata={"bounds": bounds})
+
+
 def positive(default: Any) -> Any:
     """A number that must be above 0."""
-    return field(default=default, metadata={"positive": True})
+    return number(default, above=0)
+
+
+def numbers(*default: float, length: int | None = None, **bounds: float) -> Any:
+    """A list of finite numbers within bounds as for :func:`number`, of a fixed length if one is given."""
+    return field(default_factory=lambda: list(default), metadata={"bounds": bounds, "length": length})
 
 
 @dataclass
@@ -29,13 +41,13 @@ class MaskConfig:
 
     views: int = positive(2)
     pattern: str = choice("block", "uniform")
-    block: list[int] = field(default_factory=lambda: [2, 2])
-    mask_ratio: float = 0.6
-    pred_ratio: float | None = None
+    block: list[int] = numbers(2, 2, length=2, least=1)
+    mask_ratio: float = number(0.6, above=0, below=1)
+    pred_ratio: float | None = number(None, above=0, most=1)
     regulation: str = choice("disjoint", "none", "complementary")
     rounding: str = choice("exact", "official")
-    count: int | None = None
-    predict_ratio: float | None = None
+    count: int | None = number(None, least=1)
+    predict_ratio: float | None = number(None, above=0, most=1)
 
 
 @dataclass
@@ -91,7 +103,7 @@ class TargetConfig:
 
     name: str = choice("hog", "pixels")
     norm: str = choice("layernorm", "none", "l2", "patch")
-    cell: int | None = None
+    cell: int | None = number(None, least=1)
     bins: int = positive(9)
     flavour: str = choice("dmjd")
     unbiased: bool = True
@@ -103,15 +115,15 @@ class DataConfig:
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto")
     root: str | None = None
-    image_size: list[int] = field(default_factory=lambda: [224, 224])
+    image_size: list[int] = numbers(224, 224, length=2, least=1)
     channels: int = positive(3)
-    pad: int = 0
+    pad: int = number(0, least=0)
     check: str = choice("header", "none", "decode")
-    crop_scale: list[float] = field(default_factory=lambda: [0.2, 1.0])
-    crop_ratio: list[float] = field(default_factory=lambda: [0.75, 4 / 3])
+    crop_scale: list[float] = numbers(0.2, 1.0, length=2, above=0, most=1)
+    crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     flip: bool = True
-    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    mean: list[float] = numbers(0.485, 0.456, 0.406)
+    std: list[float] = numbers(0.229, 0.224, 0.225, above=0)
 
 
 @dataclass
@@ -119,18 +131,19 @@ class OptimConfig:
     """AdamW and its learning rate.
 
     ``lr_rule``: the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, or the classic
-    ``base_lr * K * batch_size / 256``. ``lr_rates``: the rates as asked for (.6), or as the counts give them (30/49).
+    ``base_lr * K * batch_size / 256``. ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer
+    counts give them (30/49).
     """
 
     base_lr: float = positive(1.5e-4)
     lr_rule: str = choice("adaptive", "classic")
-    lr_rates: str = choice("nominal", "true")
-    min_lr: float = 0.0
-    warmup_epochs: float = 40.0
-    weight_decay: float = 0.05
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    lr_rates: str = choice("nominal", "exact")
+    min_lr: float = number(0.0, least=0)
+    warmup_epochs: float = number(40.0, least=0)
+    weight_decay: float = number(0.05, least=0)
+    betas: list[float] = numbers(0.9, 0.95, length=2, least=0, below=1)
     eps: float = positive(1e-8)
-    clip_grad: float | None = None
+    clip_grad: float | None = number(None, above=0)
 
 
 @dataclass
@@ -150,7 +163,7 @@ class PretrainConfig:
     """A pre-training run. ``batch_size`` counts unique images a step, each of which gives K views."""
 
     run: str = "runs/pretrain"
-    seed: int = 0
+    seed: int = number(0, least=0, below=2**32)
     epochs: int = positive(800)
     batch_size: int = positive(1024)
     mask: MaskConfig = field(default_factory=MaskConfig)
@@ -160,7 +173,7 @@ class PretrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
-    workers: int = 8
+    workers: int = number(8, least=0)
     resume: str = choice("auto", "never")
     log_every: int = positive(20)
     checkpoint_every: int = positive(1000)
@@ -181,11 +194,11 @@ class KnnConfig:
     checkpoint: str = "???"
     weights: str = choice("trained", "untrained")
     pooling: str = choice("mean", "cls")
-    train_images: int | None = None
+    train_images: int | None = number(None, least=1)
     neighbours: int = positive(20)
     temperature: float = positive(0.07)
     batch_size: int = positive(256)
-    workers: int = 8
+    workers: int = number(8, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
 
@@ -200,20 +213,20 @@ class LinprobeConfig:
     checkpoint: str = "???"
     weights: str = choice("trained", "untrained")
     pooling: str = choice("mean", "cls")
-    train_images: int | None = None
+    train_images: int | None = number(None, least=1)
     epochs: int = positive(90)
-    warmup_epochs: int = 10
+    warmup_epochs: int = number(10, least=0)
     base_lr: float = positive(0.1)
     batch_size: int = positive(16384)
     augment: bool = True
-    seed: int = 0
-    workers: int = 8
+    seed: int = number(0, least=0, below=2**32)
+    workers: int = number(8, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
-    """Raise ConfigError for the first value outside its field's choices or sign."""
+    """Raise ConfigError for the first value outside its field's choices or bounds."""
     for item in fields(config):
         value, key = getattr(config, item.name), prefix + item.name
         if is_dataclass(value):
@@ -221,5 +234,25 @@ def check_fields(config: Any, prefix: str = "") -> None:
         choices = item.metadata.get("choices")
         if choices and value not in choices:
             raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}")
-        if item.metadata.get("positive") and not value > 0:
-            raise ConfigError(f"{key} must be above 0, got {value}")
+        length = item.metadata.get("length")
+        if length is not None and len(value) != length:
+            raise ConfigError(f"{key} must hold {length} numbers, got {value}")
+        if "bounds" in item.metadata and value is not None:
+            for single in value if isinstance(value, list) else [value]:
+                _check_bounds(key, single, item.metadata["bounds"])
+    if isinstance(config, PretrainConfig) and not config.run.strip():
+        raise ConfigError("run must name a folder, got nothing")
+
+
+_BOUNDS = {
+    "above": (operator.gt, "above"),
+    "least": (operator.ge, "at least"),
+    "below": (operator.lt, "below"),
+    "most": (operator.le, "at most"),
+}
+
+
+def _check_bounds(key: str, value: float, bounds: dict[str, float]) -> None:
+    if not math.isfinite(value) or not all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
+        allowed = " and ".join(f"{_BOUNDS[name][1]} {bound:g}" for name, bound in bounds.items()) or "a finite number"
+        raise ConfigError(f"{key} must be {allowed}, got {value}")

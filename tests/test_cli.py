@@ -159,7 +159,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         (["data=folder", "data.root=absent"], ["data.root=absent is not a folder"]),
         (["data=fashion_mnist", "data.root=."], ["data.root"]),
         (["run="], ["run"]),
-        (["run=taken"], ["run=taken is a file"]),
+        (["run=taken"], ["run=taken is, or lies in, a file"]),
         (["run=taken/run"], ["run=taken/run"]),
     ],
     ids=lambda value: " ".join(value),

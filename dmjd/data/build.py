@@ -43,13 +43,6 @@ def training_batches(config: DataConfig, dataset: ImageDataset, batch_size: int,
     Raises:
         ConfigError: if the data set is smaller than a batch, or a crop range is none.
     """
-    for name, pair in (
-        ("image_size", config.image_size),
-        ("crop_scale", config.crop_scale),
-        ("crop_ratio", config.crop_ratio),
-    ):
-        if len(pair) != 2:
-            raise ConfigError(f"data.{name} must be two numbers, got {list(pair)}")
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
     return StepBatches(dataset, batch_size, (height, width), seed, (scale[0], scale[1]), (ratio[0], ratio[1]))
 

@@ -66,7 +66,7 @@ class StepBatches:
     ) -> None:
         if not 1 <= batch_size <= len(dataset):
             raise ConfigError(
-                f"the batch size {batch_size} must be between 1 and the {len(dataset)} images of the data set"
+                f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of the data set"
             )
         if not 0 < scale[0] <= scale[1] <= 1:
             raise ConfigError(f"the crop scale must be 0 < least <= greatest <= 1, got {scale[0]} and {scale[1]}")

@@ -18,7 +18,7 @@ from dmjd.models.vit import ViTEncoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.single import load_strictly, read_model
 from dmjd.train import checkpoint
-from dmjd.train.build import build_objective, build_tokenizer, image_size
+from dmjd.train.build import build_objective, build_tokenizer, check_data, image_size, token_grid
 from dmjd.train.run_folder import RunFolder
 
 
@@ -62,9 +62,11 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
         CheckpointError: if there is no complete checkpoint, or it holds another model.
         ConfigError: if ``config.data`` has another number of channels, or pooling asks for an absent cls token.
     """
-    device = select_device(config.device)
+    device = select_device(config.device, "device")
     folder = checkpoint.resolve(Path(config.checkpoint))
-    trained: PretrainConfig = from_yaml(PretrainConfig, (folder / checkpoint.CONFIG).read_text())
+    trained: PretrainConfig = from_yaml(
+        PretrainConfig, (folder / checkpoint.CONFIG).read_text(), folder / checkpoint.CONFIG
+    )
     objective = build_objective(trained, build_tokenizer(trained).dim)
     step = 0
     if config.weights == "trained":
@@ -79,6 +81,8 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
                 f"data.channels={config.data.channels}, but the encoder was trained on {trained.data.channels}"
             )
         trained.data = config.data
+        token_grid(trained)
+        check_data(trained.data)
     return FrozenEncoder(
         encoder, trained.data, image_size(trained), device, trained.seed, step, RunFolder(folder.parent.parent)
     )

@@ -50,7 +50,7 @@ def knn_accuracy(
         ConfigError: on a ``k`` or ``temperature`` out of range. DataError: on labels out of range.
     """
     if not 1 <= k <= len(train):
-        raise ConfigError(f"k must be between 1 and the {len(train)} images in the bank, got {k}")
+        raise ConfigError(f"neighbours (k) must be between 1 and the {len(train)} images in the bank, got {k}")
     if not temperature > 0:
         raise ConfigError(f"temperature must be above 0, got {temperature}")
     require_labels(train.labels, num_classes)

@@ -80,9 +80,7 @@ def linear_probe(
         ConfigError: on a batch size or a number of epochs out of range. DataError: on labels out of range.
     """
     if not 2 <= batch_size <= len(train_source):
-        raise ConfigError(
-            f"the probe's batch size must be between 2 and the {len(train_source)} training images, got {batch_size}"
-        )
+        raise ConfigError(f"batch_size must be between 2 and the {len(train_source)} training images, got {batch_size}")
     if not 0 <= warmup_epochs < epochs:
         raise ConfigError(f"warmup_epochs must be at least 0 and below epochs={epochs}, got {warmup_epochs}")
     require_labels(test.labels, num_classes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,8 +48,9 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     frozen = load_encoder(config)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
     queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
+    source = _augmented(frozen, train, config) if config.augment else _cached(frozen, train, config)
     result = linear_probe(
-        _augmented(frozen, train, config) if config.augment else _cached(frozen, train, config),
+        source,
         queries,
         train.num_classes,
         epochs=config.epochs,
@@ -60,14 +63,14 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     settings = {
         "pooling": config.pooling,
         "augment": config.augment,
-        "train_images": len(train),
+        "train_images": len(source),
         "seed": config.seed,
         "epochs": result.epochs,
         "batch_size": result.batch_size,
         "lr": result.lr,
     }
     scores = {"top1": result.top1, "final_loss": result.final_loss}
-    return _record(frozen, "linprobe", config.weights, scores, settings, suffix=f"-seed{config.seed}")
+    return _record(frozen, "linprobe", config.weights, scores, settings)
 
 
 def _cached(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
@@ -94,10 +97,12 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
 
 
 def _record(
-    frozen: FrozenEncoder, verb: str, weights: str, scores: dict[str, Any], settings: dict[str, Any], suffix: str = ""
+    frozen: FrozenEncoder, verb: str, weights: str, scores: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
     record = {"verb": verb, "weights": weights, "step": frozen.step, **scores, "settings": settings}
-    frozen.run.write_evaluation(f"{verb}-{weights}-step{frozen.step:08d}{suffix}", record)
+    # Scores under other settings are other scores: none may overwrite another.
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    frozen.run.write_evaluation(f"{verb}-{weights}-step{frozen.step:08d}-{digest}", record)
     return record
 
 

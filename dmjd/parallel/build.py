@@ -12,10 +12,10 @@ from dmjd.parallel.engine import Engine
 from dmjd.parallel.single import SingleEngine
 
 
-def select_device(name: str) -> torch.device:
+def select_device(name: str, key: str = "engine.device") -> torch.device:
     """ "auto" takes CUDA where there is one. Raises ConfigError if "cuda" is asked for and absent."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("engine.device=cuda, but torch sees no CUDA device; use cpu or auto")
+        raise ConfigError(f"{key}=cuda, but torch sees no CUDA device; use cpu or auto")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 

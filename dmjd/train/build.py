@@ -8,7 +8,7 @@ from dataclasses import fields
 
 import torch
 
-from dmjd.config import MaskConfig, PretrainConfig, TargetConfig
+from dmjd.config import DataConfig, MaskConfig, PretrainConfig, TargetConfig
 from dmjd.errors import ConfigError
 from dmjd.masking import MaskSpec
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
@@ -35,8 +35,6 @@ def _refusing(section: str) -> Iterator[None]:
 def image_size(config: PretrainConfig) -> tuple[int, int]:
     """(height, width) in pixels."""
     size = config.data.image_size
-    if len(size) != 2 or min(size) < 1:
-        raise ConfigError(f"data.image_size must be [height, width], got {list(size)}")
     return size[0], size[1]
 
 
@@ -52,8 +50,6 @@ def token_grid(config: PretrainConfig) -> tuple[int, int]:
 def build_mask_spec(config: MaskConfig, grid: tuple[int, int]) -> MaskSpec:
     """The mask specification, known to be possible on ``grid``."""
     values = {item.name: getattr(config, item.name) for item in fields(config)}
-    if len(values["block"]) != 2:
-        raise ConfigError(f"mask.block must be [rows, columns], got {values['block']}")
     values["block"] = tuple(values["block"])
     with _refusing("mask"):
         spec = MaskSpec(**values)
@@ -64,7 +60,7 @@ def build_mask_spec(config: MaskConfig, grid: tuple[int, int]) -> MaskSpec:
 def build_tokenizer(config: PretrainConfig) -> Tokenizer:
     """The target tokenizer ``tkn(.)``."""
     target, data, patch = config.target, config.data, config.backbone.patch_size
-    _check_statistics(config)
+    check_data(data)
     if target.norm not in TARGET_NORMS[target.name]:
         allowed = ", ".join(TARGET_NORMS[target.name])
         raise ConfigError(f"target.norm must be one of {allowed} for target.name={target.name}, got {target.norm!r}")
@@ -95,13 +91,14 @@ def _hog(target: TargetConfig, patch: int, channels: int) -> HogTarget:
     )
 
 
-def _check_statistics(config: PretrainConfig) -> None:
-    data = config.data
+def check_data(data: DataConfig) -> None:
+    """Refuse statistics and crop ranges that cannot be."""
     for name, values in (("mean", data.mean), ("std", data.std)):
         if len(values) != data.channels:
             raise ConfigError(f"data.{name} needs one value for each of {data.channels} channels, got {list(values)}")
-    if min(data.std) <= 0:
-        raise ConfigError(f"data.std must be above 0, got {list(data.std)}")
+    for name, (least, greatest) in (("crop_scale", data.crop_scale), ("crop_ratio", data.crop_ratio)):
+        if least > greatest:
+            raise ConfigError(f"data.{name} must be [least, greatest], got [{least}, {greatest}]")
 
 
 def build_objective(config: PretrainConfig, target_dim: int) -> Objective:
@@ -150,5 +147,5 @@ def peak_lr(config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int]) -> fl
     optim = config.optim
     if optim.lr_rule == "classic":
         return classic_lr(optim.base_lr, config.batch_size, spec.views)
-    rates = spec.true_rates(grid) if optim.lr_rates == "true" else spec.nominal_rates(grid)
+    rates = spec.true_rates(grid) if optim.lr_rates == "exact" else spec.nominal_rates(grid)
     return adaptive_lr(optim.base_lr, config.batch_size, rates.m_corr, rates.m_pred)

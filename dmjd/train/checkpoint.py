@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dmjd.errors import CheckpointError
+
+logger = logging.getLogger("dmjd")
 
 MANIFEST = "manifest.json"
 LOOP_STATE = "loop.json"
@@ -25,7 +28,9 @@ _PREFIX = "step-"
 
 
 def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Write one checkpoint and drop all but the newest ``keep``.
+    """Write one checkpoint, then drop later ones and all but the newest ``keep``.
+
+    A later one is there only if it was damaged: the run then resumed before it and is now writing that stretch again.
 
     Args:
         folder: the run's checkpoint folder; made if absent.
@@ -51,7 +56,9 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) ->
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
     _flush(folder)
-    for old in committed(folder)[:-keep]:
+    folders = committed(folder)
+    position = folders.index(final) + 1
+    for old in folders[: max(0, position - keep)] + folders[position:]:
         # The manifest goes first, so a half-deleted checkpoint does not count either.
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
@@ -64,10 +71,21 @@ def committed(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are all as its manifest says."""
-    for path in reversed(committed(folder)):
-        if not _defects(path):
+    """The newest checkpoint whose files are all as its manifest says; None if there is none at all.
+
+    Raises:
+        CheckpointError: if there are some and all are damaged. Beginning anew is for the user to decide.
+    """
+    found = committed(folder)
+    for path in reversed(found):
+        defects = _defects(path)
+        if not defects:
             return path
+        logger.warning("passing over %s: %s", path, defects[0])
+    if found:
+        raise CheckpointError(
+            f"every checkpoint in {folder} is damaged; restore one, or delete the folder to begin anew"
+        )
     return None
 
 
@@ -81,6 +99,7 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(
             f"checkpoint={path} is not a folder; name a run folder or one of its checkpoints/step-XXXXXXXX"
         )
+    path = path.resolve()  # its run folder is found by going up, which `.` would not allow
     if (path / MANIFEST).is_file():
         defects = _defects(path)
         if defects:

@@ -15,7 +15,9 @@ SHOWN_IDS = 8
 
 
 class NonFiniteLoss(RuntimeError):
-    """The run stops: a loss or gradient was not finite. Parameters, moments and checkpoints are as before that step."""
+    """The run stops: a loss or gradient was not finite. Checkpoints are as they were; a gradient that was not finite
+    moved no parameter.
+    """
 
 
 class StepNumbers(NamedTuple):
@@ -31,7 +33,7 @@ class StepNumbers(NamedTuple):
 
 
 class PendingStep:
-    """A step whose numbers are on their way to the host.
+    """A step whose numbers are on their way to the host; ``step`` counts from 1, as the log does.
 
     The copy is queued right behind the step and read one step later, so the device never idles for it.
     """
@@ -65,8 +67,9 @@ class PendingStep:
         if not applied or not math.isfinite(loss):
             ids = self._sample_ids.tolist()
             more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+            fate = "no checkpoint was touched" if applied else "the step was not applied and no checkpoint was touched"
             raise NonFiniteLoss(
                 f"step {self.step} gave a loss of {loss} and a gradient norm of {grad_norm} on samples "
-                f"{', '.join(map(str, ids[:SHOWN_IDS]))}{more}; the step was not applied and no checkpoint was touched"
+                f"{', '.join(map(str, ids[:SHOWN_IDS]))}{more}; {fate}"
             )
         return numbers

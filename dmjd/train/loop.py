@@ -112,7 +112,7 @@ class Pretraining:
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._settle()
-        self.pending = PendingStep(self.done, batch.sample_ids, losses, rates, result)
+        self.pending = PendingStep(self.done + 1, batch.sample_ids, losses, rates, result)
 
     def _settle(self) -> None:
         """Take in the pending step: guard, averages, log line, progress bar."""
@@ -122,16 +122,16 @@ class Pretraining:
         self.pending = None
         self.window.add(numbers)
         self.progress.advance(numbers)
-        if (step + 1) % self.config.log_every and step + 1 != self.total_steps:
+        if step % self.config.log_every and step != self.total_steps:
             return
         images = self.window.steps * self.config.batch_size
         seconds, waited = self.clock.lap()
         self.log.write(
             {
-                "step": step + 1,
-                "epoch": (step + 1) / self.steps_per_epoch,
+                "step": step,
+                "epoch": step / self.steps_per_epoch,
                 **self.window.flush(),
-                "lr": self._lr(step),
+                "lr": self._lr(step - 1),
                 "images_per_second": images / seconds,
                 "data_wait_percent": 100 * waited / seconds,
                 "seconds": self.clock.elapsed,
@@ -141,6 +141,7 @@ class Pretraining:
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
         self._settle()  # a step that was not finite must stop the run before it reaches the disk
+        self.log.sync()
         state = {
             "step": self.done,
             "window": self.window.state_dict(),

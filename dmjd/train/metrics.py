@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dmjd.train.guard import StepNumbers
+
+logger = logging.getLogger("dmjd")
 
 T = TypeVar("T")
 
@@ -80,6 +83,10 @@ class RunLog:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._file = path.open("ab")
+        if self._file.tell() < offset:
+            # Truncating to more than there is would pad with zero bytes.
+            logger.warning("%s has lost rows since the checkpoint was written; it goes on after those left", path)
+            offset = path.read_bytes().rfind(b"\n") + 1
         self._file.truncate(offset)
         self.offset = offset
 
@@ -89,6 +96,10 @@ class RunLog:
         self._file.flush()
         self.offset += len(line)
 
-    def close(self) -> None:
+    def sync(self) -> None:
+        """To disk, so that a checkpoint never knows of rows that a crash can take away."""
         os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self.sync()
         self._file.close()

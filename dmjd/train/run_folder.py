@@ -58,13 +58,16 @@ class RunFolder:
         Raises:
             ConfigError: naming the first key of science that differs, or what is in the way.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ConfigError(f"run={self.path} is a file; name a folder")
+        standing = next(place for place in (self.path.absolute(), *self.path.absolute().parents) if place.exists())
+        if not standing.is_dir():
+            raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
+        if not os.access(standing, os.W_OK):
+            raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
         if config.resume == "never" and checkpoint.committed(self.checkpoints):
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
         if not self.config.is_file():
             return
-        before = from_yaml(PretrainConfig, self.config.read_text())
+        before = from_yaml(PretrainConfig, self.config.read_text(), self.config)
         difference = _first_difference(asdict(before), asdict(config), SCIENCE)
         if difference and checkpoint.committed(self.checkpoints):
             key, old, new = difference

@@ -154,8 +154,8 @@ def test_a_worker_outlives_the_signals_that_reach_a_whole_job() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"batch_size": 21}, "the batch size 21 must be between 1 and the 20 images of the data set"),
-        ({"batch_size": 0}, "the batch size 0 must be between 1 and the 20 images"),
+        ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of the data set"),
+        ({"batch_size": 0}, "batch_size=0 must be between 1 and the 20 images"),
         ({"scale": (0.0, 1.0)}, "the crop scale must be 0 < least <= greatest <= 1, got 0.0 and 1.0"),
         ({"scale": (0.5, 0.4)}, "the crop scale must be"),
         ({"ratio": (2.0, 1.0)}, "the crop ratio must be 0 < least <= greatest, got 2.0 and 1.0"),

@@ -95,7 +95,9 @@ def test_top5_counts_only_classes_with_votes_and_needs_six_classes() -> None:
 
 @pytest.mark.parametrize("k", [0, 401])
 def test_k_beyond_the_bank_is_refused(k: int) -> None:
-    with pytest.raises(ConfigError, match=f"k must be between 1 and the 400 images in the bank, got {k}"):
+    with pytest.raises(
+        ConfigError, match=rf"neighbours \(k\) must be between 1 and the 400 images in the bank, got {k}"
+    ):
         knn_accuracy(planted(400, seed=1), planted(8, seed=2), 8, device=CPU, k=k)
 
 

@@ -42,8 +42,9 @@ def evaluations(run: Path) -> list[str]:
 
 def test_knn_keeps_its_record(run: Path) -> None:
     record = evaluate("knn", run, "train_images=500", "neighbours=7", "temperature=0.1")
-    assert evaluations(run) == ["knn-trained-step00000011.json"]
-    assert json.loads((run / "evaluations" / "knn-trained-step00000011.json").read_text()) == record
+    (name,) = evaluations(run)
+    assert name.startswith("knn-trained-step00000011-")
+    assert json.loads((run / "evaluations" / name).read_text()) == record
     assert (record["verb"], record["weights"], record["step"]) == ("knn", "trained", 11)
     assert record["settings"] == {"pooling": "mean", "k": 7, "temperature": 0.1, "train_images": 500}
     assert 30 < record["top1"] < record["top5"] < 100, "far above chance, and nothing perfect"
@@ -78,13 +79,13 @@ def test_knn_equals_an_oracle_on_the_encoders_tokens(run: Path) -> None:
 def test_linprobe_keeps_its_record(run: Path, augment: bool) -> None:
     record = evaluate("linprobe", run, *PROBE, f"augment={augment}", "seed=3", "base_lr=1.5")
     (name,) = evaluations(run)
-    assert name == "linprobe-trained-step00000011-seed3.json"
+    assert name.startswith("linprobe-trained-step00000011-")
     assert json.loads((run / "evaluations" / name).read_text()) == record
     assert (record["verb"], record["weights"], record["step"]) == ("linprobe", "trained", 11)
     assert record["settings"] == {
         "pooling": "mean",
         "augment": augment,
-        "train_images": 600,
+        "train_images": 512 if augment else 600,
         "seed": 3,
         "epochs": 3,
         "batch_size": 256,
@@ -118,7 +119,8 @@ def test_a_checkpoint_is_named_by_its_run_or_by_itself(run: Path) -> None:
         evaluate("knn", path, "train_images=100") for path in (run, run / "checkpoints", run / "checkpoints" / STEP)
     ]
     assert records[0] == records[1] == records[2]
-    assert evaluations(run) == ["knn-trained-step00000011.json"]
+    (name,) = evaluations(run)
+    assert name.startswith("knn-trained-step00000011-")
 
 
 @pytest.mark.parametrize(("inside", "name"), [(".", "."), ("checkpoints", "."), ("checkpoints", STEP)])
@@ -127,7 +129,8 @@ def test_a_relative_checkpoint_keeps_its_score_in_its_run(
 ) -> None:
     monkeypatch.chdir(run / inside)
     evaluate("knn", name, "train_images=100")
-    assert evaluations(run) == ["knn-trained-step00000011.json"]
+    (name,) = evaluations(run)
+    assert name.startswith("knn-trained-step00000011-")
     assert [path.name for path in (run / "checkpoints").iterdir()] == [STEP]
 
 
@@ -136,14 +139,17 @@ def test_a_checkpoint_named_from_inside_itself_stays_whole(run: Path, monkeypatc
     monkeypatch.chdir(run / "checkpoints" / STEP)
     evaluate("knn", ".", "train_images=100")
     assert sorted((run / "checkpoints" / STEP).rglob("*")) == before
-    assert evaluations(run) == ["knn-trained-step00000011.json"]
+    (name,) = evaluations(run)
+    assert name.startswith("knn-trained-step00000011-")
 
 
 def test_untrained_weights_are_those_the_run_began_with(run: Path, tiny: Words, tmp_path: Path) -> None:
     trained, untrained = (evaluate("knn", run, f"weights={weights}") for weights in ("trained", "untrained"))
     assert (untrained["weights"], untrained["step"]) == ("untrained", 0)
     assert untrained["settings"] == trained["settings"]
-    assert evaluations(run) == ["knn-trained-step00000011.json", "knn-untrained-step00000000.json"]
+    trained_file, untrained_file = evaluations(run)
+    assert trained_file.startswith("knn-trained-step00000011-")
+    assert untrained_file.startswith("knn-untrained-step00000000-")
     began = build_objective(compose("pretrain", tiny(tmp_path)), 36).model.encoder.state_dict()
     encoder = load_encoder(compose("knn", [f"checkpoint={run}", "weights=untrained", "device=cpu"])).encoder
     assert all(torch.equal(value, began[name]) for name, value in encoder.state_dict().items())
@@ -198,7 +204,7 @@ def test_other_data_of_the_same_kind_may_be_judged(run: Path, image_folder: Path
         (["data=digits", "data.image_size=[32]"], ["data.image_size"]),
         (["data=digits", "data.mean=[1,2]"], ["data.mean", "1 channels"]),
         (["data=digits", "data.std=[0]"], ["data.std", "above 0"]),
-        (["train_images=0"], ["train_images", "1437"]),
+        (["train_images=0"], ["train_images", "at least 1"]),
         (["train_images=1438"], ["train_images", "1437", "1438"]),
         (["train_images=10", "neighbours=11"], ["neighbours", "10", "11"]),
         (["workers=-1"], ["workers", "-1"]),
@@ -258,7 +264,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
     (step / "model.pt").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match=r"damaged: model\.pt is not the file that was saved"):
         evaluate("knn", step)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         evaluate("knn", run)
 
 

@@ -44,7 +44,7 @@ def test_a_checkpoint_is_what_was_written(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_in_the_order_of_steps(tmp_path: Path) -> None:
-    save(tmp_path, 900, 1000, 20)
+    save(tmp_path, 20, 900, 1000)
     assert [path.name for path in committed(tmp_path)] == ["step-00000020", "step-00000900", "step-00001000"]
 
 

@@ -416,7 +416,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert code == 1
     assert len(lines) == 1
-    assert f"step {step} " in lines[0]
+    assert f"step {step + 1} " in lines[0]
     assert ", ".join(map(str, ids)) in lines[0]
     found = newest(run / "checkpoints")
     assert (found and read_loop_state(found)["step"]) == last
@@ -456,7 +456,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_objective", spoiled)
-        with pytest.raises(NonFiniteLoss, match="step 0 "):
+        with pytest.raises(NonFiniteLoss, match="step 1 "):
             pretrain(words("run"))
 
 

@@ -156,6 +156,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
 def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[..., list[str]]) -> None:
     assert {path.name for path in finished_run.iterdir()} - {"source.diff", "report.html"} == {
         "config.yaml",
+        "environment.txt",
         "provenance.json",
         "log.jsonl",
         "checkpoints",
