@@ -19,14 +19,24 @@ def _pretrain(words: Sequence[str]) -> None:
     config = compose("pretrain", words)
     from dmjd.train.loop import pretrain  # torch takes seconds to come: a typo need not wait for it
 
-    run = pretrain(config)
+    judges = []
+    if config.online_knn.every_epochs:
+        from dmjd.evaluate.online import OnlineKnn
+
+        judges.append(OnlineKnn(config))
+    run = pretrain(config, judges)
     print(f"{run.path}: finished; next: dmjd knn checkpoint={run.path}, dmjd report {run.path}")
+
+
+def _of_checkpoint(words: Sequence[str]) -> list[str]:
+    """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
+    return [f"checkpoint={words[0]}", *words[1:]] if words and "=" not in words[0] else list(words)
 
 
 def _evaluate(verb: str, words: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    config = compose(verb, words)
+    config = compose(verb, _of_checkpoint(words))
     from dmjd.evaluate.verbs import VERBS as EVALUATIONS
 
     record = EVALUATIONS[verb](config)
@@ -44,12 +54,18 @@ def _knn(words: Sequence[str]) -> None:
 
 
 def _report(words: Sequence[str]) -> None:
-    """compose report.html from a run folder: dmjd report RUN"""
-    from dmjd.report import write_report
+    """a run's report.html, or a comparison of several: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
+    from dmjd.report import write_comparison, write_report
 
-    if len(words) != 1:
-        raise ConfigError("dmjd report takes one run folder: dmjd report runs/demo")
-    print(write_report(words[0]))
+    keys = ("baseline", "output")
+    runs = [word for word in words if word.partition("=")[0] not in keys]
+    options = {key: value for key, _, value in (word.partition("=") for word in words) if key in keys}
+    if not runs or (len(runs) == 1 and options):
+        raise ConfigError(
+            "dmjd report takes one run folder, or several to compare: dmjd report RUN RUN [baseline=RUN] [output=DIR]"
+        )
+    paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
+    print(*paths, sep="\n")
 
 
 def _ops(words: Sequence[str]) -> None:
@@ -63,19 +79,32 @@ def _ops(words: Sequence[str]) -> None:
             print(f"{name:20} {device:5} {kernel}")
 
 
+def _export(words: Sequence[str]) -> None:
+    """write a checkpoint's encoder as safetensors for timm.create_model"""
+    from dmjd.compose import compose
+
+    config = compose("export", _of_checkpoint(words))
+    from dmjd.evaluate.export import export, sidecar
+
+    path = export(config)
+    print(f"{path}: timm computes the same features from it; the call is in {sidecar(path)}")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "linprobe": _linprobe,
     "knn": _knn,
     "report": _report,
     "ops": _ops,
+    "export": _export,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
@@ -93,13 +122,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             VERBS[verb](rest)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not error.told:
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
             raise
         print(f"error: dmjd {verb} needs {error.name}; {_TRAINING_EXTRA}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; the last checkpoint is intact", file=sys.stderr)
         return 130

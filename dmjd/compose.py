@@ -22,11 +22,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig, check_fields
+from dmjd.config import ExportConfig, KnnConfig, LinprobeConfig, PretrainConfig, check_fields
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
 
-SCHEMAS: dict[str, type] = {"pretrain": PretrainConfig, "linprobe": LinprobeConfig, "knn": KnnConfig}
+SCHEMAS: dict[str, type] = {
+    "pretrain": PretrainConfig,
+    "linprobe": LinprobeConfig,
+    "knn": KnnConfig,
+    "export": ExportConfig,
+}
 """Verb -> its configuration; ``configs/VERB.yaml`` holds its defaults list."""
 
 
@@ -40,8 +45,10 @@ def describe(verb: str) -> list[str]:
     """Help lines: the verb's groups with their options, then every key with its type."""
     schema = SCHEMAS[verb]
     offered = _groups_of(verb).items()
-    lines = ["groups: GROUP=OPTION", *(f"  {name:12} {', '.join(options)}" for name, options in offered)]
-    return [*lines, "", "keys: KEY=VALUE", *(f"  {line}" for line in _keys(schema))]
+    lines = [f"  {name:12} {', '.join(options)}" for name, options in offered]
+    if lines:
+        lines = ["groups: GROUP=OPTION", *lines, ""]
+    return [*lines, "keys: KEY=VALUE", *(f"  {line}" for line in _keys(schema))]
 
 
 def _keys(schema: type, prefix: str = "") -> Iterator[str]:

@@ -62,6 +62,7 @@ class BackboneConfig:
     mlp_ratio: float = positive(4.0)
     class_token: bool = True
     hidden: str = choice("drop", "mask_token")
+    drop_path: float = number(0.0, least=0, below=1)
 
 
 @dataclass
@@ -111,7 +112,10 @@ class TargetConfig:
 
 @dataclass
 class DataConfig:
-    """Images. ``mean`` and ``std`` are per channel, on the 0..1 scale; ``pad`` is a black border in pixels."""
+    """Images. ``mean`` and ``std`` are per channel, on the 0..1 scale; ``pad`` is a black border in pixels.
+
+    ``max_bad_percent``: how many training images may be bad, each with another in its place, before the run stops.
+    """
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto")
     root: str | None = None
@@ -119,6 +123,7 @@ class DataConfig:
     channels: int = positive(3)
     pad: int = number(0, least=0)
     check: str = choice("header", "none", "decode")
+    max_bad_percent: float = number(1.0, least=0, most=100)
     crop_scale: list[float] = numbers(0.2, 1.0, length=2, above=0, most=1)
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     flip: bool = True
@@ -150,7 +155,7 @@ class OptimConfig:
 class EngineConfig:
     """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images."""
 
-    name: str = choice("single")
+    name: str = choice("single", "ddp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
@@ -159,13 +164,36 @@ class EngineConfig:
 
 
 @dataclass
+class OnlineKnnConfig:
+    """Weighted kNN while a run is under way, every ``every_epochs`` epochs (0: never).
+
+    ``train_images`` keeps at most that many, evenly spaced. ``warn_drop``: how many points below the best score so far
+    are worth a warning.
+    """
+
+    every_epochs: int = number(0, least=0)
+    train_images: int = positive(20000)
+    neighbours: int = positive(20)
+    temperature: float = positive(0.07)
+    pooling: str = choice("mean", "cls")
+    warn_drop: float = number(2.0, least=0)
+
+
+@dataclass
 class PretrainConfig:
-    """A pre-training run. ``batch_size`` counts unique images a step, each of which gives K views."""
+    """A pre-training run.
+
+    ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
+    average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
+    The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
+    ``wandb`` names a Weights & Biases project.
+    """
 
     run: str = "runs/pretrain"
     seed: int = number(0, least=0, below=2**32)
     epochs: int = positive(800)
     batch_size: int = positive(1024)
+    ema_decay: float | None = number(None, above=0, below=1)
     mask: MaskConfig = field(default_factory=MaskConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     method: MethodConfig = field(default_factory=MethodConfig)
@@ -175,12 +203,17 @@ class PretrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     workers: int = number(8, least=0)
     resume: str = choice("auto", "never")
+    init: str | None = None
     log_every: int = positive(20)
     checkpoint_every: int = positive(1000)
     keep_checkpoints: int = positive(2)
+    keep_every: int | None = number(None, least=1)
+    online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
+    tensorboard: bool = False
+    wandb: str | None = None
 
 
-SCIENCE = ("seed", "epochs", "batch_size", "mask", "backbone", "method", "target", "data", "optim")
+SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")
 """Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever."""
 
 
@@ -192,7 +225,7 @@ class KnnConfig:
     """
 
     checkpoint: str = "???"
-    weights: str = choice("trained", "untrained")
+    weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
     neighbours: int = positive(20)
@@ -211,7 +244,7 @@ class LinprobeConfig:
     """
 
     checkpoint: str = "???"
-    weights: str = choice("trained", "untrained")
+    weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
     epochs: int = positive(90)
@@ -223,6 +256,19 @@ class LinprobeConfig:
     workers: int = number(8, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
+
+
+@dataclass
+class ExportConfig:
+    """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
+
+    ``dtype`` is what its tensors are rounded to.
+    """
+
+    checkpoint: str = "???"
+    output: str | None = None
+    weights: str = choice("trained", "untrained", "ema")
+    dtype: str = choice("fp32", "bf16", "fp16")
 
 
 def check_fields(config: Any, prefix: str = "") -> None:
@@ -242,6 +288,8 @@ def check_fields(config: Any, prefix: str = "") -> None:
                 _check_bounds(key, single, item.metadata["bounds"])
     if isinstance(config, PretrainConfig) and not config.run.strip():
         raise ConfigError("run must name a folder, got nothing")
+    if isinstance(config, PretrainConfig) and config.wandb is not None and not config.wandb.strip():
+        raise ConfigError("wandb must name a project, or be null for none, got nothing")
 
 
 _BOUNDS = {

@@ -4,9 +4,16 @@ The command line prints the sentence and leaves with exit code 2; a library call
 Broken invariants of our own are ``assert``s and keep their traceback.
 """
 
+from __future__ import annotations
+
 
 class UserError(ValueError):
-    """Base of every mistake that the user, not the program, has to mend."""
+    """Base of every mistake that the user, not the program, has to mend.
+
+    ``told``: another process of the run says the sentence, so this one need not.
+    """
+
+    told = False
 
 
 class ConfigError(UserError):
@@ -17,5 +24,31 @@ class DataError(UserError):
     """A missing folder, an image that cannot be decoded, or a data set too small for what was asked."""
 
 
+class BadImage(DataError):
+    """One image of a data set that cannot be used. Training may put another in its place; any other DataError stops it.
+
+    name: what its data set calls it.
+    kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small.
+    fault: what is wrong with it, as the rest of a sentence that begins with its name.
+    """
+
+    def __init__(self, name: str, kind: str, fault: str) -> None:
+        super().__init__(name, kind, fault)  # the arguments from which pickle rebuilds it in another process
+        self.name = name
+        self.kind = kind
+        self.fault = fault
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.fault}; remove or replace it"
+
+    def copy(self) -> BadImage:
+        """The same without its traceback, whose frames would keep images alive."""
+        return BadImage(self.name, self.kind, self.fault)
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, or of another model."""
+
+
+class StorageError(UserError):
+    """A disk that is full, read-only or gone, while a run wants to write."""

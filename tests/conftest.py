@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import multiprocessing.process
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,3 +89,28 @@ def dmjd(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int
     # The command line takes the root logger over, with a stream that this test's capture closes.
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def launch() -> Callable[..., multiprocessing.process.BaseProcess]:
+    """``launch(words, prelude="", **environment)``: a started process of its own that runs ``dmjd`` with these words.
+
+    Forked from a server that has imported everything and computed nothing, so that a start costs milliseconds and not
+    seconds. ``prelude`` is Python run in the child first, to plant a fault. Its exit code is the command line's.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "sklearn.datasets"])
+
+    def start(words: list[str], prelude: str = "", **environment: str) -> multiprocessing.process.BaseProcess:
+        source = [
+            "import os, sys",
+            f"os.environ.update({environment!r})",
+            prelude,
+            "from dmjd.cli import main",
+            f"sys.exit(main({words!r}))",
+        ]
+        process = context.Process(target=exec, args=("\n".join(source), {"__name__": "child"}))
+        process.start()
+        return process
+
+    return start

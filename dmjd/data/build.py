@@ -26,7 +26,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
 
     Raises:
         ConfigError: if the name is unknown, or ``config.channels`` is not what the data set has.
-        DataError: if files are missing, damaged or too small.
+        DataError: if more than ``config.max_bad_percent`` of the images are found missing, damaged or too small.
     """
     dataset = _build(config, split)
     if dataset.channels != config.channels:
@@ -37,14 +37,17 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     return dataset
 
 
-def training_batches(config: DataConfig, dataset: ImageDataset, batch_size: int, seed: int) -> StepBatches:
-    """Randomly cropped batches of ``dataset``, by step number.
+def training_batches(
+    config: DataConfig, dataset: ImageDataset, batch_size: int, seed: int, rank: int = 0, world: int = 1
+) -> StepBatches:
+    """Randomly cropped batches of ``dataset``, by step number, or the part of process ``rank`` of ``world``.
 
     Raises:
-        ConfigError: if the data set is smaller than a batch, or a crop range is none.
+        ConfigError: if the data set is smaller than a batch, ``world`` does not divide it, or a crop range is none.
     """
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
-    return StepBatches(dataset, batch_size, (height, width), seed, (scale[0], scale[1]), (ratio[0], ratio[1]))
+    ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
+    return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world)
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:
@@ -61,7 +64,8 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
         if config.channels != 1 and config.channels != 3:
             raise ConfigError(f"data.channels must be 1 or 3 for data.name=folder, got {config.channels}")
         channels: Literal[1, 3] = 1 if config.channels == 1 else 3
-        return ImageFolder(config.root, split, channels, cast(Check, config.check), (height, width))
+        check = cast(Check, config.check)
+        return ImageFolder(config.root, split, channels, check, (height, width), config.max_bad_percent)
     if config.name == "auto":
         if config.root is not None or has_fashion_mnist(DEBIAN_FOLDER):
             return FashionMnist(config.root, split, config.pad)

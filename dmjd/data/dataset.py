@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dmjd.errors import ConfigError
+from dmjd.errors import BadImage, ConfigError
 
 Split = Literal["train", "test"]
 Pixels = npt.NDArray[np.uint8]
@@ -33,7 +34,7 @@ class ImageDataset(Protocol):
     def __len__(self) -> int: ...
 
     def image(self, index: int) -> Pixels:
-        """uint8 ``[H, W, C]``; H and W may differ between images. Raises DataError if it cannot be read."""
+        """uint8 ``[H, W, C]``; H and W may differ between images. Raises BadImage if this one cannot be used."""
         ...
 
     def label(self, index: int) -> int:
@@ -41,7 +42,12 @@ class ImageDataset(Protocol):
         ...
 
     def name(self, index: int) -> str:
-        """What to call the image in a sentence: a path where it has one."""
+        """What to call the image in a sentence, and no other image: a path where it has one."""
+        ...
+
+    @property
+    def bad(self) -> Mapping[int, BadImage]:
+        """What a check at the start found and tolerated, by index; reading one of these raises the same."""
         ...
 
 
@@ -63,6 +69,7 @@ class ArrayDataset:
         self._source = source
         self.num_classes = num_classes
         self.channels: int = images.shape[3]
+        self.bad: Mapping[int, BadImage] = {}
 
     def __len__(self) -> int:
         return len(self._images)
@@ -113,6 +120,11 @@ class EvenSubset:
 
     def name(self, index: int) -> str:
         return self._dataset.name(self._original(index))
+
+    @property
+    def bad(self) -> Mapping[int, BadImage]:
+        numbers = {self._original(number): number for number in range(self._count)}
+        return {numbers[index]: bad for index, bad in self._dataset.bad.items() if index in numbers}
 
     def _original(self, index: int) -> int:
         return range(self._count)[index] * len(self._dataset) // self._count

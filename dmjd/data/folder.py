@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import Pixels, Split
-from dmjd.errors import DataError
+from dmjd.data.quarantine import exceeds
+from dmjd.errors import BadImage, DataError
 
 Check = Literal["none", "header", "decode"]
 
@@ -25,6 +28,7 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 _CHECK_THREADS = 16  # opening files waits for the disk or the network far more than for the processor
 _CHECK_CHUNK = 256
+_TOO_SMALL = "too small"
 
 # Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
@@ -43,10 +47,11 @@ class ImageFolder:
         channels: 1 (grey) or 3 (RGB), to which every image is converted.
         check: what to verify before training: "none", "header" (each file opens and is large enough) or "decode" (and
             every pixel can be read).
-        min_size: (height, width) of the crop, which no checked image may fall short of.
+        min_size: (height, width) of the crop, which no image may fall short of unless ``check`` is "none".
+        max_bad_percent: of the files may fail the check; they stay, are named in :attr:`bad`, and raise when read.
 
     Raises:
-        DataError: if the folder is missing, empty or of another layout, or a file fails the check.
+        DataError: if the folder is missing, empty or of another layout, or too many files fail the check.
     """
 
     def __init__(
@@ -56,6 +61,7 @@ class ImageFolder:
         channels: Literal[1, 3],
         check: Check = "header",
         min_size: tuple[int, int] = (1, 1),
+        max_bad_percent: float = 0.0,
     ) -> None:
         self.channels = channels
         self._folder, classes = _find_split(Path(root).expanduser(), split)
@@ -67,20 +73,17 @@ class ImageFolder:
         self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
         self._labels = np.array(labels, dtype=np.int64)
         self.num_classes = len(classes) if labels[0] >= 0 else 0
-        if check != "none":
-            self._check(decode=check == "decode", min_size=min_size)
+        self._min_size = (1, 1) if check == "none" else min_size
+        self.bad: Mapping[int, BadImage] = {} if check == "none" else self._check(decode=check == "decode")
+        if exceeds(len(self.bad), len(self), max_bad_percent):
+            raise self._too_many_bad(max_bad_percent)
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def image(self, index: int) -> Pixels:
         """See :class:`dmjd.data.dataset.ImageDataset`."""
-        try:
-            return _decode(self.name(index), self.channels)
-        except Exception as error:  # damaged files make Pillow's decoders raise almost anything
-            raise DataError(
-                f"{self.name(index)} cannot be read as an image ({_reason(error)}); remove or replace it"
-            ) from error
+        return _decode(self.name(index), self.channels, self._min_size)
 
     def label(self, index: int) -> int:
         """See :class:`dmjd.data.dataset.ImageDataset`."""
@@ -92,35 +95,27 @@ class ImageFolder:
         start = self._ends[index - 1] if index else 0
         return os.path.join(self._folder, os.fsdecode(self._paths[start : self._ends[index]].tobytes()))
 
-    def _check(self, decode: bool, min_size: tuple[int, int]) -> None:
-        def inspect(start: int) -> list[_Flaw]:
+    def _check(self, decode: bool) -> dict[int, BadImage]:
+        def inspect(start: int) -> list[tuple[int, BadImage]]:
             indices = range(start, min(start + _CHECK_CHUNK, len(self)))
-            flaws = (_inspect(self.name(index), self.channels, decode, min_size) for index in indices)
-            return [flaw for flaw in flaws if flaw is not None]
+            found = ((index, _inspect(self.name(index), self.channels, self._min_size, decode)) for index in indices)
+            return [(index, bad) for index, bad in found if bad is not None]
 
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            flaws = [flaw for chunk in pool.map(inspect, range(0, len(self), _CHECK_CHUNK)) for flaw in chunk]
-        broken = [flaw for flaw in flaws if flaw.reason]
+            return dict(chain.from_iterable(pool.map(inspect, range(0, len(self), _CHECK_CHUNK))))
+
+    def _too_many_bad(self, max_bad_percent: float) -> DataError:
+        bad = list(self.bad.values())
+        option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
+        broken = [image for image in bad if image.kind != _TOO_SMALL]
         if broken:
-            raise DataError(
-                f"{_and_more(broken)} cannot be read as an image ({broken[0].reason}); remove or replace what is broken"
-            )
-        if flaws:
-            raise DataError(
-                f"{_and_more(flaws)} cannot fill the {min_size[0]}x{min_size[1]} crop (height x width); lower "
-                "data.image_size, remove what is too small, or set data.check=none to have small images enlarged"
-            )
-
-
-class _Flaw(NamedTuple):
-    """Why a file fails the check: ``reason``, or else it is too small."""
-
-    what: str
-    reason: str
-
-
-def _and_more(flaws: list[_Flaw]) -> str:
-    return flaws[0].what if len(flaws) == 1 else f"{flaws[0].what} and {len(flaws) - 1} more"
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            return DataError(f"{broken[0].name}{more} {broken[0].fault}; remove or replace what is broken{option}")
+        more = f", nor can {len(bad) - 1} more" if len(bad) > 1 else ""
+        return DataError(
+            f"{bad[0].name} {bad[0].fault}{more}; lower data.image_size, remove what is too small, or set "
+            f"data.check=none to have small images enlarged{option}"
+        )
 
 
 def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
@@ -176,16 +171,28 @@ def _assign_labels(folder: str, paths: list[str], classes: list[str]) -> list[in
     return [numbers[name] for name in names]
 
 
-def _open(path: str) -> Image.Image:
-    image = Image.open(path)
-    if image.mode in ("I", "F"):
-        image.close()
-        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
-    return image
+@contextmanager
+def _open(path: str, min_size: tuple[int, int]) -> Iterator[Image.Image]:
+    """The image, until the end of the block, for all of which BadImage is what any mishap becomes."""
+    try:
+        with open(path, "rb") as file:
+            if not os.fstat(file.fileno()).st_size:
+                raise EOFError("the file is empty")
+            with Image.open(file) as image:
+                if image.mode in ("I", "F"):
+                    raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+                if image.height < min_size[0] or image.width < min_size[1]:
+                    size, least = f"{image.height}x{image.width}", f"{min_size[0]}x{min_size[1]}"
+                    raise BadImage(path, _TOO_SMALL, f"({size}) cannot fill the {least} crop (height x width)")
+                yield image
+    except BadImage:
+        raise
+    except Exception as error:  # damaged files make Pillow's decoders raise almost anything
+        raise BadImage(path, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
 
 
-def _decode(path: str, channels: int) -> Pixels:
-    with _open(path) as opened:
+def _decode(path: str, channels: int, min_size: tuple[int, int]) -> Pixels:
+    with _open(path, min_size) as opened:
         image: Image.Image = opened
         if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -195,16 +202,26 @@ def _decode(path: str, channels: int) -> Pixels:
     return pixels.reshape(*pixels.shape[:2], channels)
 
 
-def _inspect(path: str, channels: int, decode: bool, min_size: tuple[int, int]) -> _Flaw | None:
+def _inspect(path: str, channels: int, min_size: tuple[int, int], decode: bool) -> BadImage | None:
     try:
-        with _open(path) as image:
-            width, height = image.size
         if decode:
-            _decode(path, channels)
-    except Exception as error:  # as in ImageFolder.image
-        return _Flaw(path, _reason(error))
-    too_small = height < min_size[0] or width < min_size[1]
-    return _Flaw(f"{path} ({height}x{width})", reason="") if too_small else None
+            _decode(path, channels, min_size)
+        else:
+            with _open(path, min_size):
+                pass
+    except BadImage as error:
+        return error.copy()
+    return None
+
+
+def _kind(error: Exception) -> str:
+    """As :class:`dmjd.errors.BadImage` tells them apart."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return "missing"
+    if isinstance(error, OSError) and error.errno:  # Pillow's own OSErrors have no number
+        return "unreadable"
+    truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
+    return "truncated" if truncated else "undecodable"
 
 
 def _reason(error: Exception) -> str:

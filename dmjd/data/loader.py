@@ -17,6 +17,8 @@ from torch.utils.data import Dataset as TorchDataset
 from dmjd.data.batch import Batch
 from dmjd.data.crops import Range, crop_and_resize, draw_crops, evaluation_view
 from dmjd.data.dataset import ImageDataset
+from dmjd.data.quarantine import Quarantine
+from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
@@ -33,25 +35,30 @@ def epoch_order(count: int, key: Tensor) -> Tensor:
 class Batches(Protocol):
     """Batches by number: what a loader may compute in any process."""
 
-    def __getitem__(self, number: int) -> Batch: ...
+    def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
+        """A batch, and which of its images stand in for bad ones."""
+        ...
 
 
 class StepBatches:
     """``batches[step]``: the training batch of a step, the same in every process and after every restart.
 
     An epoch is a random order of the data set cut into ``steps_per_epoch`` batches; the remainder, other images each
-    epoch, is dropped.
+    epoch, is dropped. An image that cannot be used has another in its place (:mod:`dmjd.data.substitution`), so a batch
+    has its size whatever the state of the files; :meth:`load` says which.
 
     Args:
         dataset: where images come from.
-        batch_size: unique images per step.
+        batch_size: unique images per step, over all processes.
         size: (height, width) of the crops.
         seed: of the run, in ``[0, 2**32)``.
         scale, ratio: as for :func:`dmjd.data.crops.draw_crops`.
         augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
+        rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
 
     Raises:
-        ConfigError: if the data set is smaller than a batch, or ``scale`` or ``ratio`` is no range.
+        ConfigError: if the data set is smaller than a batch, ``world`` does not divide a batch, or ``scale`` or
+            ``ratio`` is no range.
     """
 
     def __init__(
@@ -63,11 +70,16 @@ class StepBatches:
         scale: Range = (0.2, 1.0),
         ratio: Range = (3 / 4, 4 / 3),
         augment: bool = True,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
+        assert 0 <= rank < world
         if not 1 <= batch_size <= len(dataset):
             raise ConfigError(
                 f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of the data set"
             )
+        if batch_size % world:
+            raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
         if not 0 < scale[0] <= scale[1] <= 1:
             raise ConfigError(f"the crop scale must be 0 < least <= greatest <= 1, got {scale[0]} and {scale[1]}")
         if not 0 < ratio[0] <= ratio[1]:
@@ -75,6 +87,8 @@ class StepBatches:
         self.steps_per_epoch = len(dataset) // batch_size
         self._dataset = dataset
         self._batch_size = batch_size
+        self._part = batch_size // world
+        self._offset = rank * self._part
         self._size = size
         self._seed = seed
         self._scale = scale
@@ -83,24 +97,36 @@ class StepBatches:
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
 
     def __getitem__(self, step: int) -> Batch:
+        return self.load(step)[0]
+
+    def load(self, step: int) -> tuple[Batch, Sequence[Substitution]]:
+        """The batch of a step, and which of its images stand in for bad ones.
+
+        Raises:
+            DataError: if no substitute was found either, or the data set as a whole cannot be read.
+        """
         assert step >= 0, "steps count from 0"
         epoch, number = divmod(step, self.steps_per_epoch)
         key = make_key(self._seed, epoch)
         if self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._dataset), key)
-        sample_ids = self._order[1][number * self._batch_size :][: self._batch_size]
-        images = [self._dataset.image(index) for index in sample_ids.tolist()]
+        sample_ids = self._order[1][number * self._batch_size + self._offset :][: self._part]
+        samples = [read_sample(self._dataset, index, self._seed) for index in sample_ids.tolist()]
+        images = [sample.image for sample in samples]
         if self._augment:
             heights, widths = torch.tensor([image.shape[:2] for image in images]).unbind(1)
             boxes = draw_crops(heights, widths, sample_ids, key, self._scale, self._ratio).tolist()
             crops = [crop_and_resize(image, tuple(box), self._size) for image, box in zip(images, boxes, strict=True)]
         else:
             crops = [evaluation_view(image, self._size) for image in images]
-        return _collate(self._dataset, crops, sample_ids)
+        substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
+        return _collate(crops, sample_ids, [sample.label for sample in samples]), substitutions
 
 
 class EvaluationBatches:
     """``batches[i]``: every image once, in order, without augmentation; the last batch may be short.
+
+    A bad image raises :class:`dmjd.errors.BadImage`, since a score over other images would be another score.
 
     Args:
         dataset: where images come from.
@@ -124,18 +150,34 @@ class EvaluationBatches:
         views = [
             evaluation_view(self._dataset.image(index), self._size, self._crop_pct) for index in sample_ids.tolist()
         ]
-        return _collate(self._dataset, views, sample_ids)
+        return _collate(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
+
+    def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
+        """``batches[number]``, in which nothing stands in for anything."""
+        return self[number], ()
 
 
-def _collate(dataset: ImageDataset, views: Sequence[Tensor], sample_ids: Tensor) -> Batch:
-    labels = torch.tensor([dataset.label(index) for index in sample_ids.tolist()])
-    return Batch(torch.stack(list(views)), sample_ids.clone(), labels)
+def _collate(views: list[Tensor], sample_ids: Tensor, labels: list[int]) -> Batch:
+    return Batch(torch.stack(views), sample_ids.clone(), torch.tensor(labels))
 
 
 class BatchLoader:
-    """``batches[start] .. batches[stop - 1]`` in order, computed ahead by ``workers`` processes (0: in this one)."""
+    """Batches ``start .. stop - 1`` in order, computed ahead by ``workers`` processes (0: in this one).
 
-    def __init__(self, batches: Batches, start: int, stop: int, workers: int, pin_memory: bool) -> None:
+    Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        start: int,
+        stop: int,
+        workers: int,
+        pin_memory: bool,
+        quarantine: Quarantine | None = None,
+    ) -> None:
+        self._start = start
+        self._quarantine = quarantine
         # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
         self._loader = DataLoader(
             _ErrorsAsItems(batches),
@@ -151,15 +193,31 @@ class BatchLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for item in self._loader:
+        for number, item in enumerate(self._loader, self._start):
             if isinstance(item, DataError):
                 raise item
-            yield item
+            batch, substitutions = item
+            if self._quarantine is not None:
+                self._quarantine.add(number, substitutions)
+            elif substitutions:
+                raise substitutions[0].bad
+            yield batch
 
 
-def make_loader(batches: StepBatches, start_step: int, stop_step: int, workers: int, pin_memory: bool) -> BatchLoader:
-    """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words."""
-    return BatchLoader(batches, start_step, stop_step, workers, pin_memory)
+def make_loader(
+    batches: StepBatches,
+    start_step: int,
+    stop_step: int,
+    workers: int,
+    pin_memory: bool,
+    quarantine: Quarantine | None = None,
+) -> BatchLoader:
+    """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
+
+    With a ``quarantine`` bad images are listed and have others in their place, until there are too many; without one
+    the first raises.
+    """
+    return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine)
 
 
 def evaluation_loader(
@@ -170,15 +228,15 @@ def evaluation_loader(
     return BatchLoader(batches, 0, len(batches), workers, pin_memory=False)
 
 
-class _ErrorsAsItems(TorchDataset[Batch | DataError]):
+class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataError]):
     """Returns a DataError instead of raising it: torch would wrap it into a page of the worker's traceback."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
-    def __getitem__(self, number: int) -> Batch | DataError:
+    def __getitem__(self, number: int) -> tuple[Batch, Sequence[Substitution]] | DataError:
         try:
-            return self._batches[number]
+            return self._batches.load(number)
         except DataError as error:
             return error
 

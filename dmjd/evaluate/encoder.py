@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,7 +40,8 @@ class FrozenEncoder:
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
-        dataset = build_dataset(self.data, split)
+        # A score over other images would be another score: none may be bad, and none is substituted.
+        dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
         return dataset if count is None else EvenSubset(dataset, count)
 
     def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int) -> Features:
@@ -56,7 +57,7 @@ class FrozenEncoder:
 
 
 def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
-    """The encoder of ``config.checkpoint``; "untrained" weights are those its run began with.
+    """The encoder of ``config.checkpoint``; "untrained" weights are those its run began with, "ema" the average.
 
     Raises:
         CheckpointError: if there is no complete checkpoint, or it holds another model.
@@ -69,9 +70,16 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     )
     objective = build_objective(trained, build_tokenizer(trained).dim)
     step = 0
-    if config.weights == "trained":
+    if config.weights != "untrained":
         load_strictly(objective, read_model(folder), folder)
-        step = checkpoint.read_loop_state(folder)["step"]
+        step = checkpoint.step_of(folder)
+    if config.weights == "ema":
+        average = checkpoint.read_loop_state(folder).get("ema")
+        if average is None:
+            raise ConfigError(
+                f"weights=ema, but {folder} has no average; train with ema_decay=..., or use weights=trained"
+            )
+        objective.model.encoder.load_state_dict(average)
     encoder = objective.model.encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")

@@ -42,11 +42,12 @@ class MaskedImageModel(nn.Module):
         self.visible_branch = visible_branch
         self.apply(_initialise)
 
-    def forward(self, images: Tensor, masked_views: MaskedViews) -> Prediction:
+    def forward(self, images: Tensor, masked_views: MaskedViews, branch_scales: Tensor | None = None) -> Prediction:
         """
         Args:
             images: float ``[B, C, H, W]``.
             masked_views: K views and the tokens to predict in each.
+            branch_scales: the encoder's stochastic depth, ``[depth, 2, K*B]``, or None.
 
         Raises:
             ValueError: with a decoder, if the images are not of the size that it was built for.
@@ -56,7 +57,7 @@ class MaskedImageModel(nn.Module):
             raise ValueError(
                 f"the decoder was built for {self.encoder.grid} tokens, got {self.encoder.grid_of(images)}"
             )
-        encoded = self.encoder(images, views)
+        encoded = self.encoder(images, views, branch_scales)
         prefix = self.encoder.num_prefix_tokens
         full = encoded[:, prefix:] if self.decoder is None else self.decoder(encoded, views)
         masked = self.head(_select(full, predicted))

@@ -62,13 +62,16 @@ class Objective(nn.Module):
         self.mim_loss = TOKEN_LOSSES[mim_loss]
         self.mim_weight = mim_weight
 
-    def forward(self, images: Tensor, masked_views: MaskedViews, targets: Tensor) -> Losses:
+    def forward(
+        self, images: Tensor, masked_views: MaskedViews, targets: Tensor, branch_scales: Tensor | None = None
+    ) -> Losses:
         """
         Args:
             images: float ``[B, C, H, W]``, normalised.
             targets: float32 ``[B, N, target_dim]``, raster order.
+            branch_scales: the encoder's stochastic depth, ``[depth, 2, K*B]``, or None.
         """
-        prediction = self.model(images, masked_views)
+        prediction = self.model(images, masked_views, branch_scales)
         masked = self.mim_loss(prediction.masked.float(), gather_tokens(targets, masked_views.predicted))
         if prediction.visible is None:
             return Losses(self.mim_weight * masked, masked, None)

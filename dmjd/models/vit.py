@@ -19,6 +19,22 @@ HIDDEN = ("drop", "mask_token")
 layer_norm: type[nn.Module] = partial(nn.LayerNorm, eps=1e-6)  # type: ignore[assignment]  # timm only calls it
 
 
+class EncoderBlock(Block):
+    """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
+
+    def forward(self, x: Tensor, branch_scale: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """
+        Args:
+            x: ``[R, T, D]``.
+            branch_scale: ``[2, R]`` for the attention and the MLP branch, or None for 1.
+        """
+        if branch_scale is None:
+            return super().forward(x)
+        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1))
+        x = x + attention * self.attn(self.norm1(x))
+        return x + mlp * self.mlp(self.norm2(x))
+
+
 class ViTEncoder(nn.Module):
     """ViT with fixed sine-cosine positions, for any image whose sides are multiples of the patch.
 
@@ -66,16 +82,17 @@ class ViTEncoder(nn.Module):
         self.positions: Tensor
         self.register_buffer("positions", sincos_positions(self.grid, embed_dim), persistent=False)
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm) for _ in range(depth)
+            EncoderBlock(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm) for _ in range(depth)
         )
         self.norm = layer_norm(embed_dim)
 
-    def forward(self, images: Tensor, views: Views | None = None) -> Tensor:
+    def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
         """Normalised tokens of whole images, or of each view of them.
 
         Args:
             images: float ``[B, C, H, W]``.
             views: None encodes all N tokens; otherwise K views.
+            branch_scales: ``[depth, 2, K*B]``, stochastic depth as :mod:`dmjd.train.drop_path` draws it; None for none.
 
         Returns:
             ``[B, prefix + N, D]`` without views; ``[K*B, prefix + V, D]`` for "drop"; ``[K*B, prefix + N, D]`` for
@@ -100,8 +117,8 @@ class ViTEncoder(nn.Module):
             x = torch.where(views.mask.unsqueeze(-1), self.mask_token.to(x.dtype), x).flatten(0, 1) + positions
         if self.cls_token is not None:
             x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
-        for block in self.blocks:
-            x = block(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x, None if branch_scales is None else branch_scales[index])
         return self.norm(x)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:

@@ -34,6 +34,8 @@ class Domain(IntEnum):
     ORDER = 3
     CROP = 4
     FLIP = 5
+    SUBSTITUTE = 6
+    DROP_PATH = 7
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

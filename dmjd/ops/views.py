@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -20,3 +21,7 @@ class Views(NamedTuple):
     masked: Tensor
     restore: Tensor
     mask: Tensor
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Views:
+        """Every field under ``change``, such as a slice of the batch or a move to another device."""
+        return Views(*(change(field) for field in self))

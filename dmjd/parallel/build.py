@@ -8,8 +8,10 @@ from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
 from dmjd.parallel.apply import apply
+from dmjd.parallel.ddp import DDPEngine
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.single import SingleEngine
+from dmjd.parallel.world import World
 
 
 def select_device(name: str, key: str = "engine.device") -> torch.device:
@@ -26,8 +28,11 @@ def select_precision(name: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
-def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig) -> Engine:
-    """Transform the model as asked, then hand it to the engine."""
-    device = select_device(engine.device)
+def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World | None = None) -> Engine:
+    """Transform the model as asked, then hand it to the engine. Without a ``world``, one process by itself."""
+    device = select_device(engine.device) if world is None else world.device
+    precision = select_precision(engine.precision, device)
     apply(objective.model, engine)
-    return SingleEngine(objective, optim, device, select_precision(engine.precision, device))
+    if world is None or world.size == 1:
+        return SingleEngine(objective, optim, device, precision)
+    return DDPEngine(objective, optim, world, precision)

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from dmjd.models.objective import Objective
+
 
 class StepResult(NamedTuple):
     """0-d float32 tensors on the device: reading them at once would make the host wait, so the loop reads them later.
@@ -28,8 +30,10 @@ class StepResult(NamedTuple):
 class Engine(Protocol):
     """What the loop may ask of an engine."""
 
+    objective: Objective
+    """The objective itself, for whoever reads weights or predicts outside a step."""
     module: nn.Module
-    """What to call for the forward pass."""
+    """What to call for the forward pass of a step: the objective, or what wraps it."""
     device: torch.device
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -45,7 +49,7 @@ class Engine(Protocol):
         """Clip, update if the gradient is finite, and drop the gradients."""
 
     def save(self, path: Path) -> None:
-        """Write parameters and optimizer state into the existing folder ``path``."""
+        """Write parameters and optimizer state into the existing folder ``path``. Called on rank 0 alone."""
 
     def load(self, path: Path) -> None:
         """Read what :meth:`save` wrote. Raises CheckpointError if it belongs to another model."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from dmjd.config import OptimConfig
 from dmjd.errors import CheckpointError
+from dmjd.models.objective import Objective
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.optimizer import build_optimizer
 
@@ -22,17 +23,18 @@ class SingleEngine:
     """See :class:`~dmjd.parallel.engine.Engine`. Parameters stay float32; ``precision`` is what forward computes in.
 
     Args:
-        module: already transformed by :func:`dmjd.parallel.apply.apply`.
+        objective: already transformed by :func:`dmjd.parallel.apply.apply`.
         precision: torch.float32, or torch.bfloat16 for autocast.
     """
 
-    def __init__(self, module: nn.Module, config: OptimConfig, device: torch.device, precision: torch.dtype) -> None:
-        assert all(p.dtype == torch.float32 for p in module.parameters()), "master parameters are float32"
-        self.module = module.to(device)
+    def __init__(self, objective: Objective, config: OptimConfig, device: torch.device, precision: torch.dtype) -> None:
+        assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
+        self.objective = objective.to(device)
+        self.module: nn.Module = self.objective
         self.device = device
         self._precision = precision
         self._clip = config.clip_grad
-        self._optimizer = build_optimizer(module, config)
+        self._optimizer = build_optimizer(objective, config)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -46,7 +48,7 @@ class SingleEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
             group["weight_decay"] = weight_decay * group["wd_scale"]
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        parameters = [p for p in self.objective.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
@@ -58,16 +60,17 @@ class SingleEngine:
         return StepResult(norm, 1 - skipped)
 
     def save(self, path: Path) -> None:
-        torch.save(self.module.state_dict(), path / MODEL_FILE)
+        torch.save(self.objective.state_dict(), path / MODEL_FILE)
         torch.save(self._optimizer.state_dict(), path / OPTIMIZER_FILE)
 
     def load(self, path: Path) -> None:
-        load_strictly(self.module, read_model(path), path)
+        load_strictly(self.objective, read_model(path), path)
         self._optimizer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location=self.device, weights_only=True))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {
-            name: value.detach().to("cpu", torch.float32, copy=True) for name, value in self.module.state_dict().items()
+            name: value.detach().to("cpu", torch.float32, copy=True)
+            for name, value in self.objective.state_dict().items()
         }
 
     def close(self) -> None:

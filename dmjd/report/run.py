@@ -16,8 +16,9 @@ from dmjd.errors import DataError
 class Evaluation:
     """One score of one checkpoint. Scores compare only under equal ``verb`` and ``settings``.
 
-    verb: ``"knn"`` or ``"linprobe"``.
-    weights: ``"trained"``, or ``"untrained"`` for the initialisation that the run started from.
+    verb: ``"knn"``, ``"linprobe"``, ...
+    weights: ``"trained"``, ``"ema"`` for their moving average, or ``"untrained"`` for the initialisation that the run
+        started from.
     top1: per cent.
     settings: what the score depends on, and no outcome.
     """
@@ -34,7 +35,9 @@ class Run:
     """The contents of a run folder.
 
     config, config_text: the resolved configuration, parsed and as written.
-    rows: the log, in steps that rise. ``seconds`` counts over all launches.
+    rows: the log, in steps that rise; rows of a loss and rows of a score (``knn_top1``) may share a step.
+    timing: rows of the same steps on speed and ``seconds``, which count over all launches. Earlier versions kept both
+        in one file; ``rows`` and ``timing`` are then equal.
     evaluations, pictures: in the order of their file names.
     """
 
@@ -43,12 +46,37 @@ class Run:
     config_text: str
     provenance: dict[str, Any]
     rows: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
     evaluations: list[Evaluation]
     pictures: list[Path]
 
     def last(self, key: str) -> Any:
         """The latest logged value of ``key``; None if it was never logged."""
-        return next((row[key] for row in reversed(self.rows) if row.get(key) is not None), None)
+        rows = (*reversed(self.rows), *reversed(self.timing))
+        return next((row[key] for row in rows if row.get(key) is not None), None)
+
+    @property
+    def launches(self) -> list[dict[str, Any]]:
+        """The provenance of every launch, in order."""
+        return self.provenance.get("launches") or [self.provenance]
+
+    def effective_epochs(self, epochs: float | None) -> float | None:
+        """ETE = K x epochs; None if either is unknown."""
+        mask = self.config.get("mask")
+        views = mask.get("views") if isinstance(mask, dict) else None
+        return views * epochs if isinstance(views, int) and epochs is not None else None
+
+    def seconds_at(self, step: int) -> float | None:
+        """Wall seconds when ``step`` was done, by a straight line between logged steps; None if none was logged."""
+        earlier, earlier_seconds = 0, 0.0
+        for row in self.timing:
+            if row.get("seconds") is None:
+                continue
+            if row["step"] > step:
+                share = (step - earlier) / (row["step"] - earlier)
+                return earlier_seconds + share * (row["seconds"] - earlier_seconds)
+            earlier, earlier_seconds = row["step"], row["seconds"]
+        return earlier_seconds or None
 
 
 def read_run(path: str | Path) -> Run:
@@ -56,17 +84,20 @@ def read_run(path: str | Path) -> Run:
 
     Raises:
         DataError: if the folder or one of config.yaml, provenance.json and log.jsonl is missing, or a file is damaged.
-            The last line of the log may be cut short: the run may be writing it, or was killed while it did.
+            The last line of a log may be cut short: the run may be writing it, or was killed while it did.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise DataError(f"no run folder at {folder}")
+    config, provenance = _mapping(folder / "config.yaml"), _mapping(folder / "provenance.json")
+    rows, timing = _rows(folder / "log.jsonl"), folder / "timing.jsonl"
     return Run(
         name=folder.resolve().name,
-        config=_mapping(folder / "config.yaml"),
+        config=config,
         config_text=_text(folder / "config.yaml"),
-        provenance=_mapping(folder / "provenance.json"),
-        rows=_rows(folder / "log.jsonl"),
+        provenance=provenance,
+        rows=rows,
+        timing=_rows(timing) if timing.is_file() else rows,
         evaluations=[_evaluation(file) for file in sorted(folder.glob("evaluations/*.json"))],
         pictures=sorted(folder.glob("pictures/*.png")),
     )
@@ -102,6 +133,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file} is damaged in line {number}: {error}") from None
         if not isinstance(row, dict):
             raise DataError(f"{file} must hold one JSON object a line, line {number} is {type(row).__name__}")
+        if "step" not in row:
+            raise DataError(f"{file} must hold rows with a step, line {number} has none")
         rows.append(row)
     return rows
 
@@ -111,8 +144,8 @@ def _evaluation(file: Path) -> Evaluation:
     missing = [key for key in ("verb", "weights", "step", "top1") if key not in values]
     if missing:
         raise DataError(f"{file} is not an evaluation: it lacks {', '.join(missing)}")
-    if values["weights"] not in ("trained", "untrained"):
-        raise DataError(f"{file} has weights={values['weights']}; they are trained or untrained")
+    if values["weights"] not in ("trained", "untrained", "ema"):
+        raise DataError(f"{file} has weights={values['weights']}; they are trained, untrained or ema")
     return Evaluation(
         verb=values["verb"],
         weights=values["weights"],

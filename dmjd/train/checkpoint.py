@@ -15,20 +15,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dmjd.errors import CheckpointError
+import torch
+
+from dmjd.errors import CheckpointError, StorageError
 
 logger = logging.getLogger("dmjd")
 
 MANIFEST = "manifest.json"
-LOOP_STATE = "loop.json"
+LOOP_STATE = "loop.pt"
 CONFIG = "config.yaml"
 FOLDER = "checkpoints"
 FORMAT = 1
 _PREFIX = "step-"
 
 
-def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Write one checkpoint, then drop later ones and all but the newest ``keep``.
+def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int, keep_every: int | None = None) -> Path:
+    """Write one checkpoint, then drop all but the newest ``keep``, those of every ``keep_every`` steps, and later ones.
 
     A later one is there only if it was damaged: the run then resumed before it and is now writing that stretch again.
 
@@ -39,9 +41,36 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) ->
 
     Returns:
         The committed folder.
+
+    Raises:
+        StorageError: if it cannot be written; the draft is removed and earlier checkpoints stand.
     """
     final = folder / f"{_PREFIX}{step:08d}"
     draft = folder / f"{final.name}.tmp"
+    try:
+        _write(draft, final, step, write)
+    # torch.save reports a full disk as RuntimeError, without an errno.
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise StorageError(f"cannot write {final}: {error}; earlier checkpoints are intact") from error
+    folders = committed(folder)
+    position = folders.index(final) + 1
+    older = folders[: max(0, position - keep)]
+    for torn in [path for path in folder.glob(f"{_PREFIX}*") if not (path / MANIFEST).is_file()]:
+        shutil.rmtree(torn)  # a draft, or what was being dropped, when an earlier launch was killed
+    for old in [path for path in older if not keep_every or step_of(path) % keep_every] + folders[position:]:
+        # The manifest goes first, so a half-deleted checkpoint does not count either.
+        (old / MANIFEST).unlink()
+        shutil.rmtree(old)
+    return final
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps behind a checkpoint folder."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def _write(draft: Path, final: Path, step: int, write: Callable[[Path], None]) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     write(draft)
@@ -55,14 +84,7 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int) ->
     # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
     shutil.rmtree(final, ignore_errors=True)
     draft.rename(final)
-    _flush(folder)
-    folders = committed(folder)
-    position = folders.index(final) + 1
-    for old in folders[: max(0, position - keep)] + folders[position:]:
-        # The manifest goes first, so a half-deleted checkpoint does not count either.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
-    return final
+    _flush(final.parent)
 
 
 def committed(folder: Path) -> list[Path]:
@@ -113,12 +135,13 @@ def resolve(path: Path) -> Path:
 
 def write_loop_state(folder: Path, state: dict[str, Any]) -> None:
     """What the loop, not the engine, needs to continue."""
-    (folder / LOOP_STATE).write_text(json.dumps(state))
+    torch.save(state, folder / LOOP_STATE)
 
 
 def read_loop_state(path: Path) -> dict[str, Any]:
     """The inverse of :func:`write_loop_state`."""
-    return json.loads((path / LOOP_STATE).read_text())
+    state: dict[str, Any] = torch.load(path / LOOP_STATE, map_location="cpu", weights_only=True)
+    return state
 
 
 def _defects(path: Path) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
+from dmjd.parallel.world import World
 
 SHOWN_IDS = 8
 
@@ -38,13 +39,17 @@ class PendingStep:
     The copy is queued right behind the step and read one step later, so the device never idles for it.
     """
 
-    def __init__(self, step: int, sample_ids: Tensor, losses: Losses, rates: Tensor, result: StepResult) -> None:
+    def __init__(
+        self, step: int, sample_ids: Tensor, losses: Losses, rates: Tensor, result: StepResult, world: World
+    ) -> None:
         self.step = step
         self._sample_ids = sample_ids
+        self._world = world
         visible = losses.masked if losses.visible is None else losses.visible
         scalars = torch.stack((losses.total, losses.masked, visible, result.grad_norm, result.applied)).detach()
         self._has_visible = losses.visible is not None
-        values = torch.cat((scalars, rates))
+        # Means over all ranks, then this rank's own loss, which tells whose samples to name.
+        values = torch.cat((world.mean(torch.cat((scalars, rates))), losses.total.detach().reshape(1)))
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -62,14 +67,22 @@ class PendingStep:
         """
         if self._event is not None:
             self._event.synchronize()
-        loss, mim, vis, grad_norm, applied, m_corr, m_pred = self._host.tolist()
+        loss, mim, vis, grad_norm, applied, m_corr, m_pred, own_loss = self._host.tolist()
         numbers = StepNumbers(loss, mim, vis if self._has_visible else None, grad_norm, applied, m_corr, m_pred)
         if not applied or not math.isfinite(loss):
-            ids = self._sample_ids.tolist()
-            more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
             fate = "no checkpoint was touched" if applied else "the step was not applied and no checkpoint was touched"
             raise NonFiniteLoss(
-                f"step {self.step} gave a loss of {loss} and a gradient norm of {grad_norm} on samples "
-                f"{', '.join(map(str, ids[:SHOWN_IDS]))}{more}; {fate}"
+                f"step {self.step} gave a loss of {loss} and a gradient norm of {grad_norm} "
+                f"{self._where(own_loss)}; {fate}"
             )
         return numbers
+
+    def _where(self, own_loss: float) -> str:
+        ids = self._sample_ids.tolist()
+        more = f", and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else ""
+        samples = f"samples {', '.join(map(str, ids[:SHOWN_IDS]))}{more}"
+        if self._world.size == 1:
+            return f"on {samples}"
+        if math.isfinite(own_loss):
+            return f"(rank {self._world.rank}: its own loss was {own_loss}, so look at another rank's sentence)"
+        return f"on rank {self._world.rank}, {samples}"

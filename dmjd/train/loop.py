@@ -1,38 +1,55 @@
-"""Pre-training: fetch, forward and backward, update, observe, persist."""
+"""Pre-training: fetch, forward and backward, update, observe, persist, judge."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.data.loader import make_loader
+from dmjd.data.quarantine import Quarantine
 from dmjd.errors import ConfigError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, mean_losses
-from dmjd.parallel.build import build_engine
+from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import StepResult
+from dmjd.parallel.single import load_strictly, read_model
+from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+from dmjd.train.ema import EncoderEma
 from dmjd.train.guard import PendingStep
-from dmjd.train.metrics import RunLog, Stopwatch, Window
+from dmjd.train.journal import Journal
+from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import write_pictures
-from dmjd.train.progress import Progress
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.schedules import cosine
+from dmjd.train.state import Position, RandomState, Registry
+from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
 
 
-def pretrain(config: PretrainConfig) -> RunFolder:
+class Judge(Protocol):
+    """Looks at the encoder at the end of every epoch, on rank 0, and says something for the log or nothing."""
+
+    def __call__(self, encoder: nn.Module, step: int, epoch: float) -> Mapping[str, float] | None: ...
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take in what earlier launches logged."""
+
+
+def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     """Run ``config`` to its end, continuing from the newest checkpoint in its run folder.
 
     Raises:
@@ -40,135 +57,173 @@ def pretrain(config: PretrainConfig) -> RunFolder:
         NonFiniteLoss: at the first step whose loss or gradient is not finite.
     """
     run = RunFolder(Path(config.run))
-    run.check(config)
+    world = join_world(select_device(config.engine.device), config.engine.name)
+    world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
-        training = Pretraining(config, run, stack)
+        training = Pretraining(config, run, world, judges)
+        training.enter(stack)
         training.play()
+    world.close()
     return run
 
 
 class Pretraining:
-    """One run's cast. Everything that can be refused is refused here, before the run folder is touched."""
+    """One run's cast. What can be refused is refused while it is built, before the run folder is touched."""
 
-    def __init__(self, config: PretrainConfig, run: RunFolder, stack: ExitStack) -> None:
-        self.config, self.run = config, run
+    def __init__(self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge]) -> None:
+        self.config, self.run, self.world, self.judges = config, run, world, judges
+        check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         grid = token_grid(config)
         spec = build_mask_spec(config.mask, grid)
         tokenizer = build_tokenizer(config)
-        if config.batch_size % config.engine.accumulation:
+        data, parts = config.data, config.engine.accumulation
+        if config.batch_size % (parts * world.size):
             raise ConfigError(
-                f"engine.accumulation={config.engine.accumulation} does not divide batch_size={config.batch_size}"
+                f"batch_size={config.batch_size} is not divisible by engine.accumulation={parts} times "
+                f"{world.size} process(es)"
             )
-        self.engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
-        stack.callback(self.engine.close)
-        data = config.data
-        self.batches = training_batches(data, build_dataset(data, "train"), config.batch_size, config.seed)
+        self.engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
+        # A checkpoint of the run's own will win over this one, so that the same command line both starts and restarts.
+        if config.init is not None:
+            initial = checkpoint.resolve(Path(config.init))
+            load_strictly(self.engine.objective, read_model(initial), initial)
+        self.dataset = build_dataset(data, "train")
+        self.batches = training_batches(data, self.dataset, config.batch_size, config.seed, world.rank, world.size)
         self.prepare = Preparation(
-            spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=config.seed
+            spec,
+            grid,
+            tokenizer,
+            tuple(data.mean),
+            tuple(data.std),
+            flip=data.flip,
+            seed=config.seed,
+            depth=config.backbone.depth,
+            drop_path=config.backbone.drop_path,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
         self.peak_lr = peak_lr(config, spec, grid)
         self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
-        self.window = Window()
-        self.done = 0
-        state = self._resume()
-        run.open(config, self.engine.device)
-        self.log = RunLog(run.log, state["log_bytes"])
-        stack.callback(self.log.close)
-        self.clock = Stopwatch(state["seconds"])
-        self.progress = stack.enter_context(Progress(self.total_steps, self.done))
+
+        encoder = self.engine.objective.model.encoder
+        self.position = Position()
+        self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
+        self.random = RandomState(config.seed, world)
+        self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
+        self.registry = Registry()
+        self.registry.add("position", self.position)
+        self.registry.add("journal", self.journal)
+        self.registry.add("random", self.random)
+        if self.ema is not None:
+            self.registry.add("ema", self.ema)
+        self.registry.check_complete(self)
         self.pending: PendingStep | None = None
+
+    def enter(self, stack: ExitStack) -> None:
+        """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
+        run = self.run
+        self.world.on_main(lambda: self._lock(stack))
+        own = self.world.on_main(lambda: checkpoint.newest(run.checkpoints))
+        if own is not None:
+            self.engine.load(own)
+            self.registry.load_state_dict(checkpoint.read_loop_state(own))
+            if self.world.is_main:
+                logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
+        self.world.on_main(lambda: self._quarantine().admit(self.dataset.bad))
+        self.quarantine = self._quarantine()
+        if self.world.is_main:
+            run.record(self.config, self.world)
+            self.journal.open(run, self.position.step, stack)
+            for judge in self.judges:
+                judge.restore(run.read_log())
+
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self.run.quarantine, len(self.dataset), self.config.data.max_bad_percent)
+
+    def _lock(self, stack: ExitStack) -> None:
+        stack.enter_context(only_run_in(self.run.create()))
 
     def play(self) -> None:
         """The whole run."""
-        device = self.engine.device
-        loader = make_loader(
-            self.batches, self.done, self.total_steps, self.config.workers, pin_memory=device.type == "cuda"
-        )
+        device, stop = self.engine.device, self.total_steps
+        pin = device.type == "cuda"
+        loader = make_loader(self.batches, self.position.step, stop, self.config.workers, pin, self.quarantine)
         self.engine.module.train()
-        for batch in self.clock.waiting(loader):
+        for batch in self.journal.clock.waiting(loader):
             losses, rates = self._forward_backward(batch.to(device))
-            result = self.engine.step(self._lr(self.done), self.config.optim.weight_decay)
+            result = self._update()
             self._observe(batch, losses, rates, result)
-            self.done += 1
-            if self.done % self.config.checkpoint_every == 0 or self.done == self.total_steps:
+            self.position.step += 1
+            if self.position.step % self.steps_per_epoch == 0:
+                self._judge()
+            if self.position.step % self.config.checkpoint_every == 0 or self.position.step == stop:
                 self._persist(batch)
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
         """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
-        epoch, parts = self.done // self.steps_per_epoch, self.config.engine.accumulation
+        epoch, parts = self.position.step // self.steps_per_epoch, self.config.engine.accumulation
         seen: list[Losses] = []
         rates = []
         for index, micro in enumerate(batch.split(parts)):
             prepared = self.prepare(micro, epoch)
             with self.engine.micro_batch(last=index + 1 == parts):
-                losses = self.engine.module(prepared.images, prepared.masked_views, prepared.targets)
+                losses = self.engine.module(*prepared.inputs)
                 self.engine.backward(losses.total / parts)
             seen.append(losses)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(seen), torch.stack(rates).mean(dim=0)
 
+    def _update(self) -> StepResult:
+        """One optimizer step, and one of the average behind it."""
+        result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
+        if self.ema is not None:
+            self.ema.update()
+        return result
+
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._settle()
-        self.pending = PendingStep(self.done + 1, batch.sample_ids, losses, rates, result)
+        self.pending = PendingStep(self.position.step + 1, batch.sample_ids, losses, rates, result, self.world)
 
     def _settle(self) -> None:
-        """Take in the pending step: guard, averages, log line, progress bar."""
-        if self.pending is None:
+        """Take in the pending step: the guard sees it, then the journal."""
+        if self.pending is not None:
+            step, numbers = self.pending.step, self.pending.read()
+            self.pending = None
+            self.journal.take_in(step, numbers, self._lr(step - 1))
+
+    def _judge(self) -> None:
+        """Let every judge look at the encoder, and log what it says."""
+        if not self.judges:
             return
-        step, numbers = self.pending.step, self.pending.read()
-        self.pending = None
-        self.window.add(numbers)
-        self.progress.advance(numbers)
-        if step % self.config.log_every and step != self.total_steps:
+        self._settle()
+        if not self.world.is_main:
             return
-        images = self.window.steps * self.config.batch_size
-        seconds, waited = self.clock.lap()
-        self.log.write(
-            {
-                "step": step,
-                "epoch": step / self.steps_per_epoch,
-                **self.window.flush(),
-                "lr": self._lr(step - 1),
-                "images_per_second": images / seconds,
-                "data_wait_percent": 100 * waited / seconds,
-                "seconds": self.clock.elapsed,
-            }
-        )
+        step = self.position.step
+        for judge in self.judges:
+            verdict = judge(self.engine.objective.model.encoder, step, step / self.steps_per_epoch)
+            if verdict is not None:
+                self.journal.note(step, verdict)
 
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
         self._settle()  # a step that was not finite must stop the run before it reaches the disk
-        self.log.sync()
-        state = {
-            "step": self.done,
-            "window": self.window.state_dict(),
-            "log_bytes": self.log.offset,
-            "seconds": self.clock.elapsed,
-        }
+        state = self.registry.state_dict()
+        step = self.position.step
 
         def write(folder: Path) -> None:
             self.engine.save(folder)
             checkpoint.write_loop_state(folder, state)
             (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
 
-        checkpoint.commit(self.run.checkpoints, self.done, write, keep=self.config.keep_checkpoints)
-        epoch = (self.done - 1) // self.steps_per_epoch
-        write_pictures(self.run, self.engine, self.prepare(batch.to(self.engine.device), epoch), self.prepare.tokenizer)
+        def commit() -> None:
+            keep, every = self.config.keep_checkpoints, self.config.keep_every
+            checkpoint.commit(self.run.checkpoints, step, write, keep=keep, keep_every=every)
 
-    def _resume(self) -> dict[str, Any]:
-        """Load the newest checkpoint, if there is one, and return its loop state."""
-        found = checkpoint.newest(self.run.checkpoints)
-        if found is None:
-            return {"log_bytes": 0, "seconds": 0.0}
-        self.engine.load(found)
-        state = checkpoint.read_loop_state(found)
-        self.done = state["step"]
-        self.window.load_state_dict(state["window"])
-        logger.info("continuing from %s (step %d of %d)", found, self.done, self.total_steps)
-        return state
+        self.world.on_main(commit)
+        if self.world.is_main:
+            prepared = self.prepare(batch.to(self.engine.device), (step - 1) // self.steps_per_epoch)
+            self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))
 
     def _lr(self, step: int) -> float:
         return cosine(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dmjd.errors import StorageError
 from dmjd.train.guard import StepNumbers
 
 logger = logging.getLogger("dmjd")
@@ -82,7 +83,8 @@ class RunLog:
     """Append-only JSON lines. ``offset`` is its length in bytes; opening at an offset drops what came after it."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        self._file = path.open("ab")
+        self._path = path
+        self._file = path.open("ab", buffering=0)  # nothing may stay behind to be written by close() after an error
         if self._file.tell() < offset:
             # Truncating to more than there is would pad with zero bytes.
             logger.warning("%s has lost rows since the checkpoint was written; it goes on after those left", path)
@@ -92,8 +94,10 @@ class RunLog:
 
     def write(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row) + "\n").encode()
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact") from error
         self.offset += len(line)
 
     def sync(self) -> None:

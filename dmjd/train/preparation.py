@@ -12,6 +12,7 @@ from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.ops import Domain, keyed_bits, make_key
 from dmjd.ops.images import horizontal_flip, normalise
 from dmjd.targets import Tokenizer
+from dmjd.train.drop_path import draw_branch_scales
 
 
 def flip_by_coin(batch: Batch, key: Tensor) -> Tensor:
@@ -21,19 +22,27 @@ def flip_by_coin(batch: Batch, key: Tensor) -> Tensor:
 
 
 class Prepared(NamedTuple):
-    """crops: uint8 ``[B, H, W, C]`` after the flip; images: float ``[B, C, H, W]``; targets: ``[B, N, dim]``."""
+    """crops: uint8 ``[B, H, W, C]`` after the flip. The rest is what the objective takes, in its order: images float
+    ``[B, C, H, W]``, views, targets ``[B, N, dim]``, and the scales of stochastic depth or None."""
 
     crops: Tensor
     images: Tensor
     masked_views: MaskedViews
     targets: Tensor
+    branch_scales: Tensor | None
+
+    @property
+    def inputs(self) -> tuple[Tensor, MaskedViews, Tensor, Tensor | None]:
+        """The objective's arguments."""
+        return self.images, self.masked_views, self.targets, self.branch_scales
 
 
 @dataclass(frozen=True)
 class Preparation:
     """Flip, masks, targets, normalisation: a pure function of (seed, epoch, batch).
 
-    Targets are made from the crop in 0..255, which HOG is defined on; normalisation comes last.
+    Targets are made from the crop in 0..255, which HOG is defined on; normalisation comes last. ``depth`` is the
+    encoder's, for ``drop_path``.
     """
 
     mask_spec: MaskSpec
@@ -43,9 +52,16 @@ class Preparation:
     std: tuple[float, ...]
     flip: bool
     seed: int
+    depth: int = 0
+    drop_path: float = 0.0
 
     def __call__(self, batch: Batch, epoch: int) -> Prepared:
-        crops = flip_by_coin(batch, make_key(self.seed, epoch)) if self.flip else batch.images
+        key = make_key(self.seed, epoch)
+        crops = flip_by_coin(batch, key) if self.flip else batch.images
         masked_views = self.mask_spec.draw(batch.sample_ids, self.grid, seed=self.seed, epoch=epoch)
         targets = self.tokenizer(crops)
-        return Prepared(crops, normalise(crops, self.mean, self.std), masked_views, targets)
+        scales = None
+        if self.drop_path:
+            views = self.mask_spec.views
+            scales = draw_branch_scales(batch.sample_ids, key, views=views, depth=self.depth, rate=self.drop_path)
+        return Prepared(crops, normalise(crops, self.mean, self.std), masked_views, targets, scales)

@@ -18,7 +18,8 @@ import torch
 import dmjd
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, StorageError
+from dmjd.parallel.world import World
 from dmjd.train import checkpoint
 
 
@@ -39,6 +40,14 @@ class RunFolder:
     @property
     def log(self) -> Path:
         return self.path / "log.jsonl"
+
+    @property
+    def timing(self) -> Path:
+        return self.path / "timing.jsonl"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -68,6 +77,8 @@ class RunFolder:
         if not self.config.is_file():
             return
         before = from_yaml(PretrainConfig, self.config.read_text(), self.config)
+        # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
+        before.data.max_bad_percent = config.data.max_bad_percent
         difference = _first_difference(asdict(before), asdict(config), SCIENCE)
         if difference and checkpoint.committed(self.checkpoints):
             key, old, new = difference
@@ -76,10 +87,21 @@ class RunFolder:
                 "keep the value, or name another folder"
             )
 
-    def open(self, config: PretrainConfig, device: torch.device) -> None:
-        """Create the folder and record this launch."""
-        for folder in (self.path, self.pictures, self.evaluations):
-            folder.mkdir(parents=True, exist_ok=True)
+    def create(self) -> Path:
+        """The folder, made if it is not there. Raises StorageError if it cannot be."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"run={self.path} cannot be written to ({error.strerror}); name another folder"
+            ) from error
+        return self.path
+
+    def record(self, config: PretrainConfig, world: World) -> None:
+        """Keep what was asked and where this launch runs."""
+        device = world.device
+        self.pictures.mkdir(exist_ok=True)
+        self.evaluations.mkdir(exist_ok=True)
         write_atomically(self.config, to_yaml(config))
         write_atomically(self.path / "environment.txt", _packages())
         sha, diff = _source_state()
@@ -94,12 +116,17 @@ class RunFolder:
             "device": torch.cuda.get_device_name(device)
             if device.type == "cuda"
             else f"cpu ({torch.get_num_threads()} threads)",
+            "world_size": world.size,
             "host": platform.node(),
             "command": sys.argv,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         launches = json.loads(self.provenance.read_text())["launches"] if self.provenance.is_file() else []
         write_atomically(self.provenance, json.dumps({**record, "launches": [*launches, record]}, indent=1))
+
+    def read_log(self) -> list[dict[str, Any]]:
+        """The rows of ``log.jsonl``."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""

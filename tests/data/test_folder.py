@@ -10,7 +10,7 @@ from PIL import Image
 from skimage import data
 
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import DataError
+from dmjd.errors import BadImage, DataError
 
 PHOTO = data.astronaut()[:64, :80]
 
@@ -200,6 +200,84 @@ def test_state_that_grows_with_the_data_set_is_numpy(tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index}.png").touch()
     folder = ImageFolder(str(tmp_path), "train", channels=3, check="none")
-    grown = [value for value in vars(folder).values() if not isinstance(value, (str, int))]
+    assert folder.bad == {}  # grows with what is tolerated only
+    grown = [value for value in vars(folder).values() if not isinstance(value, (str, int, tuple, dict))]
     assert len(grown) == 3
     assert all(isinstance(value, np.ndarray) and value.dtype != object for value in grown)
+
+
+def test_every_kind_of_bad_file_is_told_apart_and_the_reason_given(tmp_path: Path) -> None:
+    truncated_jpeg(tmp_path / "cut.jpg")
+    save(tmp_path / "deleted.png")
+    (tmp_path / "empty.jpg").touch()
+    save(tmp_path / "loop.png")
+    save(tmp_path / "small.png", Image.new("RGB", (30, 20)))
+    (tmp_path / "text.png").write_text("not found")
+    folder = ImageFolder(str(tmp_path), "train", channels=3, check="header", min_size=(24, 24), max_bad_percent=50)
+    (tmp_path / "deleted.png").unlink()
+    (tmp_path / "loop.png").unlink()
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    expected = [
+        ("truncated", "cannot be read as an image (image file is truncated"),
+        ("missing", "cannot be read as an image (No such file or directory)"),
+        ("truncated", "cannot be read as an image (the file is empty)"),
+        ("unreadable", "cannot be read as an image (Too many levels of symbolic links)"),
+        ("too small", "(20x30) cannot fill the 24x24 crop (height x width)"),
+        ("undecodable", "cannot be read as an image (not a format that Pillow knows)"),
+    ]
+    for index, (kind, fault) in enumerate(expected):
+        with pytest.raises(BadImage) as caught:
+            folder.image(index)
+        assert (caught.value.kind, caught.value.name) == (kind, folder.name(index))
+        assert str(caught.value).startswith(f"{folder.name(index)} {fault}")
+    assert {index: bad.kind for index, bad in folder.bad.items()} == {
+        2: "truncated",
+        4: "too small",
+        5: "undecodable",
+    }
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "bmp", "webp", "tiff"])
+def test_a_file_cut_anywhere_is_a_bad_image_or_still_decodes(tmp_path: Path, ending: str) -> None:
+    whole = save(tmp_path / f"cut.{ending}").read_bytes()
+    folder = ImageFolder(str(tmp_path), "train", channels=3)
+    kinds = []
+    for length in np.linspace(0, len(whole) - 1, 12).astype(int):
+        (tmp_path / f"cut.{ending}").write_bytes(whole[:length])
+        try:
+            assert folder.image(0).shape == (64, 80, 3)
+        except BadImage as bad:
+            kinds.append(bad.kind)
+    assert kinds[0] == "truncated"
+    assert len(kinds) >= 10
+    assert set(kinds) <= {"truncated", "undecodable"}
+
+
+@pytest.mark.parametrize("check", ["header", "decode"])
+def test_the_check_stops_above_the_rate_and_keeps_what_it_tolerates(tmp_path: Path, check: str) -> None:
+    for index in range(50):
+        save(tmp_path / f"{index:02d}.bmp", Image.new("RGB", (4, 4)))
+    for name in ("07", "31"):
+        (tmp_path / f"{name}.bmp").write_text("not found")
+
+    def folder(percent: float) -> ImageFolder:
+        return ImageFolder(str(tmp_path), "train", 3, check, max_bad_percent=percent)  # type: ignore[arg-type]
+
+    tolerated = folder(4.0)
+    assert len(tolerated) == 50
+    assert {index: bad.name for index, bad in tolerated.bad.items()} == {i: tolerated.name(i) for i in (7, 31)}
+    with pytest.raises(DataError) as caught:
+        folder(3.9)
+    for part in ("07.bmp and 1 more cannot be read as an image (not a format", "or raise data.max_bad_percent=3.9"):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_small_images_are_judged_by_the_same_rate(tmp_path: Path) -> None:
+    for index in range(10):
+        save(tmp_path / f"{index}.bmp", Image.new("RGB", (8, 8) if index % 4 else (8, 7)))
+    assert list(ImageFolder(str(tmp_path), "train", 3, min_size=(8, 8), max_bad_percent=30).bad) == [0, 4, 8]
+    with pytest.raises(DataError, match=r"0\.bmp \(7x8\) cannot fill the 8x8 crop .*, nor can 2 more; lower data"):
+        ImageFolder(str(tmp_path), "train", 3, min_size=(8, 8), max_bad_percent=29)
+    unchecked = ImageFolder(str(tmp_path), "train", 3, "none", min_size=(8, 8))
+    assert unchecked.image(0).shape == (7, 8, 3)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -13,7 +17,8 @@ from dmjd.data.batch import Batch
 from dmjd.data.crops import crop_and_resize, draw_crops, evaluation_view
 from dmjd.data.dataset import Pixels
 from dmjd.data.loader import BatchLoader, EvaluationBatches, StepBatches, epoch_order, evaluation_loader, make_loader
-from dmjd.errors import ConfigError, DataError
+from dmjd.data.quarantine import Quarantine
+from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.ops.philox import make_key
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
@@ -23,12 +28,13 @@ SIZE = (8, 6)
 
 
 class Noise:
-    """Images of various sizes, each a function of its index; ``broken`` cannot be read."""
+    """Images of various sizes, each a function of its index; ``broken`` ones cannot be read, each for its reason."""
 
     num_classes = 5
     channels = 3
+    bad: Mapping[int, BadImage] = MappingProxyType({})
 
-    def __init__(self, count: int, broken: int = -1) -> None:
+    def __init__(self, count: int, broken: Mapping[int, str] = MappingProxyType({})) -> None:
         self.count = count
         self.broken = broken
 
@@ -36,8 +42,8 @@ class Noise:
         return self.count
 
     def image(self, index: int) -> Pixels:
-        if index == self.broken:
-            raise DataError(f"{self.name(index)} cannot be read as an image (truncated); remove or replace it")
+        if index in self.broken:
+            raise BadImage(self.name(index), self.broken[index], "cannot be read as an image")
         rng = np.random.default_rng(index)
         height, width = rng.integers(6, 20, 2)
         return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
@@ -126,20 +132,158 @@ def test_loading_leaves_the_global_random_stream_alone(workers: int) -> None:
 def test_a_broken_image_is_one_sentence_after_the_good_batches(workers: int) -> None:
     batches = StepBatches(Noise(20), batch_size=4, size=SIZE, seed=3)
     broken = int(batches[2].sample_ids[1])
-    loader = iter(make_loader(StepBatches(Noise(20, broken), 4, SIZE, seed=3), 0, 5, workers, pin_memory=False))
+    damaged = StepBatches(Noise(20, {broken: "truncated"}), 4, SIZE, seed=3)
+    loader = iter(make_loader(damaged, 0, 5, workers, pin_memory=False))
     assert_same([next(loader), next(loader)], [batches[0], batches[1]])
+    with pytest.raises(BadImage) as caught:
+        next(loader)
+    assert str(caught.value) == f"noise/{broken}.png cannot be read as an image; remove or replace it"
+    assert (caught.value.name, caught.value.kind) == (f"noise/{broken}.png", "truncated")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_replaces_nothing(workers: int) -> None:
+    loader = iter(evaluation_loader(Noise(9, {5: "missing"}), batch_size=4, size=SIZE, workers=workers))
+    next(loader)
+    with pytest.raises(BadImage, match=r"noise/5\.png cannot be read"):
+        next(loader)
+
+
+def quarantine(folder: Path, count: int = 23, percent: float = 100) -> Quarantine:
+    return Quarantine(folder / "quarantine.jsonl", count, percent)
+
+
+BROKEN = {3: "missing", 4: "truncated", 11: "undecodable", 20: "truncated"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("start", [0, 6])
+def test_bad_images_change_their_own_places_and_nothing_else(tmp_path: Path, workers: int, start: int) -> None:
+    sound, damaged = (StepBatches(Noise(23, broken), 5, SIZE, seed=1) for broken in ({}, BROKEN))
+    assert damaged.steps_per_epoch == sound.steps_per_epoch
+    stop = 5 * sound.steps_per_epoch
+    got = list(make_loader(damaged, start, stop, workers, pin_memory=False, quarantine=quarantine(tmp_path)))
+    assert_same(got, [damaged[step] for step in range(start, stop)])
+    replaced: dict[int, set[int]] = {index: set() for index in BROKEN}
+    for batch, expected in zip(got, [sound[step] for step in range(start, stop)], strict=True):
+        assert torch.equal(batch.sample_ids, expected.sample_ids)
+        hurt = torch.tensor([index in BROKEN for index in batch.sample_ids.tolist()])
+        assert torch.equal(batch.images[~hurt], expected.images[~hurt])
+        assert torch.equal(batch.labels[~hurt], expected.labels[~hurt])
+        for index, label in zip(batch.sample_ids[hurt].tolist(), batch.labels[hurt].tolist(), strict=True):
+            replaced[index].add(label)
+    assert [len(labels) for labels in replaced.values()] == [1] * 4  # in every epoch the same substitute
+
+
+def test_a_substitute_is_cropped_by_the_draw_of_the_place_it_takes() -> None:
+    dataset = Noise(23, BROKEN)
+    batches = StepBatches(dataset, 5, SIZE, seed=1, scale=(0.5, 0.9), ratio=(0.8, 1.25))
+    seen = 0
+    for step in range(2 * batches.steps_per_epoch):
+        batch, substitutions = batches.load(step)
+        for item in substitutions:
+            row = batch.sample_ids.tolist().index(item.sample_id)
+            source = int(item.substitute.removeprefix("noise/").removesuffix(".png"))
+            image, key = dataset.image(source), make_key(1, step // batches.steps_per_epoch)
+            size = torch.tensor([image.shape[0]]), torch.tensor([image.shape[1]])
+            box = draw_crops(*size, torch.tensor([item.sample_id]), key, (0.5, 0.9), (0.8, 1.25))[0].tolist()
+            assert torch.equal(batch.images[row], crop_and_resize(image, tuple(box), SIZE))
+            assert batch.labels[row] == dataset.label(source)
+            seen += 1
+    assert seen >= 4
+
+
+def test_two_bad_images_in_one_batch_are_both_replaced_and_listed(tmp_path: Path) -> None:
+    first, second = StepBatches(Noise(20), 4, SIZE, seed=3)[0].sample_ids[[1, 3]].tolist()
+    broken = {first: "missing", second: "truncated"}
+    held = quarantine(tmp_path, 20)
+    (batch,) = make_loader(StepBatches(Noise(20, broken), 4, SIZE, seed=3), 0, 1, 0, False, held)
+    assert batch.images.shape == (4, *SIZE, 3)
+    rows = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert [(row["sample_id"], row["kind"], row["step"]) for row in rows] == [
+        (first, "missing", 1),
+        (second, "truncated", 1),
+    ]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_each_bad_image_is_listed_once_over_epochs_and_a_resume(tmp_path: Path, workers: int) -> None:
+    damaged = StepBatches(Noise(23, BROKEN), 5, SIZE, seed=1)
+    for start, stop in ((0, 2), (1, 20)):  # killed after two steps, continued from a checkpoint of one
+        held = quarantine(tmp_path)
+        list(make_loader(damaged, start, stop, workers, False, held))
+    rows = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert sorted(row["sample_id"] for row in rows) == sorted(BROKEN)
+    assert all(row["kind"] == BROKEN[row["sample_id"]] for row in rows)
+    assert held.counts == {"missing": 1, "truncated": 2, "undecodable": 1}
+    for row in rows:
+        steps = [step for step in range(20) if row["sample_id"] in damaged[step].sample_ids]
+        assert row["step"] == steps[0] + 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_bad_image_beyond_the_rate_stops_with_one_sentence(tmp_path: Path, workers: int) -> None:
+    damaged = StepBatches(Noise(200, dict.fromkeys(range(0, 200, 40), "truncated")), 1, SIZE, seed=1)
+    asked = [step for step in range(200) if int(damaged[step].sample_ids) % 40 == 0]
+    held = quarantine(tmp_path, 200, percent=1)
+    loader = iter(make_loader(damaged, 0, 200, workers, False, held))
+    assert_same(islice(loader, asked[2]), [damaged[step] for step in range(asked[2])])  # two of 200 are 1 %
     with pytest.raises(DataError) as caught:
         next(loader)
-    assert str(caught.value) == f"noise/{broken}.png cannot be read as an image (truncated); remove or replace it"
+    sentence = str(caught.value)
+    assert "3 of 200 images are bad (3 truncated)" in sentence
+    assert f"the first of them noise/{int(damaged[asked[0]].sample_ids)}.png" in sentence
+    assert str(tmp_path / "quarantine.jsonl") in sentence
+    assert "data.max_bad_percent=1 " in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_without_any_substitute_stops_the_run(tmp_path: Path, workers: int) -> None:
+    ruined = StepBatches(Noise(6, dict.fromkeys(range(6), "missing")), 2, SIZE, seed=1)
+    with pytest.raises(DataError, match=r"^noise/\d\.png cannot be read .* no image drawn to take its place") as caught:
+        next(iter(make_loader(ruined, 0, 3, workers, False, quarantine(tmp_path, 6))))
+    assert not isinstance(caught.value, BadImage)
+
+
+class Gone(Noise):
+    """A data set that has lost its server."""
+
+    def image(self, index: int) -> Pixels:
+        raise DataError("the server is gone")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_wrong_with_the_whole_data_set_is_not_papered_over(tmp_path: Path, workers: int) -> None:
+    loader = make_loader(StepBatches(Gone(6), 2, SIZE, seed=1), 0, 3, workers, False, quarantine(tmp_path, 6))
+    with pytest.raises(DataError, match=r"^the server is gone$"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_parts_of_all_ranks_make_the_whole_batch(tmp_path: Path, world: int, workers: int) -> None:
+    dataset = Noise(43, BROKEN)
+    whole = StepBatches(dataset, 8, SIZE, seed=1)
+    parts = [StepBatches(dataset, 8, SIZE, seed=1, rank=rank, world=world) for rank in range(world)]
+    assert all(part.steps_per_epoch == whole.steps_per_epoch for part in parts)
+    held = [quarantine(tmp_path, 43) for _ in parts]  # one list for all
+    loaders = [make_loader(part, 3, 15, workers, False, own) for part, own in zip(parts, held, strict=True)]
+    for step, shares in zip(range(3, 15), zip(*loaders, strict=True), strict=True):
+        for ours, theirs in zip(zip(*shares, strict=True), whole[step], strict=True):
+            assert torch.equal(torch.cat(ours), theirs)
+    rows = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert sorted(row["sample_id"] for row in rows) == sorted(BROKEN)
+    assert quarantine(tmp_path, 43).counts == {"missing": 1, "truncated": 2, "undecodable": 1}
 
 
 class Slow:
     """Two batches, of which the second tells the worker's process id only after a while."""
 
-    def __getitem__(self, number: int) -> Batch:
+    def load(self, number: int) -> tuple[Batch, tuple[()]]:
         if number:
             time.sleep(0.5)
-        return Batch(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.tensor([os.getpid()]), torch.zeros(1))
+        return Batch(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.tensor([os.getpid()]), torch.zeros(1)), ()
 
 
 def test_a_worker_outlives_the_signals_that_reach_a_whole_job() -> None:
@@ -156,6 +300,7 @@ def test_a_worker_outlives_the_signals_that_reach_a_whole_job() -> None:
     [
         ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of the data set"),
         ({"batch_size": 0}, "batch_size=0 must be between 1 and the 20 images"),
+        ({"rank": 1, "world": 3}, "batch_size=4 must be a multiple of the 3 processes that share a batch"),
         ({"scale": (0.0, 1.0)}, "the crop scale must be 0 < least <= greatest <= 1, got 0.0 and 1.0"),
         ({"scale": (0.5, 0.4)}, "the crop scale must be"),
         ({"ratio": (2.0, 1.0)}, "the crop ratio must be 0 < least <= greatest, got 2.0 and 1.0"),

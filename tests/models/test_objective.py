@@ -31,7 +31,7 @@ class FixedModel(nn.Module):
         self.masked = nn.Parameter(masked)
         self.visible = nn.Parameter(visible) if visible is not None else None
 
-    def forward(self, images: Tensor, masked_views: MaskedViews) -> Prediction:
+    def forward(self, images: Tensor, masked_views: MaskedViews, branch_scales: Tensor | None = None) -> Prediction:
         return Prediction(self.masked, self.visible)
 
 

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def make_engine(
     module: nn.Module | None = None, clip_grad: float | None = None, precision: torch.dtype = torch.float32
 ) -> SingleEngine:
     config = OptimConfig(betas=list(BETAS), eps=EPS, clip_grad=clip_grad)
-    return SingleEngine(make_objective() if module is None else module, config, CPU, precision)
+    return SingleEngine(make_objective() if module is None else cast(Objective, module), config, CPU, precision)
 
 
 def make_batch(step: int, batch: int = 8) -> tuple[Tensor, MaskedViews, Tensor]:

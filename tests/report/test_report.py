@@ -38,14 +38,21 @@ PIXEL = base64.b64decode(
 )
 
 
-def log_row(step: int, seconds: float, **values: Any) -> dict[str, Any]:
+TIMING = ("images_per_second", "data_wait_percent", "seconds")
+
+
+def log_row(step: int, seconds: float) -> dict[str, Any]:
     row = {"step": step, "epoch": step / 8, "loss": 0.7, "mim": 0.6, "vis": 0.1, "lr": 1e-4, "grad_norm": 1.0}
     row |= {"m_corr": 30 / 49, "m_pred": 1.0, "images_per_second": 800.0 + step, "data_wait_percent": 0.5}
-    return row | {"seconds": seconds} | values
+    return row | {"seconds": seconds}
 
 
 def write_log(folder: Path, *rows: dict[str, Any]) -> None:
-    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """What mathematics decides into log.jsonl, what the machine decides into timing.jsonl."""
+    log = [{key: value for key, value in row.items() if key not in TIMING} for row in rows]
+    timing = [{key: value for key, value in row.items() if key in ("step", *TIMING)} for row in rows]
+    for name, lines in (("log", log), ("timing", timing)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
@@ -145,6 +152,21 @@ def test_details_state_provenance_and_the_configuration_as_written(folder: Path)
     assert CONFIG in page.text
 
 
+def test_a_log_that_still_holds_the_timings_reads_the_same(folder: Path) -> None:
+    before = report(folder).pairs()
+    (folder / "timing.jsonl").unlink()
+    rows = [log_row(10, 100.0), log_row(20, 4000.0), log_row(37, 7380.0)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert report(folder).pairs() == before
+
+
+def test_seconds_lie_on_a_line_between_logged_steps(folder: Path) -> None:
+    run = read_run(folder)
+    assert [run.seconds_at(step) for step in (0, 5, 10, 15, 20, 37, 90)] == [0, 50, 100, 2050, 4000, 7380, 7380]
+    write_log(folder)
+    assert read_run(folder).seconds_at(10) is None
+
+
 def test_older_configuration_still_renders(folder: Path) -> None:
     (folder / "config.yaml").write_text("backbone: vit_tiny\nmask: 0.75\ndata: {image_size: 32}\n")
     write_log(folder, {"step": 5})
@@ -179,8 +201,10 @@ def test_evaluations_are_compared_under_equal_verb_and_settings(folder: Path, ev
     evaluate("linprobe", "trained", 20, 70.75, epochs=50)
     evaluate("knn", "trained", 37, 60.0, k=5)
     evaluate("knn", "untrained", 0, 11.0, k=1)
+    evaluate("knn", "ema", 37, 62.0, k=20)
     assert report(folder).scores() == [
         ["knnk 20", "61.25", "48.50", "+12.75", "37"],
+        ["knnmoving average, k 20", "62.00", "48.50", "+13.50", "37"],
         ["linprobeepochs 50", "70.75", "70.00", "+0.75", "20"],
         ["linprobeepochs 50", "69.50", "70.00", "-0.50", "37"],
         ["knnk 5", "60.00", "-", "-", "37"],
@@ -245,7 +269,7 @@ def test_log_cut_inside_a_character_is_ignored_too(folder: Path) -> None:
 
 
 def test_log_without_a_step_is_a_run_that_just_started(folder: Path) -> None:
-    (folder / "log.jsonl").write_text("")
+    write_log(folder)
     assert read_run(folder).rows == []
     pairs = report(folder).pairs()
     assert (pairs["Views K"], pairs["Steps"], pairs["Wall time"]) == ("2", "-", "-")
@@ -271,12 +295,14 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
         ("config.yaml", "", r"config\.yaml must hold a mapping of names to values, found NoneType$"),
         ("provenance.json", '{"git_sha": ', r"provenance\.json is damaged: [^\n]+$"),
         ("log.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"log\.jsonl is damaged in line 2: [^\n]+$"),
+        ("timing.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n', r"timing\.jsonl is damaged in line 2: [^\n]+$"),
+        ("log.jsonl", '{"loss": 1}\n', r"log\.jsonl must hold rows with a step, line 1 has none$"),
         ("log.jsonl", "[1]\n", r"log\.jsonl must hold one JSON object a line, line 1 is list$"),
         ("evaluations/a.json", '{"verb": "knn", "step": 3}', r"a\.json is not an evaluation: it lacks weights, top1$"),
         (
             "evaluations/a.json",
-            '{"verb": "knn", "step": 3, "top1": 1.0, "weights": "ema"}',
-            r"a\.json has weights=ema; they are trained or untrained$",
+            '{"verb": "knn", "step": 3, "top1": 1.0, "weights": "best"}',
+            r"a\.json has weights=best; they are trained, untrained or ema$",
         ),
     ],
 )
@@ -287,5 +313,5 @@ def test_damaged_file_is_one_sentence(folder: Path, name: str, text: str, messag
 
 
 def test_report_does_not_import_torch() -> None:
-    script = "import sys, dmjd.report.page; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    script = "import sys, dmjd.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

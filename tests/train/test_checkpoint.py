@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dmjd.errors import CheckpointError
+from dmjd.errors import CheckpointError, StorageError
 from dmjd.train.checkpoint import MANIFEST, commit, committed, newest, read_loop_state, resolve, write_loop_state
 
 
@@ -39,7 +39,7 @@ def test_a_checkpoint_is_what_was_written(tmp_path: Path) -> None:
     assert read_loop_state(path) == {"step": 7}
     manifest = json.loads((path / MANIFEST).read_text())
     assert manifest["step"] == 7
-    assert set(manifest["files"]) == {"model.pt", "loop.json"}
+    assert set(manifest["files"]) == {"model.pt", "loop.pt"}
     assert [entry.name for entry in folder.iterdir()] == [path.name]
 
 
@@ -69,7 +69,9 @@ def test_a_write_that_raises_leaves_the_previous_checkpoint(tmp_path: Path) -> N
         (folder / "model.pt").write_text("half")
         raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*step-00000002: No space .*; earlier checkpoints are intact"
+    ):
         commit(tmp_path, 2, full_disk, keep=1)
     assert newest(tmp_path) == tmp_path / "step-00000001"
     assert {name: data for name, data in tree(tmp_path).items() if name in before} == before

@@ -13,6 +13,7 @@ import dmjd
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
+from dmjd.parallel.world import alone
 from dmjd.train import checkpoint
 from dmjd.train.run_folder import RunFolder, write_atomically
 
@@ -29,7 +30,8 @@ def configure(*words: str) -> PretrainConfig:
 
 def started(path: Path, *, with_checkpoint: bool = True) -> RunFolder:
     run = RunFolder(path)
-    run.open(configure(), CPU)
+    run.create()
+    run.record(configure(), alone(CPU))
     if with_checkpoint:
         checkpoint.commit(run.checkpoints, 1, lambda folder: None, keep=1)
     return run
@@ -52,7 +54,7 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
 
 def test_each_launch_is_kept(tmp_path: Path) -> None:
     run = started(tmp_path)
-    run.open(configure("log_every=7"), CPU)
+    run.record(configure("log_every=7"), alone(CPU))
     record = json.loads(run.provenance.read_text())
     assert len(record["launches"]) == 2
     assert {**record["launches"][-1], "launches": record["launches"]} == record
@@ -159,6 +161,8 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
         "environment.txt",
         "provenance.json",
         "log.jsonl",
+        "timing.jsonl",
+        ".lock",
         "checkpoints",
         "pictures",
         "evaluations",
@@ -170,7 +174,7 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
     assert step.name == "step-00000011"
     assert {path.name for path in step.iterdir()} == {
         "config.yaml",
-        "loop.json",
+        "loop.pt",
         "manifest.json",
         "model.pt",
         "optimizer.pt",

@@ -12,6 +12,7 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
+from dmjd.parallel.world import alone
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.guard import NonFiniteLoss, PendingStep
 from dmjd.train.preparation import Preparation, Prepared
@@ -30,7 +31,9 @@ def cast(config: PretrainConfig) -> tuple[Engine, Preparation]:
     spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
     engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
     data = config.data
-    return engine, Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=True, seed=config.seed)
+    statistics = tuple(data.mean), tuple(data.std)
+    depth, drop_path = config.backbone.depth, config.backbone.drop_path
+    return engine, Preparation(spec, grid, tokenizer, *statistics, True, config.seed, depth, drop_path)
 
 
 def random_batch(size: int = 16) -> Batch:
@@ -43,7 +46,7 @@ def train(engine: Engine, prepared: Prepared, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         with engine.micro_batch(last=True):
-            loss = engine.module(prepared.images, prepared.masked_views, prepared.targets)
+            loss = engine.module(*prepared.inputs)
             engine.backward(loss.total)
         engine.step(1e-3, 0.05)
         losses.append(loss.total.detach())
@@ -91,7 +94,7 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
 
 
 def test_a_step_never_waits_for_the_device() -> None:
-    engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0"))
+    engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0", "backbone.drop_path=0.1"))
     batch = Batch(*(field.pin_memory() for field in random_batch()))
     pending = None
     for step in range(4):
@@ -100,11 +103,11 @@ def test_a_step_never_waits_for_the_device() -> None:
         try:
             prepared = prepare(batch.to(engine.device), epoch=0)
             with engine.micro_batch(last=True):
-                losses = engine.module(prepared.images, prepared.masked_views, prepared.targets)
+                losses = engine.module(*prepared.inputs)
                 engine.backward(losses.total)
             result = engine.step(1e-3, 0.05)
             rates = torch.zeros(2, device=engine.device)
-            pending = PendingStep(step, batch.sample_ids, losses, rates, result)
+            pending = PendingStep(step, batch.sample_ids, losses, rates, result, alone(engine.device))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert pending is not None
@@ -119,10 +122,12 @@ def test_a_non_finite_gradient_moves_nothing() -> None:
     before = copy.deepcopy(engine.full_state_dict())
     poisoned = prepared._replace(targets=prepared.targets.clone().fill_(float("nan")))
     with engine.micro_batch(last=True):
-        losses = engine.module(poisoned.images, poisoned.masked_views, poisoned.targets)
+        losses = engine.module(*poisoned.inputs)
         engine.backward(losses.total)
     result = engine.step(1e-3, 0.05)
-    pending = PendingStep(7, batch.sample_ids, losses, torch.zeros(2, device=engine.device), result)
+    pending = PendingStep(
+        7, batch.sample_ids, losses, torch.zeros(2, device=engine.device), result, alone(engine.device)
+    )
     after = engine.full_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(NonFiniteLoss, match=r"step 7 .* samples 0, 1, 2"):

@@ -1,0 +1,131 @@
+"""``dmjd export``: the encoder of a checkpoint as a file for timm, put in place once timm was seen to agree with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import timm
+import torch
+from safetensors.torch import save
+from timm.models import VisionTransformer
+
+import dmjd
+from dmjd.compose import from_yaml
+from dmjd.config import ExportConfig, KnnConfig, PretrainConfig
+from dmjd.errors import ConfigError, UserError
+from dmjd.evaluate.encoder import load_encoder
+from dmjd.interop.timm import TimmCall, timm_call, timm_state
+from dmjd.models.vit import ViTEncoder
+from dmjd.train import checkpoint
+
+logger = logging.getLogger("dmjd")
+
+FOLDER = "export"
+SUFFIX = ".safetensors"  # by which timm tells the format
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+TOLERANCE = 1e-5
+"""Largest difference of two features, in parts of the largest feature."""
+
+
+def export(config: ExportConfig) -> Path:
+    """Write the encoder of ``config.checkpoint`` for timm, and beside it a sidecar that says how to load it.
+
+    The sidecar (see :func:`sidecar`) holds ``architecture`` and ``arguments``:
+    ``timm.create_model(architecture, checkpoint_path=file, **arguments)``. The header of the file holds the same under
+    ``dmjd``. A file of that name is replaced, whole or not at all.
+
+    Returns:
+        The file: ``config.output``, or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``.
+
+    Raises:
+        CheckpointError: if there is no complete checkpoint, or it holds another model.
+        ConfigError: if ``config.output`` cannot be written.
+        UserError: if timm's features from the file differ from the encoder's, or are not finite; nothing is left then.
+    """
+    if config.output is not None:
+        _check_output(config.output)
+    # Found once: a run that is still going may commit a newer one between two looks.
+    folder = checkpoint.resolve(Path(config.checkpoint))
+    source = folder / checkpoint.CONFIG
+    trained: PretrainConfig = from_yaml(PretrainConfig, source.read_text(), source)
+    frozen = load_encoder(KnnConfig(checkpoint=str(folder), weights=config.weights, device="cpu"))
+    encoder = frozen.encoder.to(DTYPES[config.dtype])
+    weights, call = encoder.state_dict(), timm_call(trained.backbone, trained.data)
+    state = timm_state(weights, encoder.positions)
+    left_out = sorted(weights.keys() - state.keys())
+    card = {
+        "architecture": call.architecture,
+        "arguments": call.arguments,
+        "mean": trained.data.mean,
+        "std": trained.data.std,
+        "dtype": config.dtype,
+        "weights": config.weights,
+        "step": frozen.step,
+        "left_out": left_out,
+        "config_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "dmjd": dmjd.__version__,
+        "timm": timm.__version__,
+    }
+    name = f"encoder-{config.weights}-step{frozen.step:08d}-{config.dtype}{SUFFIX}"
+    path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
+    standing = frozen.run.path if config.output is None else path.parent
+    if not os.access(standing, os.W_OK):
+        raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")
+    with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
+        draft = Path(scratch) / path.name
+        # One entry, whose order cannot vary, and bytes, whose file has the usual rights where save_file's is private.
+        draft.write_bytes(save(state, metadata={"dmjd": json.dumps(card)}))
+        sidecar(draft).write_text(json.dumps(card, indent=1))
+        # In float32 again: what is compared is the weights as they were rounded, not the arithmetic of a half type.
+        _verify(draft, call, encoder.float())
+        path.parent.mkdir(exist_ok=True)
+        # A process killed here leaves weights without a sidecar, never weights with that of others.
+        sidecar(path).unlink(missing_ok=True)
+        draft.replace(path)
+        sidecar(draft).replace(sidecar(path))
+    if left_out:
+        logger.info("left out: %s, which timm's model has no place for", ", ".join(left_out))
+    return path
+
+
+def sidecar(path: Path) -> Path:
+    """``NAME.safetensors`` -> ``NAME.safetensors.json``, which no other file is called."""
+    return path.with_name(f"{path.name}.json")
+
+
+def _check_output(output: str) -> None:
+    path = Path(output)
+    if path.suffix != SUFFIX:
+        raise ConfigError(f"output={output} must end in {SUFFIX}, by which timm tells the format")
+    if not path.parent.is_dir():
+        raise ConfigError(f"output={output}: {path.parent} is not a folder; make it, or name another")
+    if path.is_dir():
+        raise ConfigError(f"output={output} is a folder; name a file")
+
+
+def _verify(path: Path, call: TimmCall, encoder: ViTEncoder) -> None:
+    """Build timm's model from the file and compare its features of a fixed batch with the encoder's."""
+    arguments: dict[str, Any] = call.arguments
+    model = timm.create_model(call.architecture, checkpoint_path=str(path), **arguments).eval()
+    assert isinstance(model, VisionTransformer)
+    shape = (2, arguments["in_chans"], *arguments["img_size"])
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, found = encoder(images), model.forward_features(images)
+    if not bool(expected.isfinite().all()):
+        raise UserError(
+            "the encoder's features hold NaN or infinity: export an earlier checkpoint, or in a wider dtype than fp16"
+        )
+    difference = float((found - expected).abs().max() / expected.abs().max())
+    if not difference <= TOLERANCE:  # NaN is no agreement either
+        raise UserError(
+            f"timm {timm.__version__} computes other features from the export than the encoder does (relative "
+            f"difference {difference:.1e}, at most {TOLERANCE:.0e} is allowed), so nothing was written"
+        )

@@ -1,0 +1,131 @@
+"""kNN accuracy while a run is under way, and an early warning when it falls.
+
+The loss of masked image modelling keeps falling while features get worse, so a score tells earlier. Pre-training knows
+nothing of this room: the command line hands :class:`OnlineKnn` over as a callback.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from dmjd.config import PretrainConfig
+from dmjd.data.build import build_dataset
+from dmjd.data.dataset import EvenSubset, ImageDataset
+from dmjd.data.loader import evaluation_loader
+from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.evaluate.features import Features, extract_features
+from dmjd.evaluate.knn import knn_accuracy
+from dmjd.evaluate.verbs import FEATURE_BATCH
+from dmjd.train.build import image_size
+
+logger = logging.getLogger("dmjd")
+
+SCORE = "knn_top1"
+"""The score's column in log.jsonl, in per cent."""
+
+
+class OnlineKnn:
+    """Every ``online_knn.every_epochs`` epochs, the score that ``dmjd knn`` gives to the same weights and settings.
+
+    It draws nothing from a global random generator and hands the encoder back in the mode it came in, so a run with it
+    has the weights of a run without. Data sets are opened here, before training, because what they lack is refused.
+
+    Raises:
+        ConfigError: if the evaluation is switched off, or there are too few neighbours or no cls token for it.
+        DataError: if the data has no test split or no labels.
+    """
+
+    def __init__(self, config: PretrainConfig) -> None:
+        settings, data = config.online_knn, config.data
+        if settings.every_epochs < 1:
+            raise ConfigError(f"online_knn.every_epochs must be at least 1 to evaluate, got {settings.every_epochs}")
+        if settings.pooling == "cls" and not config.backbone.class_token:
+            raise ConfigError("online_knn.pooling=cls needs backbone.class_token=true; use online_knn.pooling=mean")
+        # The run itself checks its training images; opening each a second time would only take time.
+        train = build_dataset(replace(data, check="none"), "train")
+        try:
+            test = build_dataset(replace(data, max_bad_percent=0.0), "test")
+        except DataError as error:
+            raise DataError(f"online_knn.every_epochs={settings.every_epochs} needs test images: {error}") from error
+        for split, dataset in (("training", train), ("test", test)):
+            if not dataset.num_classes:
+                raise DataError(
+                    f"online_knn.every_epochs={settings.every_epochs} needs labels, and the {split} images have none; "
+                    "put them into class folders, or set online_knn.every_epochs=0"
+                )
+        self._train = EvenSubset(train, min(settings.train_images, len(train)))
+        self._test = test
+        if settings.neighbours > len(self._train):
+            raise ConfigError(
+                f"online_knn.neighbours must be at most the {len(self._train)} images in the bank, "
+                f"got {settings.neighbours}"
+            )
+        self._settings, self._data = settings, data
+        self._size, self._workers = image_size(config), config.workers
+        self._best: tuple[float, int] | None = None  # score and step
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take in the scores of earlier launches: rows of log.jsonl, of which those without a score are passed over."""
+        for row in rows:
+            if row.get(SCORE) is not None:
+                self._remember(row[SCORE], row["step"])
+
+    def due(self, epoch: float) -> bool:
+        """Whether ``epoch``, steps done over steps per epoch, ends an interval."""
+        return epoch > 0 and epoch % self._settings.every_epochs == 0
+
+    def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float] | None:
+        """Columns for the log where an evaluation is due, else None.
+
+        Args:
+            encoder: as for :func:`dmjd.evaluate.features.encode`; it is judged on the device it is on.
+            step: optimizer steps done.
+            epoch: see :meth:`due`.
+        """
+        if not self.due(epoch):
+            return None
+        try:
+            bank, queries = (self._features(encoder, dataset) for dataset in (self._train, self._test))
+        except BadImage as error:
+            logger.warning("no online kNN at step %d: %s", step, error)
+            return None
+        score = knn_accuracy(
+            bank,
+            queries,
+            self._train.num_classes,
+            device=next(encoder.parameters()).device,
+            k=self._settings.neighbours,
+            temperature=self._settings.temperature,
+        ).top1
+        self._warn_of_fall(score, step)
+        self._remember(score, step)
+        return {SCORE: score}
+
+    def _features(self, encoder: nn.Module, dataset: ImageDataset) -> Features:
+        return extract_features(
+            encoder,
+            evaluation_loader(dataset, FEATURE_BATCH, self._size, self._workers),
+            mean=self._data.mean,
+            std=self._data.std,
+            pooling=self._settings.pooling,
+            device=next(encoder.parameters()).device,
+        )
+
+    def _remember(self, score: float, step: int) -> None:
+        if self._best is None or score > self._best[0]:
+            self._best = score, step
+
+    def _warn_of_fall(self, score: float, step: int) -> None:
+        if self._best is None:
+            return
+        best, best_step = self._best
+        if best - score > self._settings.warn_drop:
+            logger.warning(
+                "kNN top-1 fell to %.2f %% at step %d, %.2f points below the best so far, %.2f %% at step %d",
+                *(score, step, best - score, best, best_step),
+            )

@@ -1,0 +1,37 @@
+"""Replicated parameters, averaged gradients: torch's DistributedDataParallel behind the engine protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dmjd.config import OptimConfig
+from dmjd.models.objective import Objective
+from dmjd.parallel.single import SingleEngine
+from dmjd.parallel.world import World
+
+
+class DDPEngine(SingleEngine):
+    """A :class:`SingleEngine` on every rank, whose gradients are averaged in the last micro-batch's backward.
+
+    Every rank holds the same parameters and moments, so rank 0 alone saves and all ranks load the same files.
+    """
+
+    def __init__(self, objective: Objective, config: OptimConfig, world: World, precision: torch.dtype) -> None:
+        super().__init__(objective, config, world.device, precision)
+        self._replicas = DistributedDataParallel(
+            objective,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            broadcast_buffers=False,  # positions are functions of the grid, equal everywhere
+            gradient_as_bucket_view=True,
+        )
+        self.module = self._replicas
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # Around forward as well: DDP decides there whether this backward will reduce.
+        with nullcontext() if last else self._replicas.no_sync(), super().micro_batch(last):
+            yield

@@ -1,0 +1,102 @@
+"""The processes of a run, as torchrun started them, and the few things they do together besides a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmjd.errors import ConfigError, UserError
+
+T = TypeVar("T")
+
+FIRST_STEP_TIMEOUT = timedelta(minutes=30)
+"""Until the first step is done: compilation and a cold file system take their time."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Rank ``rank`` of ``size``; ``local_rank`` counts within the host and picks the CUDA device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes: logs, checkpoints and pictures come from rank 0 alone."""
+        return self.rank == 0
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean of ``values`` over all ranks, without a host sync on CUDA."""
+        if self.size > 1:
+            dist.all_reduce(values, dist.ReduceOp.SUM)
+            values /= self.size
+        return values
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns on rank 0, handed to every rank. A UserError is raised on every rank alike, so that none
+        waits for one that has left."""
+        if self.size == 1:
+            return act()
+        outcome: list[Any] = [None, None]
+        if self.is_main:
+            try:
+                outcome = [act(), None]
+            except UserError as error:
+                outcome = [None, error]
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            outcome[1].told = not self.is_main
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    def gather(self, item: T) -> list[T]:
+        """``item`` of every rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def close(self) -> None:
+        """Leave together, so that no rank's exit looks like a failure to another."""
+        if self.size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def alone(device: torch.device) -> World:
+    """A run of one process."""
+    return World(0, 1, 0, device)
+
+
+def join_world(device: torch.device, engine: str) -> World:
+    """Meet the other processes, if torchrun (or any launcher that sets its variables) started some.
+
+    Raises:
+        ConfigError: if the engine and the number of processes do not fit.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and engine == "single":
+        raise ConfigError(f"engine=single is one process, and the launcher started {size}; use engine=ddp")
+    if size == 1:
+        return alone(device)
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    if device.type == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {local_rank} has no CUDA device; this host shows {torch.cuda.device_count()}"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=FIRST_STEP_TIMEOUT)
+    return World(rank, size, local_rank, device)

@@ -1,0 +1,96 @@
+"""Several runs side by side: one table and the curves, as Markdown, as a self-contained page and as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+from dmjd.errors import ConfigError
+from dmjd.report.files import replace_file
+from dmjd.report.html import document, figure, heading, notes
+from dmjd.report.run import Run, read_run
+from dmjd.report.table import Table, compare, escape_markdown
+
+
+def write_comparison(
+    run_paths: Sequence[str | Path], baseline: str | Path | None = None, output: str | Path | None = None
+) -> list[Path]:
+    """Write ``comparison.md``, ``comparison.html`` and ``convergence.png`` and return their paths.
+
+    Args:
+        run_paths: two run folders or more, in the order of the rows.
+        baseline: the one of them that speed-ups refer to; without one there are none.
+        output: a folder, made if it is not there; by default ``comparison`` in the runs' common parent folder.
+
+    Raises:
+        ConfigError: if a run is named twice, the baseline is none of the runs, or ``output`` cannot be written to.
+        DataError: if a folder is not a complete run folder.
+    """
+    folders = [Path(path).resolve() for path in run_paths]
+    for index, folder in enumerate(folders):
+        if folder in folders[:index]:
+            raise ConfigError(f"{run_paths[index]} is named twice; name every run once")
+    chosen = None if baseline is None else Path(baseline).resolve()
+    if chosen is not None and chosen not in folders:
+        raise ConfigError(f"baseline={baseline} is none of the runs; choose from {', '.join(map(str, run_paths))}")
+    runs = [replace(read_run(path), name=name) for path, name in zip(run_paths, _distinct_names(folders), strict=True)]
+    reference = None if chosen is None else runs[folders.index(chosen)]
+    table = compare(runs, reference)
+    from dmjd.report.curves import convergence  # matplotlib takes a second to come, which a page of one run can spare
+
+    caption, png = convergence(runs, reference)
+    parent = Path(os.path.commonpath([folder.parent for folder in folders]))
+    target = parent / "comparison" if output is None else Path(output)
+    files = {
+        "comparison.md": _markdown(table, caption).encode(),
+        "comparison.html": _page(runs, table, caption, png).encode(),
+        "convergence.png": png,
+    }
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(target / name, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {target}: {error.strerror}; name another folder with output=") from error
+    return [target / name for name in files]
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Folder names, with as many parents as it takes to tell the runs apart."""
+    depth = 1
+    while True:
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len({*names}) == len(names):
+            return names
+        depth += 1
+
+
+def _markdown(table: Table, caption: str) -> str:
+    def listed(lines: Sequence[str]) -> str:
+        return "\n".join(f"- {line}" for line in lines)
+
+    meanings = [f"**{escape_markdown(title)}**: {escape_markdown(text)}" for title, text in table.meanings]
+    parts = ["# Comparison", table.markdown()]
+    if table.speedups:
+        parts += ["## Speed-up", listed([escape_markdown(line) for line in table.speedups])]
+    parts += ["## Columns", listed(meanings)]
+    parts += ["## Convergence", "![Convergence](convergence.png)", escape_markdown(caption)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _page(runs: Sequence[Run], table: Table, caption: str, png: bytes) -> str:
+    speedups = [heading("Speed-up"), notes(table.speedups)] if table.speedups else []
+    return document(
+        "Comparison",
+        f"<p>{escape(', '.join(run.name for run in runs))}</p>",
+        heading("Runs"),
+        table.html(),
+        *speedups,
+        figure("Convergence", png),
+        f"<p>{escape(caption)}</p>",
+        heading("Columns"),
+        notes([f"{title}: {text}" for title, text in table.meanings]),
+    )

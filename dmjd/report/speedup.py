@@ -1,0 +1,98 @@
+"""Speed-up at equal accuracy, against a baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dmjd.report.cost import Hardware, hardware
+from dmjd.report.run import Run
+from dmjd.report.scores import Metric, Point, points
+from dmjd.report.words import ABSENT, hours, plain, times
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """``cell``: how many times faster, or why that cannot be said; ``reason``: the numbers behind it, a sentence."""
+
+    cell: str
+    reason: str
+
+
+def definition(baseline: str) -> str:
+    """What the column means."""
+    return (
+        f"device hours until {baseline} had its own best score, divided by device hours until this run first had at "
+        "least that score. The score is the online one if both runs have it, else the first column that both have, "
+        "where only the latest evaluation counts. Scores are compared unrounded, and only on equal devices."
+    )
+
+
+def speedup(run: Run, baseline: Run, metrics: Sequence[Metric]) -> Speedup:
+    """The speed-up of ``run`` to ``baseline``, as :func:`definition` says.
+
+    Device hours are world size x wall hours, so runs on other numbers of equal devices do compare, as costs.
+
+    metrics: in the order of preference.
+    """
+    ours, theirs = hardware(run), hardware(baseline)
+    if len({*ours.devices, *theirs.devices}) != 1 or not (ours.devices and theirs.devices):
+        there = "" if run is baseline else f", {baseline.name} on {_devices(theirs)}"
+        reason = f"{run.name} ran on {_devices(ours)}{there}: times on devices that differ do not compare."
+        return _none("devices differ", reason)
+    for each, used in ((run, ours), (baseline, theirs)):
+        if len(used.world_sizes) != 1:
+            sizes = " and ".join(map(str, used.world_sizes))
+            reason = f"{each.name} was launched with {sizes} processes, and no log says for how long with each."
+            return _none("processes differ", reason)
+    for metric in metrics:
+        reference, curve = _timed(baseline, metric), _timed(run, metric)
+        if reference and curve:
+            return _at_equal_score(run, baseline, metric, curve, reference)
+    if run is baseline:
+        return _none("no score", f"{run.name}, the baseline, has no score.")
+    return _none("no score", f"{run.name} has no score in common with {baseline.name}.")
+
+
+def first_reach(curve: Sequence[Point], target: float) -> Point | None:
+    """The earliest point of at least ``target``; None if there is none."""
+    return next((point for point in curve if point.score >= target), None)
+
+
+def _at_equal_score(
+    run: Run, baseline: Run, metric: Metric, curve: Sequence[Point], reference: Sequence[Point]
+) -> Speedup:
+    target = max(point.score for point in reference)
+    theirs, ours = first_reach(reference, target), first_reach(curve, target)
+    assert theirs is not None
+    unit = f"{hardware(run).kind} hours"
+    if ours is None:
+        best = max(point.score for point in curve)
+        reason = f"{run.name}: {metric.title} {plain(best)} % at best, below the {plain(target)} % of {baseline.name}."
+        return _none("not reached", reason)
+    used, reference_used = _hours(run, ours), _hours(baseline, theirs)
+    reason = f"{run.name}: {metric.title} {plain(ours.score)} % after {hours(used)} {unit}"
+    if run is baseline:
+        return Speedup(times(1), f"{reason}, the baseline.")
+    reason += f"; {baseline.name} took {hours(reference_used)} to {plain(target)} %."
+    return Speedup(times(reference_used / used), reason)
+
+
+def _timed(run: Run, metric: Metric) -> list[Point]:
+    """The points that took time; a score before the first step is no merit of training."""
+    return [point for point in points(run, metric) if point.seconds]
+
+
+def _hours(run: Run, point: Point) -> float:
+    assert point.seconds is not None
+    value = hardware(run).hours(point.seconds)
+    assert value is not None
+    return value
+
+
+def _devices(used: Hardware) -> str:
+    return " and ".join(used.devices) or "an unknown device"
+
+
+def _none(why: str, reason: str) -> Speedup:
+    return Speedup(f"{ABSENT} ({why})", reason)

@@ -1,0 +1,183 @@
+"""Runs side by side, in the columns and the order of the paper's efficiency tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from dmjd.report.cost import CPU_HOURS, GPU_HOURS, PAPER_GPUS, PAPER_HOURS, hardware
+from dmjd.report.run import Run
+from dmjd.report.scores import Metric, metrics, points
+from dmjd.report.speedup import definition, speedup
+from dmjd.report.words import ABSENT, hours, look_up, name_of, plain, rate, scores
+
+_METHODS = {name.lower(): name for name in ("MAE", "SimMIM", "BEiT", "MaskFeat", "ConvMAE", "DMJD")}
+_PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-wise"}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A title, one cell per run, and what the column means where its title does not say it."""
+
+    title: str
+    cells: list[str]
+    meaning: str = ""
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length, and a sentence for every speed-up."""
+
+    columns: list[Column]
+    speedups: list[str]
+
+    @property
+    def meanings(self) -> list[tuple[str, str]]:
+        """Footnotes: title and meaning of every column that has one."""
+        return [(column.title, column.meaning) for column in self.columns if column.meaning]
+
+    def markdown(self) -> str:
+        """A Markdown table whose source lines up; every text from a run folder is escaped."""
+        lines = [[escape_markdown(cell) for cell in (column.title, *column.cells)] for column in self.columns]
+        widths = [max(3, *map(len, column)) for column in lines]
+        sides = [str.rjust if column.numeric else str.ljust for column in self.columns]
+        ends = [":" if column.numeric else "-" for column in self.columns]
+        rule = ["-" * (width - 1) + end for end, width in zip(ends, widths, strict=True)]
+        head, *body = (
+            [side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)]
+            for row in zip(*lines, strict=True)
+        )
+        return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
+
+    def html(self) -> str:
+        """The same as an HTML table."""
+
+        def row(tag: str, cells: Sequence[str]) -> str:
+            sides = [' class="number"' if column.numeric else "" for column in self.columns]
+            return "".join(f"<{tag}{side}>{escape(cell)}</{tag}>" for side, cell in zip(sides, cells, strict=True))
+
+        lines = [row("th", [column.title for column in self.columns])]
+        lines += [row("td", cells) for cells in zip(*(column.cells for column in self.columns), strict=True)]
+        body = "\n".join(f"<tr>{line}</tr>" for line in lines)
+        return f'<div class="wide"><table class="runs">\n{body}\n</table></div>'
+
+
+def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
+    """The table of ``runs``, one row each, in their order; ``baseline``, if given, is one of them.
+
+    Raises:
+        DataError: if a run's provenance makes no sense.
+    """
+    judged = metrics(runs)
+    columns = [
+        Column("Method", _methods(runs), numeric=False),
+        Column("m_patt", [_pattern(run) for run in runs], numeric=False),
+        Column("K", [plain(look_up(run.config, ("mask", "views"))) for run in runs]),
+        Column("Epoch", [_epochs(run) for run in runs]),
+        Column("ETE", [_effective(run) for run in runs], "effective training epochs, K x epochs done."),
+        Column(
+            "m_corr",
+            [rate(run.last("m_corr")) for run in runs],
+            "share of tokens that a view hides, as measured, not as asked for.",
+        ),
+        Column(
+            "m_pred",
+            [rate(run.last("m_pred")) for run in runs],
+            "share of tokens that are predicted over all views, as measured.",
+        ),
+        *_score_columns(runs, judged),
+        *_cost_columns(runs),
+    ]
+    reasons: list[str] = []
+    if baseline is not None:
+        outcomes = [speedup(run, baseline, judged) for run in runs]
+        columns.append(Column("Speed-up", [each.cell for each in outcomes], definition(baseline.name)))
+        reasons = [each.reason for each in outcomes]
+    columns.append(Column("Run", [run.name for run in runs], numeric=False))
+    return Table(columns, reasons)
+
+
+def escape_markdown(text: str) -> str:
+    """``text`` on one line, with nothing left in it that Markdown or HTML would act on."""
+    line = " ".join(text.split())
+    # An underscore inside a word is itself.
+    return re.sub(r"[\\`*<>\[\]|~&$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", line)
+
+
+def _methods(runs: Sequence[Run]) -> list[str]:
+    """Base method and what is added; a row that repeats the base above shows only the addition, as in the paper."""
+    cells, above = [], ""
+    for run in runs:
+        name = name_of(run.config.get("method"))
+        base = _METHODS.get(name, name)
+        added = "" if name == "dmjd" else _added(run)
+        cells.append(added if added and base == above else " ".join(filter(None, (base, added))))
+        above = base
+    return cells
+
+
+def _added(run: Run) -> str:
+    """The paper's ``+DM``, ``+JD`` or ``+DMJD``."""
+    views, regulation = (look_up(run.config, ("mask", key)) for key in ("views", "regulation"))
+    disjoint = isinstance(views, int) and views > 1 and regulation in (None, "disjoint")
+    distilled = look_up(run.config, ("method", "visible_branch", "enabled")) is True
+    return "+" + "DM" * disjoint + "JD" * distilled if disjoint or distilled else ""
+
+
+def _pattern(run: Run) -> str:
+    pattern = plain(look_up(run.config, ("mask", "pattern")))
+    return _PATTERNS.get(pattern, pattern)
+
+
+def _epochs(run: Run) -> str:
+    """Epochs done; of how many, while there are some left."""
+    asked, done = run.config.get("epochs"), run.last("epoch")
+    if done is None:
+        return ABSENT
+    return _count(done) if asked is None or done >= asked else f"{_count(done)} of {plain(asked)}"
+
+
+def _effective(run: Run) -> str:
+    done = run.effective_epochs(run.last("epoch"))
+    return ABSENT if done is None else _count(done)
+
+
+def _count(epochs: float) -> str:
+    return f"{round(epochs, 2):g}"
+
+
+def _score_columns(runs: Sequence[Run], judged: Sequence[Metric]) -> list[Column]:
+    columns = []
+    for metric in judged:
+        alike = [other for other in judged if other.title == metric.title]
+        differing = metric.differing(alike)
+        best = [max((point.score for point in points(run, metric)), default=None) for run in runs]
+        title = f"{metric.title} ({differing})" if differing else metric.title
+        columns.append(Column(title, scores(best), metric.description))
+    return columns
+
+
+def _cost_columns(runs: Sequence[Run]) -> list[Column]:
+    used = [hardware(run) for run in runs]
+    spent: list[dict[str, float]] = []
+    for run, where in zip(runs, used, strict=True):
+        seconds = run.last("seconds")
+        cost = None if seconds is None else where.hours(seconds)
+        spent.append({} if cost is None or where.kind is None else {where.kind: cost})
+    columns = [
+        Column(f"{kind} hours", [hours(each[kind]) if kind in each else ABSENT for each in spent], meaning)
+        for kind, meaning in (("GPU", GPU_HOURS), ("CPU", CPU_HOURS))
+        if any(where.kind == kind for where in used)
+    ]
+    paper = [
+        ABSENT if "GPU" not in each else hours(each["GPU"] / PAPER_GPUS) + _computed(where.world_sizes)
+        for each, where in zip(spent, used, strict=True)
+    ]
+    return [*columns, Column("Gh.", paper, PAPER_HOURS)]
+
+
+def _computed(world_sizes: tuple[int, ...]) -> str:
+    return "" if world_sizes == (PAPER_GPUS,) else " (computed)"

@@ -1,0 +1,66 @@
+"""How values read on a page and in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+ABSENT = "-"
+
+
+def look_up(config: Any, keys: Iterable[str]) -> Any:
+    """The value under nested ``keys``; None where a run of another version has no such section or key."""
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def name_of(section: Any) -> str:
+    """The name in a section of the configuration; versions before sections had it in its place."""
+    return plain(section.get("name") if isinstance(section, Mapping) else section)
+
+
+def plain(value: Any) -> str:
+    """Any value of a configuration or a record; absent ones are a dash."""
+    if value is None or value == "":
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def rate(value: Any) -> str:
+    """A share of 1 as per cent."""
+    return ABSENT if value is None else f"{100 * value:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Wall time of one run."""
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def hours(value: float) -> str:
+    """Whole hours from 100 on, as the paper writes them; three digits below, where runs are small."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def times(ratio: float) -> str:
+    """A speed-up as the paper writes it: ``1x``, ``1.8x``; two digits where it is a slow-down."""
+    digits = f"{ratio:.1f}" if ratio >= 0.995 else f"{ratio:.2g}"
+    return digits.removesuffix(".0") + "x"
+
+
+def scores(values: list[float | None]) -> list[str]:
+    """A column of scores in per cent, with the decimals that its values need: one, as in the paper, or two."""
+    digits = 1 if all(value is None or round(value, 1) == round(value, 2) for value in values) else 2
+    return [ABSENT if value is None else f"{value:.{digits}f}" for value in values]

@@ -1,0 +1,107 @@
+"""What a run says of itself while it goes: averages, log lines, timings and the progress bar.
+
+``log.jsonl`` holds only what the mathematics decides, so an interrupted run's log equals an uninterrupted one's byte
+for byte; what the machine decides (images a second, waiting, wall time) is in ``timing.jsonl`` under the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dmjd.config import PretrainConfig
+from dmjd.train.guard import StepNumbers
+from dmjd.train.metrics import RunLog, Stopwatch, Window
+from dmjd.train.progress import Progress
+from dmjd.train.run_folder import RunFolder
+from dmjd.train.trackers import Trackers
+
+
+class Journal:
+    """The run's log. Silent ranks keep the averages and write nothing.
+
+    Args:
+        total_steps: of the whole run.
+        steps_per_epoch: to tell epochs from steps.
+    """
+
+    def __init__(self, config: PretrainConfig, total_steps: int, steps_per_epoch: int) -> None:
+        self.clock = Stopwatch()
+        self._config = config
+        self._total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._window = Window()
+        self._offsets = {"log": 0, "timing": 0}
+        self._log: RunLog | None = None
+        self._timing: RunLog | None = None
+        self._progress: Progress | None = None
+        self._trackers: Trackers | None = None
+
+    def open(self, run: RunFolder, done: int, stack: ExitStack) -> None:
+        """Begin to write, behind what earlier launches wrote up to step ``done``."""
+        self._log = RunLog(run.log, self._offsets["log"])
+        stack.callback(self._log.close)
+        self._timing = RunLog(run.timing, self._offsets["timing"])
+        stack.callback(self._timing.close)
+        self._trackers = Trackers(
+            run.path,
+            tensorboard=self._config.tensorboard,
+            wandb_project=self._config.wandb,
+            run_name=run.path.name,
+            config=asdict(self._config),
+            resumed_step=done,
+        )
+        stack.callback(self._trackers.close)
+        self._progress = stack.enter_context(Progress(self._total_steps, done))
+
+    def take_in(self, step: int, numbers: StepNumbers, lr: float) -> None:
+        """The numbers of ``step``, counted from 1; every ``log_every`` steps their means become a line."""
+        self._window.add(numbers)
+        if self._progress is not None:
+            self._progress.advance(numbers)
+        if step % self._config.log_every and step != self._total_steps:
+            return
+        images = self._window.steps * self._config.batch_size
+        self.note(step, {**self._window.flush(), "lr": lr})
+        seconds, waited = self.clock.lap()
+        timing = {
+            "step": step,
+            "images_per_second": images / seconds,
+            "data_wait_percent": 100 * waited / seconds,
+            "seconds": self.clock.elapsed,
+        }
+        if self._timing is not None and self._trackers is not None:
+            self._timing.write(timing)
+            self._trackers.scalars(timing, step)
+
+    def note(self, step: int, row: Mapping[str, float]) -> None:
+        """One line of the log, which goes to the trackers as well."""
+        if self._log is not None and self._trackers is not None:
+            line = {"step": step, "epoch": step / self._steps_per_epoch, **row}
+            self._log.write(line)
+            self._trackers.scalars(line, step)
+
+    def show(self, step: int, pictures: Mapping[str, Path]) -> None:
+        """Pictures in the run folder, for the trackers."""
+        if self._trackers is not None:
+            self._trackers.pictures(pictures, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Also brings the log to disk, so that no checkpoint knows of rows that a crash can take away."""
+        for name, log in (("log", self._log), ("timing", self._timing)):
+            if log is not None:
+                log.sync()
+                self._offsets[name] = log.offset
+        return {
+            "window": self._window.state_dict(),
+            "offsets": dict(self._offsets),
+            "seconds": self.clock.elapsed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._window.load_state_dict(state["window"])
+        self._offsets = dict(state["offsets"])
+        self.clock = Stopwatch(state["seconds"])

@@ -1,0 +1,408 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+import timm
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+import dmjd as package
+from dmjd.compose import compose, from_yaml
+from dmjd.config import KnnConfig, PretrainConfig
+from dmjd.errors import CheckpointError, ConfigError, UserError
+from dmjd.evaluate import export as room
+from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.export import export, sidecar
+from dmjd.models.positions import sincos_positions
+from dmjd.train import loop
+
+Words = Callable[..., list[str]]
+Command = Callable[..., tuple[int, str, str]]
+
+STEP = "step-00000011"
+NAME = "encoder-trained-step00000011-fp32.safetensors"
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def exported(checkpoint: Path, *words: str) -> Path:
+    return export(compose("export", [f"checkpoint={checkpoint}", *words]))
+
+
+def card_of(path: Path) -> dict[str, Any]:
+    return json.loads(sidecar(path).read_text())
+
+
+def rebuild(path: Path) -> Any:
+    """What a stranger does who has the two files and timm."""
+    card = card_of(path)
+    return timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def trained_encoder(run: Path, weights: str = "trained") -> dict[str, Tensor]:
+    return load_encoder(KnnConfig(checkpoint=str(run), weights=weights, device="cpu")).encoder.state_dict()
+
+
+def config_of(run: Path) -> PretrainConfig:
+    return from_yaml(PretrainConfig, (run / "config.yaml").read_text())
+
+
+def tokens_of(state: dict[str, Tensor], config: PretrainConfig, images: Tensor) -> Tensor:
+    """A ViT written down from its definition, in float64."""
+    w = {name: value.double() for name, value in state.items()}
+    backbone, dim = config.backbone, config.backbone.embed_dim
+    grid = (images.shape[2] // backbone.patch_size, images.shape[3] // backbone.patch_size)
+    x = F.conv2d(images.double(), w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=backbone.patch_size)
+    x = x.flatten(2).mT + w.get("positions", sincos_positions(grid, dim)).double()
+    if "cls_token" in w:
+        x = torch.cat((w["cls_token"].expand(len(x), -1, -1), x), dim=1)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scaled = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    for index in range(backbone.depth):
+        block = f"blocks.{index}"
+        q, k, v = linear(norm(x, f"{block}.norm1"), f"{block}.attn.qkv").chunk(3, dim=-1)
+        heads = []
+        for part in range(backbone.num_heads):
+            width = dim // backbone.num_heads
+            of = slice(part * width, (part + 1) * width)
+            heads.append(torch.softmax(q[..., of] @ k[..., of].mT / width**0.5, dim=-1) @ v[..., of])
+        x = x + linear(torch.cat(heads, dim=-1), f"{block}.attn.proj")
+        hidden = linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1")
+        hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+        x = x + linear(hidden, f"{block}.mlp.fc2")
+    return norm(x, "norm")
+
+
+def agrees(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
+
+
+VARIANTS = {
+    "no cls token": ("backbone.class_token=false",),
+    "cls token": ("backbone.class_token=true",),
+    "cls token, wide": ("backbone.class_token=true", "data.image_size=[16,32]"),
+    "no cls token, tall": ("backbone.class_token=false", "data.image_size=[32,24]"),
+    "mask token": (
+        "backbone.class_token=true",
+        "backbone.hidden=mask_token",
+        "method.decoder.name=linear",
+        "data.image_size=[24,16]",
+    ),
+    "odd MLP": ("backbone.mlp_ratio=2.3", "backbone.embed_dim=24", "backbone.depth=2", "backbone.num_heads=3"),
+}
+# One step at a high rate, which moves every parameter away from the ones and zeros it began as.
+ONE_STEP = ("batch_size=1024", "optim.warmup_epochs=0", "optim.base_lr=5e-3")
+GREY, COLOUR = ("data.channels=1", "data.mean=[0.4]", "data.std=[0.3]"), ("data.channels=3",)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    return loop.pretrain(compose("pretrain", tiny(tmp_path / "variant", *ONE_STEP, *VARIANTS[request.param]))).path
+
+
+@pytest.fixture
+def colour(tiny: Words, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    words = ("data=folder", f"data.root={image_folder}", "data.image_size=[16,16]", "batch_size=48")
+    return loop.pretrain(compose("pretrain", tiny(tmp_path / "colour", *ONE_STEP[1:], *words))).path
+
+
+def check_rebuilt(run: Path) -> None:
+    path = exported(run)
+    config = config_of(run)
+    images = torch.randn(3, config.data.channels, *config.data.image_size)
+    expected = tokens_of(trained_encoder(run), config, images)
+    model = rebuild(path)
+    with torch.no_grad():
+        assert agrees(model.forward_features(images), expected)
+        prefix = int(config.backbone.class_token)
+        assert agrees(model(images), expected[:, prefix:].mean(dim=1)), "the model itself gives pooling=mean"
+    preprocessing = timm.data.resolve_model_data_config(model)
+    card = card_of(path)
+    assert preprocessing["mean"] == card["mean"] == config.data.mean
+    assert preprocessing["std"] == card["std"] == config.data.std
+    assert card["left_out"] == (["mask_token"] if config.backbone.hidden == "mask_token" else [])
+
+
+def test_file_and_sidecar_are_enough_to_rebuild(variant: Path) -> None:
+    check_rebuilt(variant)
+
+
+def test_colour_images(colour: Path) -> None:
+    assert config_of(colour).data.channels == 3
+    check_rebuilt(colour)
+
+
+def test_a_longer_run(run: Path) -> None:
+    check_rebuilt(run)
+
+
+def test_the_sidecar_says_what_the_file_is(run: Path) -> None:
+    path = exported(run)
+    assert path == run / "export" / NAME
+    card = card_of(path)
+    config = run / "checkpoints" / STEP / "config.yaml"
+    assert card.pop("arguments")["patch_size"] == 4
+    assert card == {
+        "architecture": "vit_tiny_patch16_224",
+        "mean": [0.219],
+        "std": [0.333],
+        "dtype": "fp32",
+        "weights": "trained",
+        "step": 11,
+        "left_out": [],
+        "config_sha256": hashlib.sha256(config.read_bytes()).hexdigest(),
+        "dmjd": package.__version__,
+        "timm": timm.__version__,
+    }
+    with safetensors.safe_open(path, "pt") as file:
+        header = file.metadata()
+    assert header.keys() == {"dmjd"}
+    assert json.loads(header["dmjd"]) == card_of(path)
+
+
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_types_are_the_weights_rounded(run: Path, word: str, dtype: torch.dtype) -> None:
+    full, half = load_file(exported(run)), exported(run, f"dtype={word}")
+    assert half.name == f"encoder-trained-step00000011-{word}.safetensors"
+    rounded = load_file(half)
+    assert rounded.keys() == full.keys()
+    for name, value in rounded.items():
+        assert value.dtype == dtype
+        assert torch.equal(value, full[name].to(dtype))
+    config = config_of(run)
+    state = {name: value.to(dtype) for name, value in trained_encoder(run).items()}
+    state["positions"] = sincos_positions((8, 8), config.backbone.embed_dim).to(dtype)
+    images = torch.randn(2, 1, 32, 32)
+    with torch.no_grad():
+        assert agrees(rebuild(half).forward_features(images), tokens_of(state, config, images))
+
+
+def test_untrained_weights_are_those_the_run_began_with(run: Path) -> None:
+    path = exported(run, "weights=untrained")
+    assert path.name == "encoder-untrained-step00000000-fp32.safetensors"
+    assert (card_of(path)["weights"], card_of(path)["step"]) == ("untrained", 0)
+    state = load_file(path)
+    for name, value in trained_encoder(run, "untrained").items():
+        assert torch.equal(value, state[name])
+    assert not torch.equal(state["norm.bias"], load_file(exported(run))["norm.bias"])
+
+
+def test_the_averaged_encoder(run: Path, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(run)
+    with pytest.raises(ConfigError, match=r"weights=ema, .* no average"):
+        exported(run, "weights=ema")
+    assert snapshot(run) == before
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    averaging = loop.pretrain(compose("pretrain", tiny(tmp_path / "averaging", *ONE_STEP, "ema_decay=0.5"))).path
+    path = exported(averaging, "weights=ema")
+    assert path.name == "encoder-ema-step00000001-fp32.safetensors"
+    assert (card_of(path)["weights"], card_of(path)["step"]) == ("ema", 1)
+    began, ended = (trained_encoder(averaging, weights) for weights in ("untrained", "trained"))
+    average = load_file(path)["norm.bias"]
+    assert torch.allclose(average, (began["norm.bias"] + ended["norm.bias"]) / 2, atol=1e-7)
+    assert average.abs().max() > 1e-3
+
+
+def test_output_names_the_file_and_is_replaced_whole(run: Path, tmp_path: Path) -> None:
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    before = snapshot(run)
+    path = exported(run / "checkpoints" / STEP, f"output={place / 'mine.safetensors'}")
+    assert path == place / "mine.safetensors"
+    assert snapshot(run) == before
+    first = snapshot(place)
+    assert sorted(Path(name).name for name in first) == ["mine.safetensors", "mine.safetensors.json"]
+    assert exported(run, f"output={path}") == path
+    assert snapshot(place) == first, "an export is a function of its checkpoint"
+    exported(run, f"output={path}", "dtype=bf16")
+    assert snapshot(place).keys() == first.keys()
+    assert load_file(path)["norm.bias"].dtype == torch.bfloat16
+    assert card_of(path)["dtype"] == "bf16"
+
+
+def test_files_have_the_rights_that_the_user_gives_new_files(run: Path) -> None:
+    path = exported(run)
+    (run / "new").touch()
+    usual = (run / "new").stat().st_mode
+    assert (path.stat().st_mode, sidecar(path).stat().st_mode) == (usual, usual)
+
+
+# What goes wrong
+
+
+def shifted(state: dict[str, Tensor]) -> None:
+    state["blocks.0.mlp.fc1.bias"][0] += 0.01
+
+
+def swapped(state: dict[str, Tensor]) -> None:
+    state["blocks.0.norm1.weight"], state["blocks.0.norm2.weight"] = (
+        state["blocks.0.norm2.weight"],
+        state["blocks.0.norm1.weight"],
+    )
+
+
+def turned(state: dict[str, Tensor]) -> None:
+    state["pos_embed"] = state["pos_embed"].unflatten(1, (8, 8)).transpose(1, 2).flatten(1, 2)
+
+
+def undefined(state: dict[str, Tensor]) -> None:
+    state["norm.bias"][0] = float("nan")
+
+
+@pytest.mark.parametrize("corrupt", [shifted, swapped, turned, undefined])
+def test_a_file_that_timm_computes_otherwise_from_is_never_put_in_place(
+    run: Path, monkeypatch: pytest.MonkeyPatch, corrupt: Callable[[dict[str, Tensor]], None]
+) -> None:
+    def save_corrupted(state: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+        state = {name: value.clone() for name, value in state.items()}
+        corrupt(state)
+        return save(state, metadata)
+
+    before = snapshot(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(room, "save", save_corrupted)
+        with pytest.raises(UserError, match=r"timm .* computes other features .* nothing was written"):
+            exported(run)
+        assert snapshot(run) == before
+        patch.undo()
+        exported(run)
+        before = snapshot(run)
+        patch.setattr(room, "save", save_corrupted)
+        with pytest.raises(UserError, match="computes other features"):
+            exported(run)
+    assert snapshot(run) == before, "an earlier export stays"
+
+
+def test_a_file_that_timm_cannot_load_is_never_put_in_place(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_less(state: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+        return save({name: value for name, value in state.items() if name != "norm.bias"}, metadata)
+
+    before = snapshot(run)
+    monkeypatch.setattr(room, "save", save_less)
+    with pytest.raises(RuntimeError, match=r"norm\.bias"):
+        exported(run)
+    assert snapshot(run) == before
+
+
+def test_weights_never_stand_beside_the_sidecar_of_others(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = exported(run, f"output={run / 'mine.safetensors'}")
+    replace = Path.replace
+
+    def replace_weights_only(draft: Path, target: Path) -> Path:
+        if target.suffix == ".json":
+            raise KeyboardInterrupt
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", replace_weights_only)
+    with pytest.raises(KeyboardInterrupt):
+        exported(run, f"output={path}", "weights=untrained")
+    assert torch.equal(load_file(path)["norm.bias"], trained_encoder(run, "untrained")["norm.bias"])
+    assert not sidecar(path).exists()
+
+
+def test_weights_too_large_for_float16_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_large(config: KnnConfig) -> FrozenEncoder:
+        frozen = load_encoder(config)
+        frozen.encoder.state_dict()["norm.weight"].mul_(1e5)
+        return frozen
+
+    monkeypatch.setattr(room, "load_encoder", load_large)
+    before = snapshot(run)
+    with pytest.raises(UserError, match="NaN or infinity"):
+        exported(run, "dtype=fp16")
+    assert snapshot(run) == before
+    assert load_file(exported(run, "dtype=bf16"))["norm.weight"].max() > 65504
+
+
+@pytest.mark.parametrize(
+    ("word", "parts"),
+    [
+        ("output=mine.pt", ["output=mine.pt", ".safetensors"]),
+        ("output=", [".safetensors"]),
+        ("output=absent/mine.safetensors", ["output=absent/mine.safetensors", "absent is not a folder"]),
+        ("output=here.safetensors", ["here.safetensors is a folder"]),
+        ("dtype=fp8", ["dtype", "bf16, fp16, fp32"]),
+        ("weights=best", ["weights", "trained, untrained"]),
+        ("pooling=cls", ["pooling is not a key"]),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_by_its_key(
+    run: Path, dmjd: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, parts: list[str]
+) -> None:
+    place = tmp_path / "here"
+    (place / "here.safetensors").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    before = snapshot(tmp_path)
+    code, out, err = dmjd("export", f"checkpoint={run}", word)
+    assert (code, out, len(err.splitlines())) == (2, "", 1), err
+    for part in parts:
+        assert part in err
+    assert snapshot(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = snapshot(run)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run)
+    with pytest.raises(ConfigError, match=r"run cannot be written to; name a file elsewhere with output=FILE"):
+        exported(run)
+    assert snapshot(run) == before
+
+
+def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        exported(run / "absent")
+    (run / "checkpoints" / STEP / "model.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="damaged"):
+        exported(run)
+
+
+# The command line
+
+
+def test_command_line(run: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    code, out, err = dmjd("export", "checkpoint=.")
+    path = run / "export" / NAME
+    assert code == 0, err
+    (line,) = out.splitlines()
+    assert str(path) in line
+    assert str(sidecar(path)) in line
+    assert path.is_file()
+    assert "left out" not in err
+    assert dmjd("export")[0] == 2
+    assert dmjd("export", "--help")[0] == 0
+
+
+def test_the_command_line_says_that_a_mask_token_is_left_out(
+    dmjd: Command, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    run = loop.pretrain(compose("pretrain", tiny(tmp_path / "masked", *ONE_STEP, *VARIANTS["mask token"]))).path
+    code, _, err = dmjd("export", f"checkpoint={run}")
+    assert code == 0, err
+    assert "left out: mask_token" in err

@@ -1,0 +1,84 @@
+"""Disks that are full or read-only, and folders in use: one sentence each, and the last good checkpoint loads."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmjd.train import checkpoint
+
+Words = Callable[..., list[str]]
+Command = Callable[..., tuple[int, str, str]]
+WORDS = ("batch_size=64", "checkpoint_every=4", "keep_checkpoints=100")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: three checkpoints of the tiny run fit."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", place], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting a small disk needs root: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def test_a_full_disk_ends_the_run_in_one_sentence(small_disk: Path, tiny: Words, dmjd: Command) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
+        code, _, errors = dmjd("pretrain", *tiny(small_disk / "run", *WORDS))
+    assert code == 2
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "cannot write" in said[0]
+    assert "earlier checkpoints are intact" in said[0]
+    folder = small_disk / "run" / "checkpoints"
+    assert checkpoint.newest(folder) is not None
+    assert not list(folder.glob("*.tmp")), "the draft gives its space back"
+
+
+def test_a_run_goes_on_where_the_disk_was_full(small_disk: Path, tmp_path: Path, tiny: Words, dmjd: Command) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
+        assert dmjd("pretrain", *tiny(small_disk / "run", *WORDS))[0] == 2
+        shutil.copytree(small_disk / "run", tmp_path / "roomy")
+        assert dmjd("pretrain", *tiny(tmp_path / "roomy", *WORDS))[0] == 0
+        assert dmjd("pretrain", *tiny(tmp_path / "whole", *WORDS))[0] == 0
+    assert (tmp_path / "roomy" / "log.jsonl").read_bytes() == (tmp_path / "whole" / "log.jsonl").read_bytes()
+
+
+def test_a_read_only_folder_is_refused(small_disk: Path, tiny: Words, dmjd: Command) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    code, _, errors = dmjd("pretrain", *tiny(small_disk / "run"))
+    assert code == 2
+    assert errors.startswith("error: run=")
+    assert "cannot be written to" in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(
+    tmp_path: Path, tiny: Words, dmjd: Command, launch: Callable[..., Any]
+) -> None:
+    words = tiny(tmp_path / "run", "epochs=50", "checkpoint_every=1000")
+    first = launch(["pretrain", *words])
+    try:
+        for _ in range(200):
+            first.join(0.1)
+            if (tmp_path / "run" / "log.jsonl").is_file():
+                break
+        before = (tmp_path / "run" / "provenance.json").read_bytes()
+        code, _, errors = dmjd("pretrain", *words)
+        assert code == 2
+        assert f"is in use by process {first.pid}" in errors
+        assert len(errors.splitlines()) == 1
+        assert (tmp_path / "run" / "provenance.json").read_bytes() == before
+    finally:
+        first.kill()
+        first.join()
+    assert dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))[0] == 0, "the kernel let go of the lock"

@@ -1,0 +1,90 @@
+"""The loss curve does not know how many processes, micro-batches or workers computed it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+WORDS = (
+    "batch_size=64",
+    "log_every=1",
+    "checkpoint_every=100",
+    "backbone.depth=2",
+    "backbone.drop_path=0.3",
+    "ema_decay=0.9",
+)
+COLUMNS = ("loss", "mim", "vis", "grad_norm", "m_corr", "m_pred", "lr")
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def curves(
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]], launch: Callable[..., object]
+) -> Callable[..., list[dict[str, float]]]:
+    """``curves(world, *words)``: the log of a run over that many processes."""
+
+    def run(world: int, *words: str) -> list[dict[str, float]]:
+        folder = tmp_path_factory.mktemp("worlds") / "run"
+        engine = "single" if world == 1 else "ddp"
+        command = ["pretrain", *tiny(folder, *WORDS, f"engine={engine}", "engine.device=cpu", *words)]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+        processes = [
+            launch(command, **shared, WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(world)
+        ]
+        for process in processes:
+            process.join(120)  # type: ignore[attr-defined]
+        assert [process.exitcode for process in processes] == [0] * world  # type: ignore[attr-defined]
+        return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def alone(curves: Callable[..., list[dict[str, float]]]) -> list[dict[str, float]]:
+    return curves(1)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (1, ("engine.accumulation=4", "workers=2")),
+        (2, ("workers=1",)),
+        (2, ("engine.accumulation=2",)),
+        (4, ()),
+    ],
+)
+def test_the_curve_is_that_of_one_process(
+    world: int,
+    words: tuple[str, ...],
+    curves: Callable[..., list[dict[str, float]]],
+    alone: list[dict[str, float]],
+) -> None:
+    curve = curves(world, *words)
+    assert len(curve) == len(alone) == 22
+    for ours, reference in zip(curve, alone, strict=True):
+        for column in COLUMNS:
+            assert ours[column] == pytest.approx(reference[column], abs=1e-5, rel=1e-5), (ours["step"], column)
+
+
+def test_drop_path_is_really_on(curves: Callable[..., list[dict[str, float]]], alone: list[dict[str, float]]) -> None:
+    without = curves(1, "backbone.drop_path=0")
+    assert abs(without[0]["loss"] - alone[0]["loss"]) > 1e-4
+
+
+def test_two_processes_need_an_engine_for_them(
+    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., object]
+) -> None:
+    process = launch(["pretrain", *tiny(tmp_path / "run")], WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    process.join(60)  # type: ignore[attr-defined]
+    assert process.exitcode == 2  # type: ignore[attr-defined]
+    assert not (tmp_path / "run").exists()
