@@ -77,11 +77,11 @@ class Quarantine:
         Raises:
             DataError: if there are now too many.
         """
-        for item in substitutions:
-            row = _row(item.bad, item.sample_id, item.substitute, step + 1)
-            if self._list([(row, item.bad)]):
-                _log.warning("step %d: %s; %s takes its place", step + 1, item.bad, item.substitute)
+        rows = {item: _row(item.bad, item.sample_id, item.substitute, step + 1) for item in substitutions}
+        new = [item for item, row in rows.items() if self._list([(row, item.bad)])]
         self._judge()
+        for item in new:
+            _log.warning("step %d: %s; %s takes its place", step + 1, item.bad, item.substitute)
 
     def _list(self, rows: Iterable[tuple[dict[str, Any], BadImage]]) -> list[BadImage]:
         """Append what is not listed yet, and return it."""
