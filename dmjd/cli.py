@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,8 @@ def _pretrain(words: Sequence[str]) -> None:
 
         judges.append(OnlineKnn(config))
     run = pretrain(config, judges)
+    if os.environ.get("RANK", "0") != "0":
+        return
     print(f"{run.path}: finished; next: dmjd knn checkpoint={run.path}, dmjd report {run.path}")
 
 

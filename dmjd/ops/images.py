@@ -71,7 +71,10 @@ def normalise(
         )
     if any(value <= 0 for value in std):
         raise ValueError(f"normalise: std must be positive, got {tuple(std)}")
-    x = images.permute(0, 3, 1, 2).to(torch.float64 if dtype == torch.float64 else torch.float32)
+    # Contiguous: under channels_last the patch convolution's gradient gets strides that are not its weight's, and DDP
+    # copies and warns.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = images.permute(0, 3, 1, 2).to(wide, memory_format=torch.contiguous_format)
     return ((x / 255 - _per_channel(mean, x)) / _per_channel(std, x)).to(dtype)
 
 

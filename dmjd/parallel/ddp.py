@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,6 +13,13 @@ from dmjd.config import OptimConfig
 from dmjd.models.objective import Objective
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import World
+
+# torch 2.14 gave the switch a new name and warns about the old one, which is all that 2.11 knows.
+_BUFFER_SWITCH = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class DDPEngine(SingleEngine):
@@ -25,8 +33,8 @@ class DDPEngine(SingleEngine):
         self._replicas = DistributedDataParallel(
             objective,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
-            broadcast_buffers=False,  # positions are functions of the grid, equal everywhere
             gradient_as_bucket_view=True,
+            **{_BUFFER_SWITCH: False},  # positions are functions of the grid, equal everywhere
         )
         self.module = self._replicas
 
