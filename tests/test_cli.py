@@ -234,7 +234,9 @@ def test_an_image_cut_short_is_named_when_its_turn_comes(
     # Its header is sound, so only a thorough check finds it before the run begins.
     refused(dmjd("pretrain", *tiny(tmp_path / "run", *words, "data.check=decode")), "up/03.png", "cannot be read")
     assert not (tmp_path / "run").exists()
-    refused(dmjd("pretrain", *tiny(tmp_path / "run", *words)), "up/03.png", "1 of 48 images are bad", "data.max_bad_percent")
+    refused(
+        dmjd("pretrain", *tiny(tmp_path / "run", *words)), "up/03.png", "1 of 48 images are bad", "data.max_bad_percent"
+    )
     folder = tmp_path / "run" / "checkpoints"
     assert all((path / checkpoint.MANIFEST).exists() for path in folder.glob("*"))
     assert folder.exists() == bool(checkpoint.newest(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from inspect import signature
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -30,11 +31,12 @@ class DDPEngine(SingleEngine):
 
     def __init__(self, objective: Objective, config: OptimConfig, world: World, precision: torch.dtype) -> None:
         super().__init__(objective, config, world.device, precision)
+        no_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}  # positions are functions of the grid, equal everywhere
         self._replicas = DistributedDataParallel(
             objective,
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
-            **{_BUFFER_SWITCH: False},  # positions are functions of the grid, equal everywhere
+            **no_buffers,
         )
         self.module = self._replicas
 

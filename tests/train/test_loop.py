@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -523,3 +523,56 @@ def test_targets_views_and_images_belong_to_the_flipped_crop(words: Words) -> No
     assert torch.equal(prepared.masked_views.views.mask, views.mask)
     still = Preparation(spec, grid, tokenizer, mean, std, flip=False, seed=0)(batch, 3)
     assert torch.equal(still.crops, batch.images)
+
+
+# Beginning from another run
+
+
+def test_init_begins_from_another_run_and_the_run_s_own_checkpoint_wins(
+    straight: Path, words: Words, no_pictures: None
+) -> None:
+    more = (f"init={straight}", "optim.base_lr=1e-9")
+    run = pretrain(words("second", *more))
+    began = torch.load(straight / "checkpoints" / f"step-{STEPS:08d}" / "model.pt", weights_only=True)
+    for name, value in load(run, "model.pt").items():
+        torch.testing.assert_close(value, began[name], atol=1e-6, rtol=0)
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    before = (run / "log.jsonl").read_bytes()
+    assert pretrain(words("second", *more)) == run
+    assert (run / "log.jsonl").read_bytes() == before
+
+
+def test_an_init_of_another_model_is_refused_before_the_folder_exists(straight: Path, words: Words) -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        pretrain(words("second", f"init={straight}", "backbone.depth=2"))
+    assert not Path(configure(words("second")).run).exists()
+
+
+def test_every_keep_every_th_checkpoint_stays(words: Words, no_pictures: None) -> None:
+    run = pretrain(words("run", "checkpoint_every=2", "keep_checkpoints=1", "keep_every=4"))
+    assert checkpoints(run) == [4, 8, 12]
+
+
+def test_a_judge_speaks_in_the_log_and_changes_nothing_else(straight: Path, words: Words, no_pictures: None) -> None:
+    class Judge:
+        def __init__(self) -> None:
+            self.calls: list[tuple[int, float]] = []
+            self.restored: list[dict[str, Any]] = []
+
+        def __call__(self, encoder: torch.nn.Module, step: int, epoch: float) -> dict[str, float]:
+            self.calls.append((step, epoch))
+            return {"score": 7.0}
+
+        def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+            self.restored = [dict(row) for row in rows]
+
+    judge, later = Judge(), Judge()
+    config = configure(words("judged"))
+    run = loop.pretrain(config, [judge]).path
+    assert judge.calls == [(6, 1.0), (12, 2.0)]
+    verdicts = [row for row in rows(run) if "score" in row]
+    assert verdicts == [{"step": 6, "epoch": 1.0, "score": 7.0}, {"step": 12, "epoch": 2.0, "score": 7.0}]
+    assert [row for row in rows(run) if "score" not in row] == rows(straight)
+    loop.pretrain(config, [later])
+    assert later.restored == rows(run)
+    assert later.calls == []

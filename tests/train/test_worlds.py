@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def free_port() -> str:
 
 @pytest.fixture(scope="module")
 def curves(
-    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]], launch: Callable[..., object]
+    tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]], launch: Callable[..., Any]
 ) -> Callable[..., list[dict[str, float]]]:
     """``curves(world, *words)``: the log of a run over that many processes."""
 
@@ -42,8 +43,8 @@ def curves(
             for rank in range(world)
         ]
         for process in processes:
-            process.join(120)  # type: ignore[attr-defined]
-        assert [process.exitcode for process in processes] == [0] * world  # type: ignore[attr-defined]
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0] * world
         return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
     return run
@@ -82,9 +83,61 @@ def test_drop_path_is_really_on(curves: Callable[..., list[dict[str, float]]], a
 
 
 def test_two_processes_need_an_engine_for_them(
-    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., object]
+    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
 ) -> None:
     process = launch(["pretrain", *tiny(tmp_path / "run")], WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
-    process.join(60)  # type: ignore[attr-defined]
-    assert process.exitcode == 2  # type: ignore[attr-defined]
+    process.join(60)
+    assert process.exitcode == 2
     assert not (tmp_path / "run").exists()
+
+
+POISON = """
+import torch
+from dmjd.train.preparation import Preparation
+call = Preparation.__call__
+def poisoned(self, batch, epoch):
+    prepared = call(self, batch, epoch)
+    poisoned.steps = getattr(poisoned, "steps", 0) + 1
+    if poisoned.steps == 3 and os.environ["RANK"] == "1":
+        prepared.targets.fill_(float("nan"))
+    return prepared
+Preparation.__call__ = poisoned
+"""
+
+
+def telling(file: Path) -> str:
+    """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
+    return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)"
+
+
+def test_a_bad_step_of_one_rank_stops_all_and_names_its_samples(
+    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+) -> None:
+    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, "checkpoint_every=2", "engine=ddp")]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    processes = [
+        launch(words, prelude=telling(tmp_path / "said") + POISON, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [1, 1]
+    said = (tmp_path / "said").read_text()
+    assert "step 3 gave a loss of nan" in said
+    assert "on rank 1, samples " in said
+    assert "rank 0: its own loss was" in said
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_refusal_is_said_once_and_ends_every_rank(
+    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+) -> None:
+    (tmp_path / "run").write_text("in the way")
+    words = ["pretrain", *tiny(tmp_path / "run", "engine=ddp", "batch_size=64")]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+    prelude = telling(tmp_path / "said")
+    processes = [launch(words, prelude, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [2, 2]
+    assert (tmp_path / "said").read_text().count("error: ") == 1

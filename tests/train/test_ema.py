@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dmjd.compose import compose
+from dmjd.evaluate.encoder import load_encoder
+from dmjd.train import checkpoint
+from dmjd.train.ema import EncoderEma
+from dmjd.train.loop import pretrain
+
+Words = Callable[..., list[str]]
+
+
+def test_the_average_is_the_weighted_sum_of_all_values() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 2)
+    values = [layer.weight.detach().double().clone()]
+    ema = EncoderEma(layer, decay=0.8)
+    for _ in range(5):
+        with torch.no_grad():
+            layer.weight.add_(torch.randn(2, 3))
+        ema.update()
+        values.append(layer.weight.detach().double().clone())
+    # .8^5 of the first value, then .2 * .8^(5 - i) of the i-th.
+    expected = 0.8**5 * values[0] + sum(0.2 * 0.8 ** (5 - i) * values[i] for i in range(1, 6))
+    torch.testing.assert_close(ema.encoder_state()["weight"].double(), expected, atol=1e-6, rtol=1e-6)
+    assert not torch.equal(ema.encoder_state()["weight"], layer.weight)
+
+
+def test_its_state_survives() -> None:
+    layer = nn.Linear(3, 2)
+    ema = EncoderEma(layer, decay=0.5)
+    with torch.no_grad():
+        layer.weight.mul_(3)
+    ema.update()
+    other = EncoderEma(nn.Linear(3, 2), decay=0.5)
+    other.load_state_dict(ema.state_dict())
+    assert torch.equal(other.encoder_state()["weight"], ema.encoder_state()["weight"])
+
+
+def test_a_run_keeps_it_and_evaluation_reads_it(tmp_path: Path, tiny: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
+    run = pretrain(compose("pretrain", tiny(tmp_path / "run", "ema_decay=0.9"))).path
+    (folder,) = checkpoint.committed(run / "checkpoints")
+    average = checkpoint.read_loop_state(folder)["ema"]
+    weights = {
+        kind: load_encoder(compose("knn", [f"checkpoint={run}", f"weights={kind}", "device=cpu"])).encoder.state_dict()
+        for kind in ("trained", "ema", "untrained")
+    }
+    for name, value in average.items():
+        assert torch.equal(weights["ema"][name], value)
+        # Eleven steps at .9 leave the average strictly between beginning and end wherever training moved.
+        begin, end = weights["untrained"][name], weights["trained"][name]
+        if not torch.equal(begin, end):
+            assert (value - end).norm() > 0
+            assert (value - begin).norm() > 0
+
+
+def test_the_average_does_not_change_the_training(
+    tmp_path: Path, tiny: Words, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
+    run = pretrain(compose("pretrain", tiny(tmp_path / "run", "ema_decay=0.9"))).path
+    assert (run / "log.jsonl").read_bytes() == (finished_run / "log.jsonl").read_bytes()
