@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from dmjd.errors import ConfigError
-from dmjd.report.files import replace_file
+from dmjd.files import replace_file
 from dmjd.report.html import document, figure, heading, notes
 from dmjd.report.run import Run, read_run
 from dmjd.report.table import Table, compare, escape_markdown

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,11 +11,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
+from dmjd.charts import INK, MUTED, png, tidy
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, metrics, points
 from dmjd.report.speedup import first_reach
 
-INK, MUTED, RULE = "#1f2328", "#59636e", "#d8dee4"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """Okabe and Ito's palette without its yellow, which white paper swallows."""
 DASHES = ("-", "--", ":", "-.")
@@ -53,7 +52,8 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
     for axes, label in ((by_time, f"wall time, {unit_name}"), (by_epochs, "effective training epochs, K x epochs")):
         axes.set_xlabel(label, color=INK)
         axes.set_xlim(left=0)
-        _tidy(axes)
+        tidy(axes)
+        axes.xaxis.set_major_locator(MaxNLocator(7))
         if target is not None:
             axes.axhline(target, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     if baseline is not None and target is not None:
@@ -65,7 +65,7 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
         _widen(by_time, [point.score for curve in curves for point in curve.points])
     by_time.set_ylabel(f"{metric.title}, top-1 %" if metric else "loss", color=INK)
     _legend(figure, [curve for curve in curves if curve.points])
-    return _caption(metric, curves, baseline if target is not None else None), _png(figure)
+    return _caption(metric, curves, baseline if target is not None else None), png(figure)
 
 
 def _curve(index: int, run: Run, metric: Metric | None) -> _Curve:
@@ -102,15 +102,6 @@ def _draw(axes: Axes, x: list[float], curve: _Curve, target: float | None) -> No
     if reached is not None:
         place = x[curve.points.index(reached)]
         axes.plot([place], [reached.score], "o", markersize=13, fillstyle="none", color=curve.style["color"], zorder=3)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(RULE)
-    axes.tick_params(colors=MUTED, labelsize=8.5)
-    axes.xaxis.set_major_locator(MaxNLocator(7))
-    axes.grid(axis="y", color=RULE, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def _widen(axes: Axes, losses: Sequence[float]) -> None:
@@ -158,9 +149,3 @@ def _caption(metric: Metric | None, curves: Sequence[_Curve], baseline: Run | No
     if baseline is not None:
         text += f" The dashed line is the best of {baseline.name}; rings are where runs first have at least that."
     return f"{text} Without such scores: {missing}." if missing else text
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()

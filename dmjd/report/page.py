@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from dmjd.report.files import replace_file
+from dmjd.files import replace_file
 from dmjd.report.html import document, figure, heading, pairs
 from dmjd.report.run import Evaluation, Run, read_run
 from dmjd.report.words import ABSENT, duration, look_up, name_of, plain, rate

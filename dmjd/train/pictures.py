@@ -6,9 +6,7 @@ and every file is replaced atomically, so a page that is being read never meets 
 
 from __future__ import annotations
 
-import io
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.charts import INK, MUTED, png, tidy
+from dmjd.files import replace_file
 from dmjd.ops.views import Views
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
@@ -38,7 +37,6 @@ MARGIN, GAP, HEAD, FOOT = 12, 6, 28, 34
 """Pixels around the sheet, between cells, and reserved above and below for the column titles and the legend."""
 MAX_CELL, MIN_CELL = 192, 48
 
-INK, MUTED, RULE = "#1f2328", "#59636e", "#d8dee4"
 HIDDEN = (200, 205, 212)
 UNCOVERED = (250, 225, 170)  # warm, because grey already means hidden and blue means covered
 CURVES = {"loss": ("total", "#1f2328"), "mim": ("mim", "#0969da"), "vis": ("vis", "#bc4c00")}
@@ -85,7 +83,7 @@ def view_grid(
             sheet.append(_Column("prediction", [_dim(*pair) for pair in zip(cells, uncovered, strict=True)]))
         return sheet
 
-    _write(Path(path), _fitting(columns, _legend(mask.shape[0]), grid, _patch(images, grid)))
+    _replace(path, _fitting(columns, _legend(mask.shape[0]), grid, _patch(images, grid)))
 
 
 def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: str | Path) -> None:
@@ -103,7 +101,7 @@ def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: st
         sheet = _view_columns(photos, mask, grid, token)
         return [_Column(title, column.cells) for title, column in zip(titles, sheet, strict=True)]
 
-    _write(Path(path), _fitting(columns, _legend(count), grid, _patch(images, grid)))
+    _replace(path, _fitting(columns, _legend(count), grid, _patch(images, grid)))
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -146,16 +144,8 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     rate_axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     rate_axes.set_xlabel("step", color=INK)
     for axes in (loss_axes, rate_axes):
-        _tidy(axes)
-    _write(Path(path), _png(figure))
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(RULE)
-    axes.tick_params(colors=MUTED, labelsize=8.5, which="both")
-    axes.grid(axis="y", color=RULE, linewidth=0.6)
-    axes.set_axisbelow(True)
+        tidy(axes)
+    _replace(path, png(figure))
 
 
 def _number(row: dict[str, Any], key: str) -> float:
@@ -303,20 +293,9 @@ def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]]) -> bytes:
         ncols=len(legend), frameon=False, fontsize=legend_pixels * 72 / DPI, labelcolor=MUTED,
         handlelength=1, handleheight=1, handletextpad=0.5, columnspacing=1.4,
     )  # fmt: skip
-    return _png(figure)
+    return png(figure)
 
 
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi="figure", metadata={"Software": None}, pil_kwargs={"optimize": True})
-    return buffer.getvalue()
-
-
-def _write(path: Path, png: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(png)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _replace(path: str | Path, content: bytes) -> None:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    replace_file(Path(path), content)

@@ -19,6 +19,7 @@ import dmjd
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
 from dmjd.errors import ConfigError, StorageError
+from dmjd.files import replace_file
 from dmjd.parallel.world import World
 from dmjd.train import checkpoint
 
@@ -102,11 +103,11 @@ class RunFolder:
         device = world.device
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
-        write_atomically(self.config, to_yaml(config))
-        write_atomically(self.path / "environment.txt", _packages())
+        replace_file(self.config, to_yaml(config))
+        replace_file(self.path / "environment.txt", _packages())
         sha, diff = _source_state()
         if diff:
-            write_atomically(self.path / "source.diff", diff)
+            replace_file(self.path / "source.diff", diff)
         record = {
             "dmjd": dmjd.__version__,
             "git_sha": sha,
@@ -122,7 +123,7 @@ class RunFolder:
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         launches = json.loads(self.provenance.read_text())["launches"] if self.provenance.is_file() else []
-        write_atomically(self.provenance, json.dumps({**record, "launches": [*launches, record]}, indent=1))
+        replace_file(self.provenance, json.dumps({**record, "launches": [*launches, record]}, indent=1))
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``."""
@@ -132,15 +133,8 @@ class RunFolder:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""
         self.evaluations.mkdir(parents=True, exist_ok=True)
         path = self.evaluations / f"{name}.json"
-        write_atomically(path, json.dumps(result, indent=1))
+        replace_file(path, json.dumps(result, indent=1))
         return path
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from dmjd.errors import ConfigError
-from dmjd.train.run_folder import write_atomically
+from dmjd.files import replace_file
 
 logger = logging.getLogger("dmjd")
 
@@ -206,5 +206,5 @@ def _kept_id(path: Path) -> str:
         return kept
     # Not from the random module: its state belongs to whoever seeded it.
     identity = secrets.token_hex(8)
-    write_atomically(path, json.dumps({"wandb_id": identity}))
+    replace_file(path, json.dumps({"wandb_id": identity}))
     return identity

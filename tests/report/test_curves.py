@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from dmjd.charts import png
 from dmjd.report import curves
 from dmjd.report.curves import convergence
 from dmjd.report.run import read_run
@@ -22,13 +23,12 @@ Drawn = Callable[..., tuple[str, list[Axes]]]
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     """``drawn(*folders, baseline=None)``: the caption, and the panels as they went into the picture."""
     figures: list[Figure] = []
-    encode = curves._png
 
     def keep(figure: Figure) -> bytes:
         figures.append(figure)
-        return encode(figure)
+        return png(figure)
 
-    monkeypatch.setattr(curves, "_png", keep)
+    monkeypatch.setattr(curves, "png", keep)
 
     def draw(*folders: Path, baseline: Path | None = None) -> tuple[str, list[Axes]]:
         runs = [read_run(folder) for folder in folders]

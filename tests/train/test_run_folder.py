@@ -15,7 +15,7 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.world import alone
 from dmjd.train import checkpoint
-from dmjd.train.run_folder import RunFolder, write_atomically
+from dmjd.train.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 
@@ -140,19 +140,6 @@ def test_an_evaluation_is_kept_under_its_name(tmp_path: Path) -> None:
     path = RunFolder(tmp_path).write_evaluation("knn-trained", {"top1": 1.5})
     assert path == tmp_path / "evaluations" / "knn-trained.json"
     assert json.loads(path.read_text()) == {"top1": 1.5}
-
-
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
-    write_atomically(path, "before")
-
-    def full_disk(self: Path, target: Path) -> Path:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        write_atomically(path, "after")
-    assert path.read_text() == "before"
 
 
 def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[..., list[str]]) -> None:

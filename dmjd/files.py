@@ -1,0 +1,16 @@
+"""Files that a reader never meets half written. Knows nothing but the standard library."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, content: bytes | str) -> None:
+    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
