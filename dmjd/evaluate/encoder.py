@@ -38,6 +38,12 @@ class FrozenEncoder:
     step: int
     run: RunFolder
 
+    @property
+    def source(self) -> str:
+        """What the encoder is judged on, in a few words that tell two data sets apart."""
+        where = f" in {self.data.root}" if self.data.root else ""
+        return f"{self.data.name}{where}, {self.size[0]}x{self.size[1]}"
+
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
         # A score over other images would be another score: none may be bad, and none is substituted.
@@ -73,6 +79,10 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     if config.weights != "untrained":
         load_strictly(objective, read_model(folder), folder)
         step = checkpoint.step_of(folder)
+    elif trained.init is not None:
+        raise ConfigError(
+            f"weights=untrained: this run began from init={trained.init}; evaluate that checkpoint instead"
+        )
     if config.weights == "ema":
         average = checkpoint.read_loop_state(folder).get("ema")
         if average is None:

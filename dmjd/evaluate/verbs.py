@@ -39,6 +39,7 @@ def knn(config: KnnConfig) -> dict[str, Any]:
         "k": result.k,
         "temperature": result.temperature,
         "train_images": len(train),
+        "data": frozen.source,
     }
     return _record(frozen, "knn", config.weights, {"top1": result.top1, "top5": result.top5}, settings)
 
@@ -64,6 +65,7 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
         "pooling": config.pooling,
         "augment": config.augment,
         "train_images": len(source),
+        "data": frozen.source,
         "seed": config.seed,
         "epochs": result.epochs,
         "batch_size": result.batch_size,

@@ -48,6 +48,9 @@ class Engine(Protocol):
     def step(self, lr: float, weight_decay: float) -> StepResult:
         """Clip, update if the gradient is finite, and drop the gradients."""
 
+    def discard(self) -> None:
+        """Drop accumulated gradients without a step."""
+
     def save(self, path: Path) -> None:
         """Write parameters and optimizer state into the existing folder ``path``. Called on rank 0 alone."""
 

@@ -56,8 +56,11 @@ class SingleEngine:
         # The fused kernel reads this flag on the device and leaves parameters, moments and step counts alone.
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.discard()
         return StepResult(norm, 1 - skipped)
+
+    def discard(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: Path) -> None:
         torch.save(self.objective.state_dict(), path / MODEL_FILE)

@@ -42,22 +42,39 @@ class World:
         return values
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns on rank 0, handed to every rank. A UserError is raised on every rank alike, so that none
-        waits for one that has left."""
+        """What ``act`` returns on rank 0, handed to every rank. If it raises there, every rank does, so that none waits
+        for one that has left."""
         if self.size == 1:
             return act()
         outcome: list[Any] = [None, None]
         if self.is_main:
             try:
                 outcome = [act(), None]
-            except UserError as error:
-                outcome = [None, error]
+            except Exception as error:
+                dist.broadcast_object_list([None, str(error)], src=0)
+                raise
         dist.broadcast_object_list(outcome, src=0)
         if outcome[1] is not None:
-            outcome[1].told = not self.is_main
-            raise outcome[1]
+            raise _told(outcome[1])
         result: T = outcome[0]
         return result
+
+    def together(self, act: Callable[[], T]) -> T:
+        """What ``act`` returns on this rank, unless it was refused on any: then every rank raises."""
+        if self.size == 1:
+            return act()
+        refusal: UserError | None = None
+        try:
+            result = act()
+        except UserError as error:
+            refusal = error
+        sentences = self.gather(None if refusal is None else str(refusal))
+        speaker = next((rank for rank, sentence in enumerate(sentences) if sentence is not None), None)
+        if speaker is None:
+            return result
+        if refusal is not None and self.rank == speaker:
+            raise refusal
+        raise _told(str(sentences[speaker]))
 
     def gather(self, item: T) -> list[T]:
         """``item`` of every rank, in rank order, on every rank."""
@@ -72,6 +89,13 @@ class World:
         if self.size > 1:
             dist.barrier()
             dist.destroy_process_group()
+
+
+def _told(sentence: str) -> UserError:
+    """A refusal that another rank prints."""
+    error = UserError(sentence)
+    error.told = True
+    return error
 
 
 def alone(device: torch.device) -> World:

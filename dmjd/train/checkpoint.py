@@ -57,11 +57,12 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int, ke
     position = folders.index(final) + 1
     older = folders[: max(0, position - keep)]
     for torn in [path for path in folder.glob(f"{_PREFIX}*") if not (path / MANIFEST).is_file()]:
-        shutil.rmtree(torn)  # a draft, or what was being dropped, when an earlier launch was killed
+        shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
     for old in [path for path in older if not keep_every or step_of(path) % keep_every] + folders[position:]:
         # The manifest goes first, so a half-deleted checkpoint does not count either.
-        (old / MANIFEST).unlink()
-        shutil.rmtree(old)
+        # Somebody may be reading it on a network disk; what stays behind is swept with the next commit.
+        (old / MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(old, ignore_errors=True)
     return final
 
 
@@ -111,15 +112,15 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def resolve(path: Path) -> Path:
-    """A checkpoint folder from what a user names: itself, a run folder, or the folder of checkpoints.
+def resolve(path: Path, key: str = "checkpoint") -> Path:
+    """A checkpoint folder from what a user names under ``key``: itself, a run folder, or the folder of checkpoints.
 
     Raises:
         CheckpointError: if there is none, or it is damaged.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"checkpoint={path} is not a folder; name a run folder or one of its checkpoints/step-XXXXXXXX"
+            f"{key}={path} is not a folder; name a run folder or one of its checkpoints/step-XXXXXXXX"
         )
     path = path.resolve()  # its run folder is found by going up, which `.` would not allow
     if (path / MANIFEST).is_file():

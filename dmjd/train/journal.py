@@ -35,6 +35,7 @@ class Journal:
         self._steps_per_epoch = steps_per_epoch
         self._window = Window()
         self._offsets = {"log": 0, "timing": 0}
+        self._lap_step = 0  # the window may hold steps of an earlier launch, whose time this one did not take
         self._log: RunLog | None = None
         self._timing: RunLog | None = None
         self._progress: Progress | None = None
@@ -42,6 +43,7 @@ class Journal:
 
     def open(self, run: RunFolder, done: int, stack: ExitStack) -> None:
         """Begin to write, behind what earlier launches wrote up to step ``done``."""
+        self._lap_step = done
         self._log = RunLog(run.log, self._offsets["log"])
         stack.callback(self._log.close)
         self._timing = RunLog(run.timing, self._offsets["timing"])
@@ -64,7 +66,8 @@ class Journal:
             self._progress.advance(numbers)
         if step % self._config.log_every and step != self._total_steps:
             return
-        images = self._window.steps * self._config.batch_size
+        images = (step - self._lap_step) * self._config.batch_size
+        self._lap_step = step
         self.note(step, {**self._window.flush(), "lr": lr})
         seconds, waited = self.clock.lap()
         timing = {
@@ -89,11 +92,15 @@ class Journal:
         if self._trackers is not None:
             self._trackers.pictures(pictures, step)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Also brings the log to disk, so that no checkpoint knows of rows that a crash can take away."""
-        for name, log in (("log", self._log), ("timing", self._timing)):
+    def sync(self) -> None:
+        """To disk, before a checkpoint records how long the files are: it must not know of rows that a crash takes."""
+        for log in (self._log, self._timing):
             if log is not None:
                 log.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        for name, log in (("log", self._log), ("timing", self._timing)):
+            if log is not None:
                 self._offsets[name] = log.offset
         return {
             "window": self._window.state_dict(),

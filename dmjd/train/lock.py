@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, StorageError
 
 
 @contextmanager
@@ -17,15 +17,19 @@ def only_run_in(folder: Path) -> Iterator[None]:
     """Hold ``folder`` for this process; the kernel lets go of it however the process ends.
 
     Raises:
-        ConfigError: naming who holds it.
+        ConfigError: naming who holds it. StorageError: where files cannot be locked.
     """
     with (folder / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise ConfigError(f"run={folder} is in use by {holder}; stop it, or name another folder") from error
+        except OSError as error:
+            raise StorageError(f"run={folder}: this file system cannot lock files ({error.strerror})") from error
+        # A forked loader worker shares the lock and outlives a killed run by seconds.
+        os.register_at_fork(after_in_child=file.close)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

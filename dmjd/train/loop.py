@@ -31,7 +31,7 @@ from dmjd.train.guard import PendingStep
 from dmjd.train.journal import Journal
 from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
-from dmjd.train.preview import write_pictures
+from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.schedules import cosine
 from dmjd.train.state import Position, RandomState, Registry
@@ -63,6 +63,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
         training = Pretraining(config, run, world, judges)
         training.enter(stack)
         training.play()
+        training.engine.close()
     world.close()
     return run
 
@@ -82,12 +83,12 @@ class Pretraining:
                 f"batch_size={config.batch_size} is not divisible by engine.accumulation={parts} times "
                 f"{world.size} process(es)"
             )
-        self.engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
-        # A checkpoint of the run's own will win over this one, so that the same command line both starts and restarts.
-        if config.init is not None:
-            initial = checkpoint.resolve(Path(config.init))
-            load_strictly(self.engine.objective, read_model(initial), initial)
-        self.dataset = build_dataset(data, "train")
+        objective = build_objective(config, tokenizer.dim)
+        initial = world.on_main(self._initial_checkpoint)
+        if initial is not None:
+            load_strictly(objective, read_model(initial), initial)
+        self.engine = build_engine(objective, config.engine, config.optim, world)
+        self.dataset = world.together(lambda: build_dataset(data, "train"))
         self.batches = training_batches(data, self.dataset, config.batch_size, config.seed, world.rank, world.size)
         self.prepare = Preparation(
             spec,
@@ -129,13 +130,23 @@ class Pretraining:
             self.registry.load_state_dict(checkpoint.read_loop_state(own))
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
-        self.world.on_main(lambda: self._quarantine().admit(self.dataset.bad))
+        self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
         self.quarantine = self._quarantine()
-        if self.world.is_main:
-            run.record(self.config, self.world)
-            self.journal.open(run, self.position.step, stack)
-            for judge in self.judges:
-                judge.restore(run.read_log())
+
+    def _begin_to_write(self, stack: ExitStack, anew: bool) -> None:
+        if anew:  # as the log does; another data set may have filled the list before the first checkpoint
+            self.run.quarantine.unlink(missing_ok=True)
+        self._quarantine().admit(self.dataset.bad)
+        self.run.record(self.config, self.world)
+        self.journal.open(self.run, self.position.step, stack)
+        for judge in self.judges:
+            judge.restore(self.run.read_log())
+
+    def _initial_checkpoint(self) -> Path | None:
+        """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
+        if self.config.init is None or checkpoint.committed(self.run.checkpoints):
+            return None
+        return checkpoint.resolve(Path(self.config.init), "init")
 
     def _quarantine(self) -> Quarantine:
         return Quarantine(self.run.quarantine, len(self.dataset), self.config.data.max_bad_percent)
@@ -149,7 +160,14 @@ class Pretraining:
         pin = device.type == "cuda"
         loader = make_loader(self.batches, self.position.step, stop, self.config.workers, pin, self.quarantine)
         self.engine.module.train()
+        rehearsed = self.world.size == 1
         for batch in self.journal.clock.waiting(loader):
+            if not rehearsed:
+                self._forward_backward(batch.to(device))
+                self.engine.discard()
+                # DDP lays its buckets out anew after the first backward, and the layout decides in which order three or
+                # more ranks are added. From here on it is the same in every launch.
+                rehearsed = True
             losses, rates = self._forward_backward(batch.to(device))
             result = self._update()
             self._observe(batch, losses, rates, result)
@@ -197,17 +215,20 @@ class Pretraining:
         if not self.judges:
             return
         self._settle()
-        if not self.world.is_main:
-            return
         step = self.position.step
-        for judge in self.judges:
-            verdict = judge(self.engine.objective.model.encoder, step, step / self.steps_per_epoch)
-            if verdict is not None:
-                self.journal.note(step, verdict)
+
+        def hear() -> None:
+            for judge in self.judges:
+                verdict = judge(self.engine.objective.model.encoder, step, step / self.steps_per_epoch)
+                if verdict is not None:
+                    self.journal.note(step, verdict)
+
+        self.world.on_main(hear)
 
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
         self._settle()  # a step that was not finite must stop the run before it reaches the disk
+        self.world.on_main(self.journal.sync)
         state = self.registry.state_dict()
         step = self.position.step
 
@@ -221,9 +242,16 @@ class Pretraining:
             checkpoint.commit(self.run.checkpoints, step, write, keep=keep, keep_every=every)
 
         self.world.on_main(commit)
-        if self.world.is_main:
-            prepared = self.prepare(batch.to(self.engine.device), (step - 1) // self.steps_per_epoch)
+        self.world.on_main(lambda: self._show(batch))
+
+    def _show(self, batch: Batch) -> None:
+        """Refresh the pictures. A run does not end for want of them."""
+        step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
+        prepared = self.prepare(shown.to(self.engine.device), (step - 1) // self.steps_per_epoch)
+        try:
             self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))
+        except OSError as error:
+            logger.warning("no pictures at step %d: %s", step, error)
 
     def _lr(self, step: int) -> float:
         return cosine(

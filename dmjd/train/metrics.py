@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -95,7 +96,10 @@ class RunLog:
     def write(self, row: dict[str, Any]) -> None:
         line = (json.dumps(row) + "\n").encode()
         try:
-            self._file.write(line)
+            written = self._file.write(line)
+            if written != len(line):  # a nearly full disk takes a part and says nothing
+                self._file.truncate(self.offset)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact") from error
         self.offset += len(line)
@@ -105,5 +109,7 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self.sync()
-        self._file.close()
+        try:
+            self.sync()
+        finally:
+            self._file.close()

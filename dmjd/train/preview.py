@@ -15,13 +15,13 @@ from dmjd.train.preparation import Prepared
 from dmjd.train.run_folder import RunFolder
 
 SHOWN_IMAGES = 6
+"""How many samples a picture has room for."""
 
 
 def write_pictures(run: RunFolder, engine: Engine, prepared: Prepared, tokenizer: Tokenizer) -> dict[str, Path]:
-    """Refresh ``pictures/`` from the first images of ``prepared`` and the log so far; the files by name."""
+    """Refresh ``pictures/`` from ``prepared`` (a handful of samples) and the log so far; the files by name."""
     objective = engine.objective
-    views = prepared.masked_views.views.map(lambda part: part[:, :SHOWN_IMAGES])
-    images, crops, targets = (x[:SHOWN_IMAGES] for x in (prepared.images, prepared.crops, prepared.targets))
+    views, images, crops, targets = prepared.masked_views.views, prepared.images, prepared.crops, prepared.targets
     tokens = targets.shape[1]
     everywhere = torch.arange(tokens, device=targets.device).expand(*views.mask.shape[:2], tokens)
     with torch.inference_mode(), engine.micro_batch(last=False):

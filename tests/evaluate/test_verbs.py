@@ -46,7 +46,13 @@ def test_knn_keeps_its_record(run: Path) -> None:
     assert name.startswith("knn-trained-step00000011-")
     assert json.loads((run / "evaluations" / name).read_text()) == record
     assert (record["verb"], record["weights"], record["step"]) == ("knn", "trained", 11)
-    assert record["settings"] == {"pooling": "mean", "k": 7, "temperature": 0.1, "train_images": 500}
+    assert record["settings"] == {
+        "pooling": "mean",
+        "k": 7,
+        "temperature": 0.1,
+        "train_images": 500,
+        "data": "digits, 32x32",
+    }
     assert 30 < record["top1"] < record["top5"] < 100, "far above chance, and nothing perfect"
     assert record["top1"] * 3.6 == pytest.approx(round(record["top1"] * 3.6)), "a count of 360 images"
 
@@ -86,6 +92,7 @@ def test_linprobe_keeps_its_record(run: Path, augment: bool) -> None:
         "pooling": "mean",
         "augment": augment,
         "train_images": 512 if augment else 600,
+        "data": "digits, 32x32",
         "seed": 3,
         "epochs": 3,
         "batch_size": 256,
@@ -270,3 +277,10 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
 
 def test_verbs_are_by_their_names() -> None:
     assert {"knn": knn, "linprobe": linprobe} == VERBS
+
+
+def test_scores_on_other_data_are_other_scores(run: Path) -> None:
+    evaluate("knn", run, "train_images=100")
+    evaluate("knn", run, "train_images=100", "data=digits", "data.image_size=[16,16]")
+    kept = [json.loads((run / "evaluations" / name).read_text()) for name in evaluations(run)]
+    assert sorted(record["settings"]["data"] for record in kept) == ["digits, 16x16", "digits, 32x32"]

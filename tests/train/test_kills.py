@@ -66,11 +66,17 @@ def test_equality_has_power(undisturbed: Path) -> None:
     assert not same(state, poked)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "workers"), [(0, 0), (1, 2)])
 def test_random_kills(
-    seed: int, tmp_path: Path, undisturbed: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+    seed: int,
+    workers: int,
+    tmp_path: Path,
+    undisturbed: Path,
+    tiny: Callable[..., list[str]],
+    launch: Callable[..., Any],
 ) -> None:
-    command = ["pretrain", *tiny(tmp_path / "run", *WORDS)]
+    # Workers outlive their killed parent by seconds, and must not keep its folder from the next launch.
+    command = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"workers={workers}")]
     moments = random.Random(seed)
     kills = 0
     while True:
@@ -117,7 +123,9 @@ Path.rename = lambda self, target: {KILL}
     "while dropping an old checkpoint": f"""
 import dmjd.train.checkpoint as checkpoint
 remove = checkpoint.shutil.rmtree
-checkpoint.shutil.rmtree = lambda path, **options: remove(path, **options) if options else {KILL}
+def fault(path, **options):
+    {KILL} if path.suffix != ".tmp" and path.exists() else remove(path, **options)
+checkpoint.shutil.rmtree = fault
 """,
     "in the middle of a log line": f"""
 from dmjd.train.metrics import RunLog

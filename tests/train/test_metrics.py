@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +146,27 @@ def test_waiting_passes_a_loaders_error_on(clock: Clock) -> None:
     assert next(items) == 1
     with pytest.raises(ValueError, match="broken image"):
         next(items)
+
+
+def test_a_disk_that_takes_half_a_row_leaves_whole_rows(tmp_path: Path) -> None:
+    # In a process of its own, whose files may not grow beyond 100 bytes: the write is cut short without an error.
+    program = """
+import resource, signal, sys
+from pathlib import Path
+from dmjd.errors import StorageError
+from dmjd.train.metrics import RunLog
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+log = RunLog(Path(sys.argv[1]))
+try:
+    while True:
+        log.write({"step": 1, "text": "x" * 20})
+except StorageError as error:
+    print(log.offset, error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "log.jsonl")], capture_output=True, text=True, check=True
+    )
+    content = (tmp_path / "log.jsonl").read_bytes()
+    assert content.endswith(b"}\n")
+    assert done.stdout.startswith(f"{len(content)} cannot write")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 WORDS = (
     "batch_size=64",
@@ -91,6 +92,7 @@ def test_two_processes_need_an_engine_for_them(
     assert not (tmp_path / "run").exists()
 
 
+# The first call is the rehearsal, so the fourth is step 3.
 POISON = """
 import torch
 from dmjd.train.preparation import Preparation
@@ -98,7 +100,7 @@ call = Preparation.__call__
 def poisoned(self, batch, epoch):
     prepared = call(self, batch, epoch)
     poisoned.steps = getattr(poisoned, "steps", 0) + 1
-    if poisoned.steps == 3 and os.environ["RANK"] == "1":
+    if poisoned.steps == 4 and os.environ["RANK"] == "1":
         prepared.targets.fill_(float("nan"))
     return prepared
 Preparation.__call__ = poisoned
@@ -141,3 +143,34 @@ def test_a_refusal_is_said_once_and_ends_every_rank(
         process.join(120)
     assert [process.exitcode for process in processes] == [2, 2]
     assert (tmp_path / "said").read_text().count("error: ") == 1
+
+
+CUT = """
+import dmjd.train.loop as loop
+persist = loop.Pretraining._persist
+def fault(self, batch):
+    persist(self, batch)
+    os._exit(9)
+loop.Pretraining._persist = fault
+"""
+
+
+def test_three_processes_go_on_in_the_same_bits(
+    tmp_path: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+) -> None:
+    # With two addends the order of a sum does not matter; with three it does.
+    def run(name: str, prelude: str = "") -> list[int]:
+        words = ["pretrain", *tiny(tmp_path / name, *WORDS, "batch_size=66", "checkpoint_every=8", "engine=ddp")]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "3"}
+        processes = [launch(words, prelude, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(3)]
+        for process in processes:
+            process.join(120)
+        return [process.exitcode for process in processes]
+
+    assert run("straight") == [0, 0, 0]
+    assert run("cut", CUT) == [9, 9, 9]
+    assert run("cut") == [0, 0, 0]
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    assert (straight / "log.jsonl").read_bytes() == (cut / "log.jsonl").read_bytes()
+    states = [torch.load(path / "checkpoints/step-00000021/model.pt", weights_only=True) for path in (straight, cut)]
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
