@@ -16,8 +16,8 @@ from dmjd.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
-FIRST_STEP_TIMEOUT = timedelta(minutes=30)
-"""Until the first step is done: compilation and a cold file system take their time."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long a rank waits for the others: compilation, a cold file system and online kNN on rank 0 take their time."""
 
 
 @dataclass(frozen=True)
@@ -122,5 +122,5 @@ def join_world(device: torch.device, engine: str) -> World:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=FIRST_STEP_TIMEOUT)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
     return World(rank, size, local_rank, device)
