@@ -135,7 +135,7 @@ def host_us(calls: Sequence[Call], seconds: float = 1.0) -> float:
 
 
 def copy_bytes_per_us(size: int = 1 << 30) -> float:
-    """Bytes read plus written in a microsecond by a device-to-device copy of ``size`` bytes: what "floor" means here."""
+    """Bytes read plus written in a microsecond by a device-to-device copy: what "floor" means here."""
     source = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
     target = torch.empty_like(source[0])
     return 2 * size / device_us([lambda s=s: target.copy_(s) for s in source])[0]
