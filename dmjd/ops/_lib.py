@@ -1,20 +1,18 @@
 """The ``dmjd`` operator namespace: Python owns schemas, references, fakes and gradients; native libraries add kernels.
 
 Every op is defined by :func:`define` with a vectorised PyTorch reference registered as its CompositeExplicitAutograd
-kernel, so it works on every device without a compiler. ``_C_cpu`` and ``_C_cuda`` are stable-ABI libraries (one binary
-for every torch >= 2.11 and every Python) that register ``CPU`` and ``CUDA`` kernels when they are imported; the
-dispatcher prefers those. ``DMJD_DISABLE_EXT=1`` leaves them out, which is how a kernel bug is told from a model bug.
+kernel, so it works on every device without a compiler. The dispatcher prefers a native kernel where one is registered.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+
+from dmjd.ops import _native
 
 NAMESPACE = "dmjd"
 
@@ -23,14 +21,58 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references: dict[str, Callable[..., Any]] = {}
 
 
-def define(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the reference of a new op; ``schema`` reads ``"name(Tensor x) -> Tensor"``."""
+def _is_native(name: str, device: str) -> bool:
+    # Ask the dispatcher, not a flag: static registrations can run even when the import itself fails.
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device)
+
+
+def _on_card(arguments: Iterable[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments)
+
+
+def _until_loaded(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``reference``, which on a CUDA tensor first sees whether a native kernel can take the call.
+
+    Once the CUDA library is loaded the dispatcher goes to its kernels by itself and never comes here again.
+    """
+
+    @functools.wraps(reference)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if _on_card((*args, *kwargs.values())):
+            why = _native.why_missing("CUDA")
+            if why is not None:
+                _native.warn_of_references(why)
+            elif _is_native(name, "CUDA"):
+                return getattr(torch.ops.dmjd, name).default(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    return kernel
+
+
+def define(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    setup_context: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the reference of a new op.
+
+    Args:
+        schema: reads ``"name(Tensor x, SymInt size) -> Tensor"``.
+        fake: shapes and dtypes of the outputs, from the same arguments.
+        setup_context, backward: the gradient, as in ``torch.library.register_autograd``.
+    """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(", 1)[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, reference, "CompositeExplicitAutograd")
+        _library.impl(name, _until_loaded(name, reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        if backward is not None:
+            torch.library.register_autograd(
+                f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library
+            )
         _references[name] = reference
         return reference
 
@@ -42,43 +84,16 @@ def reference(name: str) -> Callable[..., Any]:
     return _references[name]
 
 
-@dataclass(frozen=True)
-class KernelLibrary:
-    """One native library: which dispatch key it serves, and why it is absent if it is."""
-
-    module: str
-    device: str
-    missing: str | None
-
-
-def _load(module: str, device: str) -> KernelLibrary:
-    if os.environ.get("DMJD_DISABLE_EXT", "0") not in ("", "0"):
-        return KernelLibrary(module, device, "DMJD_DISABLE_EXT is set")
-    if device == "CUDA" and torch.version.cuda is None:
-        return KernelLibrary(module, device, "this torch was built without CUDA")
-    try:
-        importlib.import_module(f"dmjd.{module}")
-    except ModuleNotFoundError:
-        return KernelLibrary(
-            module, device, "not built: reinstall with `pip install --no-build-isolation .` and a compiler"
-        )
-    except ImportError as error:
-        return KernelLibrary(module, device, f"built, but does not load on torch {torch.__version__}: {error}")
-    return KernelLibrary(module, device, None)
-
-
-# torch is imported above, so its libraries are in the process before ours look for them.
-libraries = (_load("_C_cpu", "CPU"), _load("_C_cuda", "CUDA"))
-
-
 def status() -> dict[str, dict[str, str]]:
-    """For every op, which kernel serves it on each device: ``{"op": {"CPU": "native", "CUDA": "reference: why"}}``."""
-    table: dict[str, dict[str, str]] = {}
-    for name in sorted(_references):
-        table[name] = {}
-        for library in libraries:
-            # Ask the dispatcher, not a flag: static registrations can run even when the import itself fails.
-            native = torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", library.device)
-            why = library.missing or "no native kernel for this op yet"
-            table[name][library.device] = "native" if native else f"reference: {why}"
-    return table
+    """For every op, which kernel serves it on each device: ``{"op": {"CPU": "native", "CUDA": "reference: why"}}``.
+
+    Loads the CUDA library if nothing has yet, and so initialises CUDA where there is a device.
+    """
+    missing = {device: _native.why_missing(device) for device in _native.DEVICES}
+    return {
+        name: {
+            device: "native" if _is_native(name, device) else f"reference: {why or 'no native kernel for this op'}"
+            for device, why in missing.items()
+        }
+        for name in sorted(_references)
+    }

@@ -1,0 +1,110 @@
+"""The native kernel libraries: which one serves a dispatch key, and why not.
+
+``_C_cpu`` and ``_C_cuda`` are stable-ABI libraries (one binary for every torch >= 2.11 and every Python) that register
+their kernels when they are imported. ``DMJD_DISABLE_EXT=1`` leaves them out, which is how a kernel bug is told from a
+model bug.
+
+``_C_cuda`` waits for the first CUDA call. Kernels for other cards than the one at hand would fail with "no kernel image
+is available", so the cards are asked before it is loaded; but asking initialises CUDA, and a process that has done so can
+no longer fork its data loading workers. An import must not do that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import warnings
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+_MODULES = {"CPU": "_C_cpu", "CUDA": "_C_cuda"}
+_INSTALL = "pip install --no-build-isolation ."
+
+DEVICES = tuple(_MODULES)
+"""Dispatch keys that native kernels exist for."""
+
+disabled = os.environ.get("DMJD_DISABLE_EXT", "0") not in ("", "0")
+"""Whether the user asked for the references."""
+
+
+def covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether a build for ``archs`` (as in TORCH_CUDA_ARCH_LIST: ``["8.0", "9.0+PTX"]``) runs on a card.
+
+    Machine code serves the cards of its major version from its minor version on; with ``+PTX`` the driver compiles for
+    newer ones. The suffix ``a`` ties both to the very card, ``f`` ties PTX to the major version.
+    """
+    for arch in archs:
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
+        assert match, f"setup.py lets no such architecture through: {arch}"
+        built, suffix, ptx = (int(match[1]), int(match[2])), match[3], match[4]
+        same_major = built[0] == capability[0] and suffix != "a"
+        if built == capability or (built < capability and (same_major or (ptx and not suffix))):
+            return True
+    return False
+
+
+def _built_archs() -> list[str] | None:
+    """What ``_C_cuda`` was built for; None where nothing tells, as when the library came here without ``_core``."""
+    try:
+        from dmjd import _core
+    except ImportError:
+        return None
+    return _core.build_info()["cuda_archs"] or None
+
+
+def _obstacle(device: str) -> str | None:
+    """What speaks against loading the library, without having tried."""
+    if disabled:
+        return "DMJD_DISABLE_EXT is set"
+    if device != "CUDA":
+        return None
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    cards = torch.cuda.device_count()
+    if not cards:
+        return "no CUDA device"
+    archs = _built_archs()
+    for card in range(cards if archs else 0):
+        capability = torch.cuda.get_device_capability(card)
+        if not covers(archs or [], capability):
+            number = ".".join(map(str, capability))
+            return (
+                f"built for {';'.join(archs or [])}, which does not cover cuda:{card} "
+                f"({torch.cuda.get_device_name(card)}, {number}): rebuild with TORCH_CUDA_ARCH_LIST={number}"
+            )
+    return None
+
+
+def _import(module: str) -> str | None:
+    try:
+        importlib.import_module(f"dmjd.{module}")
+    except ModuleNotFoundError:
+        return f"not built: `{_INSTALL}` in an environment with a compiler{' and nvcc' if 'cuda' in module else ''}"
+    except ImportError as error:
+        return f"built, but does not load on torch {torch.__version__}: {error}"
+    return None
+
+
+@cache
+def why_missing(device: str) -> str | None:
+    """Why no native kernel serves ``device`` ("CPU" or "CUDA"), or None once they do. The first question loads them."""
+    return _obstacle(device) or _import(_MODULES[device])
+
+
+@cache
+def warn_of_references(why: str) -> None:
+    """Say, once in a process, that CUDA tensors go through the references. Not to somebody who asked for it."""
+    if not disabled:
+        warnings.warn(
+            f"dmjd.ops: CUDA tensors are served by the PyTorch references, which are right but slower: {why}. "
+            "`dmjd ops status` lists every op.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+# torch is imported above, so its libraries are in the process before ours look for them.
+why_missing("CPU")
