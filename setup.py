@@ -35,6 +35,7 @@ CPU, CUDA, CORE = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._core"
 # Without it torch compiles for the builder's own card, and fails where none is visible. Cubins for A100 and H100, which
 # also serve 8.x cards; newer ones compile the PTX when they load it.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
+ARCH = re.compile(r"\d+\.\d[af]?(\+PTX)?")
 SHIPPED_TREES = ("configs", "launchers")
 
 
@@ -96,6 +97,17 @@ def why_no_cuda(torch_cuda: str | None, home: str | None) -> str | None:
             f"{torch_cuda.split('.')[0]}.x, or a torch for CUDA {found.split('.')[0]}, or keep the CPU kernels alone"
         )
     return None
+
+
+def cuda_archs() -> list[str]:
+    """TORCH_CUDA_ARCH_LIST, which is set to the default where it is not. dmjd.ops compares cards with this list before it
+    loads the kernels, so names of families ("Ampere"), whose meaning is torch's and changes, have no place in it."""
+    os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+    archs = re.findall(r"[^; ]+", os.environ["TORCH_CUDA_ARCH_LIST"])
+    wrong = [arch for arch in archs if not ARCH.fullmatch(arch)]
+    if wrong:
+        raise NativeBuildError(f"TORCH_CUDA_ARCH_LIST takes numbers, such as {DEFAULT_ARCHS}, got {' '.join(wrong)}")
+    return archs
 
 
 def kernel_library(
@@ -192,10 +204,9 @@ def native_build() -> dict[str, Any]:
     no_cuda = "DMJD_CUDA=off" if cuda == "off" else why_no_cuda(torch.version.cuda, home)
     if no_cuda is None:
         assert home is not None
-        archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
         cuda_macros = [
             ("DMJD_CUDA_VERSION", f'"{toolkit_version(home)}"'),
-            ("DMJD_CUDA_ARCHS", f'"{",".join(re.split("[;, ]+", archs))}"'),
+            ("DMJD_CUDA_ARCHS", f'"{",".join(cuda_archs())}"'),
         ]
         sources = ("csrc/ops/cuda/*.cpp", "csrc/ops/cuda/*.cu")
         extensions.append(kernel_library(cpp_extension.CUDAExtension, CUDA, *sources, cxx=["-DUSE_CUDA"]))

@@ -73,13 +73,24 @@ def _report(words: Sequence[str]) -> None:
 
 def _ops(words: Sequence[str]) -> None:
     """which kernel serves which op on which device: dmjd ops status"""
-    from dmjd.ops import status
-
     if list(words) != ["status"]:
         raise ConfigError("dmjd ops takes one word: dmjd ops status")
-    for name, devices in status().items():
-        for device, kernel in devices.items():
-            print(f"{name:20} {device:5} {kernel}")
+    import torch
+
+    from dmjd.ops import build_info, status
+
+    print(f"dmjd {__version__} on torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    info = build_info()
+    if info is None:
+        print("no native build: dmjd._core is not there")
+    else:
+        cuda = f"CUDA {info['cuda']} for {';'.join(info['cuda_archs'])}" if info["cuda"] else "without CUDA kernels"
+        print(f"built by {info['compiler']} for torch >= {info['torch_target']}, {cuda}")
+    rows = [("op", "CPU", "CUDA"), *((name, *kernels.values()) for name, kernels in status().items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _export(words: Sequence[str]) -> None:

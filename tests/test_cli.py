@@ -14,6 +14,7 @@ from PIL import Image
 from dmjd import __version__, cli
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
+from dmjd.ops import status
 from dmjd.train import checkpoint
 from dmjd.train.guard import NonFiniteLoss
 
@@ -108,9 +109,20 @@ def test_the_package_is_the_program(tmp_path: Path) -> None:
 def test_ops_status_says_which_kernel_serves_each_op(dmjd: Command) -> None:
     code, out, err = dmjd("ops", "status")
     assert (code, err) == (0, "")
-    lines = [line.split() for line in out.splitlines()]
-    assert {"philox4x32", "hog"} <= {line[0] for line in lines}
-    assert all(len(line) >= 3 for line in lines)
+    build, table = out.split("\n\n")
+    assert f"dmjd {__version__} on torch {torch.__version__}" in build
+    head, *rows = table.splitlines()
+    columns = [head.index(title) for title in ("op", "CPU", "CUDA")]
+    cells = [[row[begin:end].strip() for begin, end in zip(columns, [*columns[1:], None], strict=True)] for row in rows]
+    assert {name: {"CPU": cpu, "CUDA": cuda} for name, cpu, cuda in cells} == status()
+
+
+def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = {"compiler": "GCC 1", "torch_target": "2.11", "cuda": "13.0", "cuda_archs": ["8.0", "9.0+PTX"]}
+    monkeypatch.setattr("dmjd.ops.build_info", lambda: info)
+    assert "built by GCC 1 for torch >= 2.11, CUDA 13.0 for 8.0;9.0+PTX\n" in dmjd("ops", "status")[1]
+    monkeypatch.setattr("dmjd.ops.build_info", lambda: None)
+    assert "no native build" in dmjd("ops", "status")[1]
 
 
 # Mistakes

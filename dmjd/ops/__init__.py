@@ -5,6 +5,7 @@ built: :func:`status` tells which kernel serves which op.
 """
 
 from dmjd.ops._lib import reference, status
+from dmjd.ops._native import build_info
 from dmjd.ops.hog import hog
 from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
 from dmjd.ops.mask_plan import MaskPlan, mask_plan
@@ -17,6 +18,7 @@ __all__ = [
     "Domain",
     "MaskPlan",
     "Views",
+    "build_info",
     "disjoint_masks",
     "draw_masks",
     "gather_tokens",

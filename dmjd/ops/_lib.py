@@ -70,9 +70,7 @@ def define(
         _library.impl(name, _until_loaded(name, reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if backward is not None:
-            torch.library.register_autograd(
-                f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library
-            )
+            torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
         _references[name] = reference
         return reference
 

@@ -4,9 +4,9 @@
 their kernels when they are imported. ``DMJD_DISABLE_EXT=1`` leaves them out, which is how a kernel bug is told from a
 model bug.
 
-``_C_cuda`` waits for the first CUDA call. Kernels for other cards than the one at hand would fail with "no kernel image
-is available", so the cards are asked before it is loaded; but asking initialises CUDA, and a process that has done so can
-no longer fork its data loading workers. An import must not do that.
+``_C_cuda`` waits for the first CUDA call. Kernels built for other cards would fail with "no kernel image is available",
+so the cards are asked before it is loaded; but asking initialises CUDA, and a process that has done so can no longer
+fork its data loading workers. An import must not do that.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from dmjd._core import BuildInfo
 
 _MODULES = {"CPU": "_C_cpu", "CUDA": "_C_cuda"}
 _INSTALL = "pip install --no-build-isolation ."
@@ -46,13 +50,13 @@ def covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     return False
 
 
-def _built_archs() -> list[str] | None:
-    """What ``_C_cuda`` was built for; None where nothing tells, as when the library came here without ``_core``."""
+def build_info() -> BuildInfo | None:
+    """Compiler, oldest torch, CUDA toolkit and architectures of the native build. None without ``dmjd._core``."""
     try:
         from dmjd import _core
     except ImportError:
         return None
-    return _core.build_info()["cuda_archs"] or None
+    return _core.build_info()
 
 
 def _obstacle(device: str) -> str | None:
@@ -66,13 +70,15 @@ def _obstacle(device: str) -> str | None:
     cards = torch.cuda.device_count()
     if not cards:
         return "no CUDA device"
-    archs = _built_archs()
+    info = build_info()
+    archs = info["cuda_archs"] if info else []
+    # Nothing tells, as where the libraries came without _core: trust whoever brought them.
     for card in range(cards if archs else 0):
         capability = torch.cuda.get_device_capability(card)
-        if not covers(archs or [], capability):
+        if not covers(archs, capability):
             number = ".".join(map(str, capability))
             return (
-                f"built for {';'.join(archs or [])}, which does not cover cuda:{card} "
+                f"built for {';'.join(archs)}, which does not cover cuda:{card} "
                 f"({torch.cuda.get_device_name(card)}, {number}): rebuild with TORCH_CUDA_ARCH_LIST={number}"
             )
     return None

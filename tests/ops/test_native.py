@@ -12,7 +12,7 @@ import torch
 from dmjd.ops import status
 from dmjd.ops._native import covers
 
-# Two ops of a library that is not there, and a tensor that says it is on a card: what a process with a card goes through.
+# Two ops, a library that is not there and a tensor that says it is on a card: what a process with a card goes through.
 PRETENCE = """
 import sys, warnings
 import torch
@@ -33,7 +33,7 @@ def card(capability):
     torch.cuda.device_count = lambda: 1
     torch.cuda.get_device_capability = lambda index: capability
     torch.cuda.get_device_name = lambda index: "Card"
-    _native._built_archs = lambda: ["8.0", "9.0+PTX"]
+    _native.build_info = lambda: {"cuda_archs": ["8.0", "9.0+PTX"]}
     torch.version.cuda = "13.0"
 
 def load(module):

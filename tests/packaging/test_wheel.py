@@ -46,29 +46,6 @@ def run_python(code: str, *, package: Path, cwd: Path) -> str:
     return done.stdout.strip()
 
 
-def build(command: list[str], cwd: Path, **environment: str) -> None:
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sdist, then wheel, both outside the checkout. From the sdist, so that a file missing there fails here."""
-    folder = tmp_path_factory.mktemp("wheel")
-    # An egg-info of its own: setuptools adds to the sdist whatever an older one lists.
-    build(
-        [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder), "sdist", "-d", str(folder)],
-        ROOT,
-        DMJD_EXT="off",
-        DMJD_CUDA="off",
-    )
-    (sdist,) = folder.glob("dmjd-*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
-    build([*pip, str(sdist)], folder, DMJD_EXT="force", DMJD_CUDA="off")
-    (built,) = folder.glob("dmjd-*.whl")
-    return built
-
-
 @pytest.fixture(scope="session")
 def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")

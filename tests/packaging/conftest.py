@@ -1,0 +1,35 @@
+"""The wheel that the tests of this folder share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def build(command: list[str], cwd: Path, **environment: str) -> None:
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sdist, then wheel, both outside the checkout. From the sdist, so that a file missing there fails here."""
+    folder = tmp_path_factory.mktemp("wheel")
+    # An egg-info of its own: setuptools adds to the sdist whatever an older one lists.
+    build(
+        [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder), "sdist", "-d", str(folder)],
+        ROOT,
+        DMJD_EXT="off",
+        DMJD_CUDA="off",
+    )
+    (sdist,) = folder.glob("dmjd-*.tar.gz")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
+    build([*pip, str(sdist)], folder, DMJD_EXT="force", DMJD_CUDA="off")
+    (built,) = folder.glob("dmjd-*.whl")
+    return built
