@@ -1,4 +1,7 @@
-"""A run so small that a test can afford it, and the command line with its outcome."""
+"""A run so small that a test can afford it, and the command line with its outcome.
+
+Fixtures import what they need themselves: tests/ops runs where torch and pytest are installed and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-
-from dmjd.cli import main
-from dmjd.compose import compose
-from dmjd.train.loop import pretrain
 
 # Tensors here are too small for threads to pay, and child processes shall add numbers in the same order as this one.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -41,6 +38,20 @@ TINY = (
 )
 
 
+GPU_TESTS = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the GPU tests are deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+
+
+@pytest.fixture(scope="session")
+def gpu_tests(pytestconfig: pytest.Config) -> list[str]:
+    """The GPU tests among what this session was asked to collect, though it does not run them."""
+    return pytestconfig.stash[GPU_TESTS]
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., list[str]]:
     """``tiny(run, *more)``: the words of a run of 11 steps over the digits; later words win."""
@@ -54,6 +65,9 @@ def tiny() -> Callable[..., list[str]]:
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Path:
     """The folder of a tiny run that came to its end. Tests that write into it take a copy."""
+    from dmjd.compose import compose
+    from dmjd.train.loop import pretrain
+
     folder = tmp_path_factory.mktemp("finished") / "run"
     pretrain(compose("pretrain", tiny(folder)))
     return folder
@@ -62,6 +76,9 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., l
 @pytest.fixture(scope="session")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """48 training and 12 held-out grey PNGs of 16 x 16, in two class folders."""
+    import numpy as np
+    from PIL import Image
+
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 24), ("val", 6)):
@@ -77,6 +94,8 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def dmjd(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
     """``dmjd(*words)`` -> (exit code, stdout, stderr), in this process."""
+    from dmjd.cli import main
+
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
 

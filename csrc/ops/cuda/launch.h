@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include <cuda_runtime.h>
 
@@ -14,6 +15,10 @@
 namespace dmjd {
 
 constexpr int kThreads = 256;
+
+// What a block may have of shared memory on an A100. A kernel that raises its limit (above 48 KB) holds what it asks for
+// against this, in a static_assert where the size is a constant.
+constexpr size_t kMaxSharedBytes = 163 * 1024;
 
 // Enough blocks for `work` threads, at most a few waves of the largest cards: the loop in the kernel does the rest, so
 // `work` may exceed 2^31.
