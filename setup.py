@@ -100,8 +100,8 @@ def why_no_cuda(torch_cuda: str | None, home: str | None) -> str | None:
 
 
 def cuda_archs() -> list[str]:
-    """TORCH_CUDA_ARCH_LIST, which is set to the default where it is not. dmjd.ops compares cards with this list before it
-    loads the kernels, so names of families ("Ampere"), whose meaning is torch's and changes, have no place in it."""
+    """TORCH_CUDA_ARCH_LIST, set to the default where it is not. dmjd.ops compares cards with this list before it loads
+    the kernels, so names of families ("Ampere"), whose meaning is torch's and changes, have no place in it."""
     os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
     archs = re.findall(r"[^; ]+", os.environ["TORCH_CUDA_ARCH_LIST"])
     wrong = [arch for arch in archs if not ARCH.fullmatch(arch)]

@@ -16,21 +16,21 @@ export DMJD_EXT=force DMJD_CUDA=${DMJD_CUDA:-auto} MAX_JOBS=${MAX_JOBS:-2} OMP_N
 environment() { # VERSION -> the interpreter of an environment that has that torch
     local home=$root/build/torch-$1 want=torch
     [[ $1 == newest ]] || want=torch==$1
-    [[ -x $home/bin/python ]] || "$python" -m venv "$home"
+    [[ -x $home/bin/python ]] || "$python" -m venv "$home" >&2
     # numpy and scikit-image are what the tests compare with.
-    "$home/bin/python" -m pip -q install "$want" 'setuptools>=77' ninja pytest numpy scikit-image >&2
+    "$home/bin/python" -m pip -qq install "$want" 'setuptools>=77' ninja pytest numpy scikit-image >&2
     echo "$home/bin/python"
 }
 
 wheel_of() { # INTERPRETER -> the wheel built with its torch
     local folder
     folder=$(mktemp -d -p "$work")
-    "$1" -m pip -q wheel --no-build-isolation --no-deps -w "$folder" "$work/source" >&2
+    "$1" -m pip -qq wheel --no-build-isolation --no-deps -w "$folder" "$work/source" >&2
     echo "$folder"/dmjd-*.whl
 }
 
 check() { # INTERPRETER WHEEL: the tests of the ops, far from the checkout
-    "$1" -m pip -q install --force-reinstall --no-deps "$2"
+    "$1" -m pip -qq install --force-reinstall --no-deps "$2"
     (
         cd "$work/tests"
         "$1" -c 'import dmjd, torch; print(f"torch {torch.__version__}, dmjd from {dmjd.__path__[0]}")'
