@@ -4,7 +4,7 @@ Run where torch and the dmjd wheel are installed and nothing else. Prints one lo
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dmjd.ops import disjoint_masks, gather_tokens, hog, normalise, patchify, scatter_tokens
 
@@ -12,7 +12,7 @@ GRID, PATCH, DIM = (4, 4), 16, 32
 
 
 class TinyMAE(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         tokens = GRID[0] * GRID[1]
         self.embed = nn.Linear(3 * PATCH**2, DIM)
@@ -24,7 +24,7 @@ class TinyMAE(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(DIM, DIM), nn.GELU(), nn.LayerNorm(DIM))
         self.head = nn.Linear(DIM, 108)
 
-    def forward(self, images, sample_ids, epoch):
+    def forward(self, images: Tensor, sample_ids: Tensor, epoch: Tensor) -> Tensor:
         views = disjoint_masks(sample_ids, grid=GRID, views=2, mask_ratio=0.625, seed=0, epoch=epoch)
         target = hog(images, norm="layernorm").repeat(2, 1, 1)
         pixels = normalise(images, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -37,7 +37,7 @@ class TinyMAE(nn.Module):
         return ((prediction - target).square().mean(-1) * hidden).sum() / hidden.sum()
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     model = TinyMAE()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

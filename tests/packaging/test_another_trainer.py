@@ -41,16 +41,17 @@ def torch_alone(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             link = site / top
             if not link.exists():
                 link.symlink_to(Path(str(found.locate_file(top))))
-    pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--quiet", "--no-index"]
+    python = home / "bin" / "python"
     # With its dependencies, none of which may be fetched: the environment has to satisfy them.
-    done = subprocess.run([*pip, wheel], capture_output=True, text=True)
+    pip = ["pip", "--python", str(python), "install", "--quiet", "--no-index", str(wheel)]
+    done = subprocess.run([sys.executable, "-m", *pip], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return home / "bin" / "python"
+    return python
 
 
 def run(python: Path, *words: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("DMJD_", "PYTHON"))}
-    done = subprocess.run([python, *words], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run([python, *words], cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -123,18 +122,6 @@ print(_core.build_info()["torch_target"], _core.build_info()["cuda"], _core.buil
         "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
         "2.11 None []",
     ]
-
-
-@pytest.mark.slow
-def test_kernel_libraries_need_no_cpp_symbol_of_torch(unpacked: Path) -> None:
-    # Mangled at::, c10:: and torch:: names change with every torch release; the stable ABI is plain C.
-    libraries = [*unpacked.glob("dmjd/_C_*.so"), *ROOT.glob("dmjd/_C_*.so")]
-    for library in libraries:
-        listing = subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-        ).stdout
-        assert "torch_library_impl" in listing
-        assert not re.findall(r"\b_Z(?:N[KV]*|T[ISV]N?)?(?:2at|3c10|5torch)\w*", listing), library
 
 
 def test_importing_ops_loads_torch_and_no_training_library(tmp_path: Path) -> None:
