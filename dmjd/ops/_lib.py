@@ -50,18 +50,15 @@ def _until_loaded(name: str, reference: Callable[..., Any]) -> Callable[..., Any
 
 
 def define(
-    schema: str,
-    *,
-    fake: Callable[..., Any],
-    setup_context: Callable[..., None] | None = None,
-    backward: Callable[..., Any] | None = None,
+    schema: str, *, fake: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the reference of a new op.
 
     Args:
-        schema: reads ``"name(Tensor x, SymInt size) -> Tensor"``.
-        fake: shapes and dtypes of the outputs, from the same arguments.
-        setup_context, backward: the gradient, as in ``torch.library.register_autograd``.
+        schema: reads ``"name(Tensor x) -> Tensor"``.
+        fake: makes the result's shapes and dtypes from the arguments'.
+        autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them, or None for an op
+            without a gradient.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +66,8 @@ def define(
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, _until_loaded(name, reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        if backward is not None:
+        if autograd is not None:
+            setup_context, backward = autograd
             torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
         _references[name] = reference
         return reference
