@@ -42,9 +42,7 @@ def define(
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if autograd is not None:
             setup_context, backward = autograd
-            torch.library.register_autograd(
-                f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library
-            )
+            torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
         _references[name] = reference
         return reference
 

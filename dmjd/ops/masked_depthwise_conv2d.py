@@ -129,7 +129,8 @@ def _reference(
 ) -> Tensor:
     channels, size = weight.shape[:2]
     pixel_map = _to_map(x.to(weight.dtype), visible, grid_h, grid_w, q)
-    result = F.conv2d(pixel_map, weight.unsqueeze(1), bias, padding=size // 2, groups=channels)
+    with torch.autocast(x.device.type, enabled=False):  # it would round the weight
+        result = F.conv2d(pixel_map, weight.unsqueeze(1), bias, padding=size // 2, groups=channels)
     return _from_map(result, visible, x, grid_h, grid_w, q)
 
 
@@ -148,15 +149,16 @@ def masked_depthwise_conv2d(
     result equals ``F.conv2d(map, weight[:, None], bias, padding=k // 2, groups=C)`` read at the visible tokens, and so
     do the gradients of ``x``, ``weight`` and ``bias``; the map itself is never made.
 
-    Sums are float32 (float64 for float64), and so are ``weight`` and ``bias`` inside whatever their own dtype: under
-    autocast, float32 parameters are not rounded to ``x``'s dtype, nor are their gradients. Gradients are bit for bit the
-    same in every run on one device. There is no second derivative.
+    Sums are float32 (float64 for float64), and so are ``weight`` and ``bias`` inside, whatever their own dtype: under
+    autocast, float32 parameters are not rounded to ``x``'s dtype, nor are their gradients. The kernels give the same
+    bits in every run on one device. There is no second derivative.
 
     Args:
         x: ``[K*B, V, q*q, C]``, view-major; the pixels of each visible token in raster order. float32, bfloat16,
             float16 or float64.
         visible: int64 ``[K, B, V]``, token ids of ``x``'s second dimension, unique within a view (``Views.visible``).
-        restore: int64 ``[K, B, N]``, token -> slot, with slots >= V hidden (``Views.restore``); N tokens in raster order.
+        restore: int64 ``[K, B, N]``, token -> slot of ``x``, hidden where the slot is not below V (``Views.restore``);
+            N tokens in raster order.
         weight: ``[C, k, k]`` with k of 3, 5 or 7; ``conv.weight.squeeze(1)`` of an ``nn.Conv2d`` with groups=C.
         bias: ``[C]``, or None.
         grid: tokens (down, across).
@@ -179,7 +181,8 @@ def masked_depthwise_conv2d(
         raise TypeError(f"{_NAME}: visible and restore must be int64, got {visible.dtype} and {restore.dtype}")
     if visible.ndim != 3 or restore.ndim != 3 or visible.shape[:2] != restore.shape[:2]:
         raise ValueError(
-            f"{_NAME}: visible must be [K, B, V] and restore [K, B, N], got {tuple(visible.shape)}, {tuple(restore.shape)}"
+            f"{_NAME}: visible must be [K, B, V] and restore [K, B, N], "
+            f"got {tuple(visible.shape)} and {tuple(restore.shape)}"
         )
     if grid_h < 1 or grid_w < 1 or q < 1 or restore.shape[2] != grid_h * grid_w:
         raise ValueError(
