@@ -9,6 +9,7 @@ from dmjd.ops._native import build_info
 from dmjd.ops.hog import hog
 from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
 from dmjd.ops.mask_plan import MaskPlan, mask_plan
+from dmjd.ops.masked_depthwise_conv2d import masked_depthwise_conv2d
 from dmjd.ops.masks import disjoint_masks, draw_masks
 from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4x32
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
@@ -28,6 +29,7 @@ __all__ = [
     "keyed_uniform",
     "make_key",
     "mask_plan",
+    "masked_depthwise_conv2d",
     "normalise",
     "patchify",
     "philox4x32",
