@@ -23,14 +23,26 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references: dict[str, Callable[..., Any]] = {}
 
 
-def define(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the reference of a new op; ``schema`` reads ``"name(Tensor x) -> Tensor"``."""
+def define(
+    schema: str, *, fake: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the reference of a new op.
+
+    Args:
+        schema: reads ``"name(Tensor x) -> Tensor"``.
+        fake: makes the result's shapes and dtypes from the arguments'.
+        autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them, or None for an op
+            without a gradient.
+    """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(", 1)[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        if autograd is not None:
+            setup_context, backward = autograd
+            torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
         _references[name] = reference
         return reference
 
