@@ -1,7 +1,7 @@
 """A debug switch for token ids: ``DMJD_CHECK_IDS=1`` finds ids that are out of range or named twice within a view.
 
-The ops trust their ids, since looking at them would cost a pass over them and, on a CUDA device, a wait. The switch is read
-once, when ``dmjd.ops`` is imported. Without it a wrong id gives wrong values; kernels still stay inside their tensors.
+The ops trust their ids, since looking at them would cost a pass over them and, on a CUDA device, a wait. The switch is
+read once, when ``dmjd.ops`` is imported. Without it a wrong id gives wrong values, though kernels never leave a tensor.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def check_ids(argument: str, ids: Tensor, size: int) -> None:
         size: ids must be in ``[0, size)``.
 
     Raises:
-        ValueError: if ids are wrong, on the CPU. On a CUDA device an assertion fails there, which the host learns of when
-            it next waits; it never waits for the check. In a compiled graph it is a RuntimeError.
+        ValueError: if ids are wrong, on the CPU. On a CUDA device an assertion fails there, of which the host hears
+            when it next waits; it never waits for the check itself. In a compiled graph it is a RuntimeError.
     """
     if not ENABLED:
         return

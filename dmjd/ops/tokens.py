@@ -187,13 +187,13 @@ def gather_tokens(x: Tensor, ids: Tensor, prefix_tokens: int = 0) -> Tensor:
 
     Args:
         x: ``[B, prefix + N, C]`` of any dtype.
-        ids: int64 ``[K, B, V]`` into the N tokens, unique within a view (``DMJD_CHECK_IDS=1`` checks them, see
-            :mod:`dmjd.ops.id_check`).
+        ids: int64 ``[K, B, V]`` into the N tokens, unique within a view. ``DMJD_CHECK_IDS=1`` checks them, see
+            :mod:`dmjd.ops.id_check`.
         prefix_tokens: how many tokens of ``x`` no view hides.
 
     Returns:
-        ``[K*B, prefix + V, C]``, view-major. Its gradient is the sum over the views, view 0 first, and zero where no view
-        looks.
+        ``[K*B, prefix + V, C]``, view-major. Its gradient is the sum over the views, view 0 first, and zero where no
+        view looks.
 
     Raises:
         TypeError: if ids are not int64.
@@ -217,8 +217,8 @@ def scatter_tokens(
     Args:
         x: floating ``[K*B, prefix + V, C]``, view-major.
         mask_token: ``[C]``, cast to ``x``'s dtype.
-        restore: int64 ``[K, B, N]``, token -> slot; slots >= V are hidden. Slots are unique within a view
-            (``DMJD_CHECK_IDS=1`` checks them, see :mod:`dmjd.ops.id_check`).
+        restore: int64 ``[K, B, N]``, token -> slot, a permutation of the N slots within a view; slots >= V are hidden.
+            ``DMJD_CHECK_IDS=1`` checks it, see :mod:`dmjd.ops.id_check`.
         positions: ``[N, C]`` added to the N tokens (not to the prefix), cast to ``x``'s dtype; or None.
         prefix_tokens: how many tokens of ``x`` pass through in front.
 
@@ -240,8 +240,8 @@ def scatter_tokens(
     tokens, channels = restore.shape[2], x.shape[2]
     if not 0 < x.shape[1] - prefix_tokens <= tokens:
         raise ValueError(
-            f"scatter_tokens: x must hold 1 to {tokens} tokens behind {prefix_tokens} of prefix, got {tuple(x.shape)} for "
-            f"restore {tuple(restore.shape)}"
+            f"scatter_tokens: x must hold 1 to {tokens} tokens behind {prefix_tokens} of prefix, got {tuple(x.shape)} "
+            f"for restore {tuple(restore.shape)}"
         )
     for name, added, shape in (("mask_token", mask_token, (channels,)), ("positions", positions, (tokens, channels))):
         if added is None:
