@@ -1,0 +1,89 @@
+// Rows of tokens as vectors: a group of up to 32 neighbouring lanes walks along one row, 16 bytes a lane where sizes and
+// pointers are multiples of it.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "../dtypes.h"
+#include "launch.h"
+
+namespace dmjd {
+
+// Elements that are loaded and stored by one instruction.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Pack {
+  T value[kCount];
+};
+
+constexpr int64_t kWidest = 16;  // bytes
+
+// Within a row positions are 32-bit, with room for a few strides beyond its end; rows themselves are counted in 64.
+constexpr int64_t kLongestRow = int64_t{1} << 30;
+
+// The widest power of two, up to 16, that divides the bytes of a row and every address.
+inline int64_t common_alignment(int64_t row_bytes, std::initializer_list<const void*> pointers) {
+  uint64_t bits = static_cast<uint64_t>(row_bytes) | kWidest;
+  for (const void* pointer : pointers) bits |= reinterpret_cast<uintptr_t>(pointer);
+  return static_cast<int64_t>(bits & (~bits + 1));
+}
+
+// Calls action with a value of the type in which rows of any dtype are copied.
+template <typename Action>
+void for_copy_unit(int64_t alignment, const Action& action) {
+  switch (alignment) {
+    case 16:
+      return action(Pack<uint32_t, 4>{});
+    case 8:
+      return action(Pack<uint32_t, 2>{});
+    case 4:
+      return action(uint32_t{});
+    case 2:
+      return action(uint16_t{});
+    default:
+      return action(uint8_t{});
+  }
+}
+
+// How many lanes share a row of `units` vectors: a power of two, so that a lane finds its place by shifts.
+inline int lanes_shift(int64_t units) {
+  int shift = 0;
+  while (shift < 5 && (int64_t{1} << shift) < units) ++shift;
+  return shift;
+}
+
+inline unsigned int blocks_for_rows(int64_t rows, int shift) { return blocks_for(rows << shift); }
+
+// Copies a row; without a source it becomes zero. All loads of a round are under way before its first store.
+template <typename Unit>
+__device__ __forceinline__ void copy_row(const Unit* __restrict__ from, Unit* __restrict__ to, int units, int lane,
+                                         int lanes) {
+  constexpr int kUnroll = 4;
+  for (int first = lane; first < units; first += kUnroll * lanes) {
+    Unit held[kUnroll] = {};
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (from != nullptr && first + u * lanes < units) held[u] = from[first + u * lanes];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * lanes < units) to[first + u * lanes] = held[u];
+    }
+  }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void add_to(Sum<T> (&sum)[kCount], const Pack<T, kCount>& pack) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) sum[e] += static_cast<Sum<T>>(pack.value[e]);
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> rounded(const Sum<T> (&sum)[kCount]) {
+  Pack<T, kCount> pack;
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) pack.value[e] = static_cast<T>(sum[e]);
+  return pack;
+}
+
+}  // namespace dmjd
