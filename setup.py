@@ -106,6 +106,7 @@ def kernel_library(
         name,
         sorted(path for pattern in patterns for path in glob(pattern)),
         extra_compile_args={
+            # Square roots are vectorised only where errno need not be set.
             "cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
             # -fvisibility does not reach nvcc's host side by itself, and the cuda::std symbols that two extensions then
             # share are known to crash them.

@@ -134,30 +134,39 @@ struct HogScale {
   Real shift, factor;
 };
 
+DMJD_HD inline float hog_rsqrt(float x) {
+#ifdef __CUDA_ARCH__
+  return rsqrtf(x);
+#else
+  return 1 / std::sqrt(x);
+#endif
+}
+DMJD_HD inline double hog_rsqrt(double x) { return 1 / std::sqrt(x); }
+
 // `sums` holds `bins` values `stride` apart.
 template <typename Real>
 DMJD_HD inline HogScale<Real> hog_scale(const HogPlan& plan, const Real* sums, int bins, int stride) {
   const Real mean_factor = plan.mean ? Real(1) / (plan.cell * plan.cell) : Real(1);
   if (plan.norm == HogNorm::none) return {0, mean_factor};
+  const Real per_bin = Real(1) / bins;
   Real shift = 0;
   if (plan.norm == HogNorm::layernorm) {
     for (int b = 0; b < bins; ++b) shift += sums[b * stride];
-    shift /= bins;
+    shift *= per_bin;
   }
   Real squares = 0;
   for (int b = 0; b < bins; ++b) {
     const Real value = (sums[b * stride] - shift) * mean_factor;
     squares += value * value;
   }
-  Real factor;
   if (plan.norm == HogNorm::layernorm) {
-    factor = 1 / std::sqrt(squares / bins + Real(1e-5));
+    squares = squares * per_bin + Real(1e-5);
   } else if (plan.unit_norm) {
-    factor = 1 / std::fmax(std::sqrt(squares), Real(1e-12));
+    squares = squares > Real(1e-24) ? squares : Real(1e-24);
   } else {
-    factor = 1 / std::sqrt(squares + Real(1e-10));
+    squares += Real(1e-10);
   }
-  return {shift, mean_factor * factor};
+  return {shift, mean_factor * hog_rsqrt(squares)};
 }
 
 }  // namespace dmjd
