@@ -86,7 +86,7 @@ inline __attribute__((always_inline)) void hog_row_lanes(const HogRow<Real>& row
 }
 
 DMJD_WIDE static void hog_row(const HogRow<float>& row) { hog_row_lanes(row); }
-DMJD_WIDE static void hog_row(const HogRow<double>& row) { hog_row_lanes(row); }
+inline void hog_row(const HogRow<double>& row) { hog_row_lanes(row); }
 
 DMJD_WIDE static void hog_widen(const uint8_t* pixels, int64_t count, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = pixels[i];

@@ -178,7 +178,8 @@ def hog(
     - ``"maskfeat"`` (Wei et al., CVPR'22, SlowFast's code): Sobel on the image reflected by a pixel, orientation
       ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell; order (channel,
       bin, cell row, cell column). MaskFeat gives it images normalised by mean and std and uses ``norm="l2"``. A factor
-      and an offset per channel change nothing then, so raw 0..255 images give the same values up to rounding.
+      and an offset per channel change nothing then, so raw 0..255 images serve as well. They serve better where
+      ``g_col`` is 0: the normalised image has a rounding error there instead, whose sign picks the first or last bin.
     - ``"maskfeat_gauss"`` (MaskFeat in MMPreTrain): magnitudes are weighted by a Gaussian window of 16 pixels, standard
       deviation 8, unit sum, laid side by side over the image from its top left corner.
 
@@ -191,8 +192,9 @@ def hog(
         bins: orientations in 180 degrees, at most :data:`MAX_BINS`.
         patch: side of a patch in pixels, a divisor of H and W.
         flavour: one of :data:`FLAVOURS`.
-        norm: over the bins of each (channel, cell): ``"none"``; ``"l2"``, ``h / sqrt(sum(h**2) + 1e-5**2)``
-            and for MaskFeat ``h / max(sqrt(sum(h**2)), 1e-12)``; ``"layernorm"``, zero mean and unit (biased) variance with eps 1e-5, no affine (DMJD, "non-parametric LN").
+        norm: over the bins of each (channel, cell): ``"none"``; ``"l2"``, ``h / sqrt(sum(h**2) + 1e-5**2)``, for
+            MaskFeat ``h / max(sqrt(sum(h**2)), 1e-12)``; ``"layernorm"``, zero mean and unit (biased) variance with
+            eps 1e-5, no affine (DMJD, "non-parametric LN").
         layout: one of :data:`LAYOUTS`.
         out_dtype: of the result. The arithmetic is float64 for float64 images and float32 for all others.
 
