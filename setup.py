@@ -118,7 +118,8 @@ def kernel_library(
         name,
         sorted(path for pattern in patterns for path in glob(pattern)),
         extra_compile_args={
-            "cxx": ["-O3", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
+            # Square roots are vectorised only where errno need not be set.
+            "cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
             # -fvisibility does not reach nvcc's host side by itself, and the cuda::std symbols that two extensions then
             # share are known to crash them.
             "nvcc": [
@@ -142,7 +143,7 @@ def numpy_module(include_paths: list[str]) -> Extension:
         sorted(glob("csrc/pybind/*.cpp")),
         include_dirs=[path for path in include_paths if Path(path, "pybind11").is_dir()],
         define_macros=[("DMJD_TORCH_TARGET", f'"{TORCH_TARGET}"')],
-        extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden"]},
+        extra_compile_args={"cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden"]},
         extra_link_args=["-Wl,-s"],
         language="c++",
     )

@@ -6,3 +6,11 @@
 #else
 #define DMJD_HD
 #endif
+
+// For a function whose loops gain from wider registers than x86-64 promises: compiled twice, chosen when the library is
+// loaded. AVX2 without FMA, so that both give the same bits.
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define DMJD_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define DMJD_WIDE
+#endif

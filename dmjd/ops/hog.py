@@ -1,11 +1,19 @@
 """Histograms of oriented gradients per image patch, the regression target of MaskFeat and DMJD.
 
-The descriptor of one cell is Dalal and Triggs' (CVPR'05) without blocks: central differences, hard binning of the
-unsigned orientation, mean magnitude. Each colour channel has its own histogram. It reads raw 0..255 values: the eps of
-the norms is absolute, so an image scaled to 0..1 gives another target.
+The descriptor of one cell is Dalal and Triggs' (CVPR'05) without blocks: gradients, hard binning of the unsigned
+orientation, the magnitudes of a cell's pixels gathered per bin. Each colour channel has its own histogram. The flavours
+are the conventions of the code bases that published results with it.
+
+The bin of a gradient (rise, run), whose orientation is atan2(rise, run) in [0, 180), is found without an arc tangent:
+it is the number of bin edges at or below the orientation. An edge below 90 degrees is passed when |rise| is at least
+|run| times its tangent. The other half is the mirror image, in which an orientation that lies on an edge falls on its
+other side, hence the strict comparison. Each product is rounded once and compared, so no fused multiply-add can change
+a bin: reference and kernels agree on every float, and all are exact for the integer gradients of uint8 images.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +21,8 @@ from torch import Tensor
 
 from dmjd.ops._lib import define
 
-FLAVOURS = ("dmjd",)
-"""Conventions of gradient, border and layout that :func:`hog` knows."""
+FLAVOURS = ("dmjd", "maskfeat", "maskfeat_gauss", "skimage")
+"""Conventions of gradient, sum and order of values that :func:`hog` knows."""
 
 NORMS = ("none", "l2", "layernorm")
 """Normalisations over the bins of one (channel, cell)."""
@@ -22,7 +30,14 @@ NORMS = ("none", "l2", "layernorm")
 LAYOUTS = ("nhwc", "nchw")
 """Axis orders of the images."""
 
+MAX_BINS = 180
+"""A bin is one degree wide at least."""
+
+GAUSS_WINDOW = 16
+"""Side in pixels of the window of maskfeat_gauss; its standard deviation is half of that."""
+
 _EPS = 1e-5
+_TINY_NORM = 1e-12  # of F.normalize, which MaskFeat calls
 
 
 def _image_sizes(images: Tensor, layout: str) -> tuple[int, int, int]:
@@ -40,12 +55,68 @@ def _fake(
     return images.new_empty((images.shape[0], tokens, (patch // cell) ** 2 * bins * channels), dtype=out_dtype)
 
 
-def _normalise(histograms: Tensor, norm: str) -> Tensor:
+def _tangents(bins: int) -> list[float]:
+    """Of the bin edges between 0 and 90 degrees, both excluded."""
+    # The tangent of 45 degrees is the only one that a float can hold, and pi / 4 is not exact.
+    return [1.0 if 4 * k == bins else math.tan(math.pi * k / bins) for k in range(1, (bins + 1) // 2)]
+
+
+def _bin(rise: Tensor, run: Tensor, bins: int) -> Tensor:
+    """int32 index of the bin of atan2(rise, run) modulo 180 degrees."""
+    steep, flat = rise.abs(), run.abs()
+    mirrored = (run == 0) | ((rise < 0) != (run < 0))
+    passed = torch.zeros_like(rise, dtype=torch.int32)
+    for tangent in _tangents(bins):
+        edge = flat * tangent
+        passed += torch.where(mirrored, steep > edge, steep >= edge)
+    return torch.where(rise == 0, 0, torch.where(mirrored, bins - 1 - passed, passed))
+
+
+def _central(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Differences [-1, 0, 1] along rows and columns, 0 where a neighbour is missing: rise and run of the orientation."""
+    g_row, g_col = torch.zeros_like(x), torch.zeros_like(x)
+    g_row[..., 1:-1, :] = x[..., 2:, :] - x[..., :-2, :]
+    g_col[..., 1:-1] = x[..., 2:] - x[..., :-2]
+    return g_row, g_col
+
+
+def _sobel(x: Tensor) -> tuple[Tensor, Tensor]:
+    """MaskFeat's Sobel pair on the reflected image, [1, 0, -1] along columns first: rise and run of the orientation.
+
+    Sums are written out, since the order of their terms decides the last bit and a bit can decide the bin.
+    """
+    x = F.pad(x, (1, 1, 1, 1), mode="reflect")
+    above, here, below = x[..., :-2, :], x[..., 1:-1, :], x[..., 2:, :]
+    smooth, difference = above + 2 * here + below, above - below
+    g_col = smooth[..., :-2] - smooth[..., 2:]
+    g_row = difference[..., :-2] + 2 * difference[..., 1:-1] + difference[..., 2:]
+    return g_col, g_row
+
+
+def _gauss_window(size: int, like: Tensor) -> Tensor:
+    """``[size]`` of MaskFeat's window, of unit sum, repeated along an axis; the two-dimensional window is a product."""
+    position = torch.arange(GAUSS_WINDOW, device=like.device, dtype=torch.float64) - (GAUSS_WINDOW - 1) / 2
+    window = torch.exp(-0.5 * (position / (GAUSS_WINDOW // 2)).square())
+    return (window / window.sum()).to(like.dtype)[torch.arange(size, device=like.device) % GAUSS_WINDOW]
+
+
+def _normalise(histograms: Tensor, flavour: str, norm: str) -> Tensor:
+    if norm == "l2" and flavour.startswith("maskfeat"):
+        return F.normalize(histograms, dim=-1, eps=_TINY_NORM)
     if norm == "l2":
         return histograms / (histograms.square().sum(-1, keepdim=True) + _EPS**2).sqrt()
     if norm == "layernorm":
         return F.layer_norm(histograms, histograms.shape[-1:], eps=_EPS)
     return histograms
+
+
+# Where (channel, row, column, bin) of [B, h, w, channel, row, column, bin] go within a patch.
+_ORDER = {
+    "dmjd": (4, 5, 6, 3),
+    "maskfeat": (3, 6, 4, 5),
+    "maskfeat_gauss": (3, 6, 4, 5),
+    "skimage": (3, 4, 5, 6),
+}
 
 
 @define(
@@ -61,28 +132,27 @@ def _reference(
     x = images.permute(0, 3, 1, 2) if layout == "nhwc" else images
     x = x.to(torch.float64 if images.dtype == torch.float64 else torch.float32)
 
-    g_row, g_col = torch.zeros_like(x), torch.zeros_like(x)
-    g_row[..., 1:-1, :] = x[..., 2:, :] - x[..., :-2, :]
-    g_col[..., 1:-1] = x[..., 2:] - x[..., :-2]
-    magnitude = torch.hypot(g_row, g_col)
-    angle = torch.rad2deg(torch.atan2(g_row, g_col)).remainder(180)
-    index = (angle / (180 / bins)).floor()
-    # A tiny negative angle is 180 after the rounding of `remainder`: the same orientation as 0.
-    index = torch.where(index < bins, index, 0)
+    rise, run = _sobel(x) if flavour.startswith("maskfeat") else _central(x)
+    magnitude = (rise * rise + run * run).sqrt()
+    if flavour == "maskfeat_gauss":
+        magnitude = magnitude * (_gauss_window(height, x)[:, None] * _gauss_window(width, x))
+    index = _bin(rise, run, bins)
 
-    # One masked mean per bin instead of a scatter_add: float atomics would make the order of the sums, and so the
+    # One masked sum per bin instead of a scatter_add: float atomics would make the order of the sums, and so the
     # target, differ from run to run on a GPU.
     rows, columns = height // cell, width // cell
     pixels = (batch, channels, rows, cell, columns, cell)
     histograms = torch.stack(
-        [torch.where(index == b, magnitude, 0).reshape(pixels).mean((3, 5)) for b in range(bins)], dim=-1
+        [torch.where(index == b, magnitude, 0).reshape(pixels).sum((3, 5)) for b in range(bins)], dim=-1
     )
-    histograms = _normalise(histograms, norm).to(out_dtype)
+    if not flavour.startswith("maskfeat"):
+        histograms = histograms / cell**2
+    histograms = _normalise(histograms, flavour, norm).to(out_dtype)
 
     per_patch = patch // cell
     h, w = height // patch, width // patch
-    tokens = histograms.reshape(batch, channels, h, per_patch, w, per_patch, bins).permute(0, 2, 4, 3, 5, 6, 1)
-    return tokens.reshape(batch, h * w, per_patch**2 * bins * channels)
+    cells = histograms.reshape(batch, channels, h, per_patch, w, per_patch, bins).permute(0, 2, 4, 1, 3, 5, 6)
+    return cells.permute(0, 1, 2, *_ORDER[flavour]).reshape(batch, h * w, per_patch**2 * bins * channels)
 
 
 def hog(
@@ -97,25 +167,39 @@ def hog(
 ) -> Tensor:
     """Histogram of oriented gradients of every patch; not differentiable.
 
-    Flavour ``"dmjd"``: per channel ``[-1, 0, 1]`` differences along rows and columns, zero on the border rows and
-    columns respectively; magnitude ``hypot``; orientation ``degrees(atan2(g_row, g_col)) mod 180``, hard bin
-    ``floor(orientation / (180 / bins))``; mean of the magnitudes over the pixels of a cell. With ``norm="l2"`` a cell
-    equals ``skimage.feature.hog(channel, bins, (cell, cell), (1, 1), "L2")`` up to that function's float32 sums.
+    Magnitude is ``sqrt(g_row**2 + g_col**2)`` per channel, the bin is hard. The flavours:
+
+    - ``"dmjd"`` (Ma et al.'s DMJD): ``[-1, 0, 1]`` differences along rows and columns, zero on the border rows and
+      columns respectively; orientation ``degrees(atan2(g_row, g_col)) mod 180``, bin ``floor(orientation / (180 /
+      bins))``; mean of the magnitudes over a cell; values of a patch in the order (cell row, cell column, bin, channel).
+    - ``"skimage"``: the same numbers in scikit-image's order, one channel after the other: (channel, cell row, cell
+      column, bin). With ``norm="l2"`` a channel of a patch is what ``skimage.feature.hog(channel, bins, (cell, cell),
+      (1, 1), "L2")`` has for its cells, up to that function's float32 sums; its other blocks and norms are not offered.
+    - ``"maskfeat"`` (Wei et al., CVPR'22, SlowFast's code): Sobel on the image reflected by a pixel, orientation
+      ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell; order (channel,
+      bin, cell row, cell column). MaskFeat gives it images normalised by mean and std and uses ``norm="l2"``. A factor
+      and an offset per channel change nothing then, so raw 0..255 images serve as well. They serve better where
+      ``g_col`` is 0: the normalised image has a rounding error there instead, whose sign picks the first or last bin.
+    - ``"maskfeat_gauss"`` (MaskFeat in MMPreTrain): magnitudes are weighted by a Gaussian window of 16 pixels, standard
+      deviation 8, unit sum, laid side by side over the image from its top left corner.
+
+    The eps of ``"layernorm"``, and of ``"l2"`` outside MaskFeat, is absolute: there an image scaled to 0..1 gives
+    another target than one in 0..255.
 
     Args:
-        images: uint8 or floating, values 0..255; ``[B, H, W, C]`` or, with ``layout="nchw"``, ``[B, C, H, W]``.
+        images: uint8 or floating; ``[B, H, W, C]`` or, with ``layout="nchw"``, ``[B, C, H, W]``.
         cell: side of a cell in pixels, a divisor of ``patch``.
-        bins: orientations in 180 degrees.
+        bins: orientations in 180 degrees, at most :data:`MAX_BINS`.
         patch: side of a patch in pixels, a divisor of H and W.
         flavour: one of :data:`FLAVOURS`.
-        norm: over the bins of each (channel, cell): ``"none"``; ``"l2"``, ``h / sqrt(sum(h**2) + 1e-5**2)``;
-            ``"layernorm"``, zero mean and unit (biased) variance with eps 1e-5, no affine (DMJD, "non-parametric LN").
+        norm: over the bins of each (channel, cell): ``"none"``; ``"l2"``, ``h / sqrt(sum(h**2) + 1e-5**2)``, for
+            MaskFeat ``h / max(sqrt(sum(h**2)), 1e-12)``; ``"layernorm"``, zero mean and unit (biased) variance with
+            eps 1e-5, no affine (DMJD, "non-parametric LN").
         layout: one of :data:`LAYOUTS`.
         out_dtype: of the result. The arithmetic is float64 for float64 images and float32 for all others.
 
     Returns:
-        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order, values of a patch in the order
-        (cell row, cell column, bin, channel).
+        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order.
 
     Raises:
         TypeError: if ``images`` is not uint8 or floating, or ``out_dtype`` not floating.
@@ -133,6 +217,8 @@ def hog(
         raise ValueError(f"hog: images must be {axes} for layout {layout}, got shape {tuple(images.shape)}")
     if bins < 1:
         raise ValueError(f"hog: bins must be at least 1, got {bins}")
+    if bins > MAX_BINS:
+        raise ValueError(f"hog: bins must be at most {MAX_BINS}, got {bins}")
     if patch < 1:
         raise ValueError(f"hog: patch must be at least 1 pixel, got {patch}")
     if cell < 1 or patch % cell:
@@ -142,5 +228,7 @@ def hog(
         raise ValueError(f"hog: image height and width must be multiples of patch {patch}, got {height} x {width}")
     if channels < 1:
         raise ValueError("hog: images must have at least 1 channel, got 0")
+    if flavour.startswith("maskfeat") and (height < 2 or width < 2):
+        raise ValueError(f"hog: flavour {flavour} needs 2 x 2 pixels to reflect, got {height} x {width}")
     tokens: Tensor = torch.ops.dmjd.hog(images.detach(), cell, bins, patch, flavour, norm, layout, out_dtype)
     return tokens

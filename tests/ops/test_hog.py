@@ -87,6 +87,15 @@ def test_l2_equals_skimage_on_a_photograph(name: str) -> None:
     np.testing.assert_allclose(hog(images, norm="l2")[0].numpy(), expected, rtol=0, atol=1e-5)
 
 
+def test_flavour_skimage_has_its_numbers_in_its_order() -> None:
+    images = real_images()["3:2"]
+    values = hog(images, cell=4, flavour="skimage", norm="l2").reshape(6, 9, 3, 4, 4, 9)
+    for channel in range(3):
+        cells = skimage_hog(images[0, ..., channel].numpy(), 9, (4, 4), (1, 1), "L2", feature_vector=False)
+        expected = cells[..., 0, 0, :].reshape(6, 4, 9, 4, 9).transpose(0, 2, 1, 3, 4)
+        np.testing.assert_allclose(values[:, :, channel].numpy(), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("norm", ["none", "l2", "layernorm"])
 @pytest.mark.parametrize(
     ("size", "channels", "cell", "bins", "patch"),
@@ -159,14 +168,16 @@ def test_borders_have_no_gradient_across_but_keep_the_one_along() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_an_angle_that_rounds_to_180_is_0(dtype: torch.dtype) -> None:
+def test_an_orientation_just_below_180_falls_in_the_last_bin(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).tiny
     row, column = torch.meshgrid(torch.arange(8.0, dtype=dtype), torch.arange(8.0, dtype=dtype), indexing="ij")
     image = torch.where(column == 2, -row * tiny, 0) + torch.where(column == 3, 1.0, 0)
-    assert image[1, 2] < 0  # so pixels of column 2 have g_row < 0 and g_col = 1
+    assert image[1, 2] < 0  # so inner pixels of column 2 have g_row < 0 and g_col = 1, and an angle that rounds to 180
     histogram = hog(image[None, :, :, None], cell=8, patch=8, norm="none", out_dtype=dtype).reshape(9)
-    assert histogram[0].item() == pytest.approx(2 * 8 / 64)
-    assert histogram[1:].max() == 0
+    # Column 4 has g_col = -1 and g_row = 0, as the border rows of column 2 have g_row = 0.
+    assert histogram[0].item() == pytest.approx((8 + 2) / 64)
+    assert histogram[8].item() == pytest.approx(6 / 64)
+    assert histogram[1:8].max() == 0
 
 
 def test_magnitude_is_neither_lost_nor_made() -> None:
@@ -236,13 +247,15 @@ def test_the_op_is_its_reference() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"flavour": "maskfeat"}, "flavour must be one of dmjd, got 'maskfeat'"),
+        ({"flavour": "opencv"}, "flavour must be one of dmjd, maskfeat, maskfeat_gauss, skimage, got 'opencv'"),
         ({"norm": "l1"}, "norm must be one of none, l2, layernorm, got 'l1'"),
         ({"layout": "hwc"}, "layout must be one of nhwc, nchw, got 'hwc'"),
         ({"cell": 5}, "cell must be a divisor of patch 16, got 5"),
         ({"cell": 0}, "cell must be a divisor of patch 16, got 0"),
         ({"cell": 32}, "cell must be a divisor of patch 16, got 32"),
         ({"bins": 0}, "bins must be at least 1, got 0"),
+        ({"bins": 181}, "bins must be at most 180, got 181"),
+        ({"images": torch.zeros(1, 1, 8, 3), "flavour": "maskfeat", "cell": 1, "patch": 1}, "2 x 2 pixels.*got 1 x 8"),
         ({"patch": 0}, "patch must be at least 1 pixel, got 0"),
         ({"cell": 8, "patch": 24}, "multiples of patch 24, got 32 x 48"),
         ({"layout": "nchw"}, "multiples of patch 16, got 48 x 3"),

@@ -1,0 +1,10 @@
+// What each file here adds to dmjd._core.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace dmjd {
+
+void bind_hog(pybind11::module_& m);
+
+}  // namespace dmjd
