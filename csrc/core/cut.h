@@ -13,15 +13,13 @@ struct Cut {
   int ties;
 };
 
-// The cut that chooses `count` of `eligible` words; below(t) counts the eligible words under t.
+// The cut that chooses `count` of `eligible` words, 0 < count < eligible; below(t) counts the eligible words under t.
 //
 // Words are uniform, so their order statistics are nearly where a straight line puts them: interpolation takes about
 // five counts where bisection takes twenty. How the cut is found does not matter for what it chooses, so the floating
 // point here need not agree between devices.
 template <typename CountBelow>
 DMJD_HD inline Cut find_cut(int eligible, int count, CountBelow below) {
-  if (count <= 0) return {0, 0};
-  if (count >= eligible) return {0xFFFFFFFFu, eligible};
   constexpr int kInterpolations = 12;  // then bisect, so that no arrangement of words takes more than 32 further counts
   uint64_t low = 0, high = uint64_t{1} << 32;
   int under_low = 0, under_high = eligible;

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "macros.h"
+
 namespace dmjd {
 
 enum class Regulation { disjoint, none, complementary };
@@ -19,12 +21,16 @@ struct MaskShape {
   int smallest;  // units of the smallest rectangle
   Regulation regulation;
 
-  int unit_rows() const { return grid_rows / block_rows; }
-  int unit_columns() const { return grid_columns / block_columns; }
-  int units() const { return unit_rows() * unit_columns(); }
-  int tokens() const { return grid_rows * grid_columns; }
-  int masked() const { return hidden * block_rows * block_columns; }
-  int visible() const { return tokens() - masked(); }
+  DMJD_HD int unit_rows() const { return grid_rows / block_rows; }
+  DMJD_HD int unit_columns() const { return grid_columns / block_columns; }
+  DMJD_HD int units() const { return unit_rows() * unit_columns(); }
+  DMJD_HD int tokens() const { return grid_rows * grid_columns; }
+  DMJD_HD int masked() const { return hidden * block_rows * block_columns; }
+  DMJD_HD int visible() const { return tokens() - masked(); }
+  DMJD_HD int unit_of(int token) const {
+    if (block_rows * block_columns == 1) return token;
+    return token / grid_columns / block_rows * unit_columns() + token % grid_columns / block_columns;
+  }
 };
 
 struct MaskPlan : MaskShape {
@@ -75,7 +81,7 @@ inline MaskPlan make_mask_plan(const std::vector<int64_t>& grid, const std::vect
   }
 
   if (!aspects.empty()) {
-    // Keeps the products of rectangle.h in 64 bits and their roots exact.
+    // Areas below 2^30 times aspects below 2^22, as rectangle.h needs.
     require(units <= 1 << 22 && smallest >= 1 && smallest <= units && aspects.size() < 1 << 16,
             "rectangles need at most 2^22 units and a smallest area of 1 to all of them");
     for (const int64_t aspect : aspects) {

@@ -7,6 +7,7 @@
 #include "cut.h"
 #include "keyed.h"
 #include "mask_plan.h"
+#include "philox_row.h"
 #include "rectangle.h"
 
 // Loops over units are written for the vectoriser, and the version for the machine at hand is chosen when the library is
@@ -20,18 +21,18 @@
 namespace dmjd {
 namespace sampler {
 
-DMJD_VECTORISED inline void draw_words(PhiloxCounter counter, PhiloxKey key, int blocks, uint32_t* words) {
-  for (int block = 0; block < blocks; ++block) {
-    counter.word[0] = static_cast<uint32_t>(block);
-    const PhiloxCounter drawn = philox4x32(counter, key);
-    for (int i = 0; i < 4; ++i) words[4 * block + i] = drawn.word[i];
-  }
-}
-
 DMJD_VECTORISED inline int count_below(const uint32_t* words, const uint8_t* eligible, int units, uint32_t limit) {
   int count = 0;
   for (int unit = 0; unit < units; ++unit) count += (words[unit] < limit) & eligible[unit];
   return count;
+}
+
+DMJD_VECTORISED inline void add(const uint8_t* more, int units, uint8_t* set) {
+  for (int unit = 0; unit < units; ++unit) set[unit] |= more[unit];
+}
+
+DMJD_VECTORISED inline void complement(int units, uint8_t* set) {
+  for (int unit = 0; unit < units; ++unit) set[unit] ^= 1;
 }
 
 // chosen[u] |= eligible[u] and words[u] is below the limit.
@@ -44,6 +45,14 @@ DMJD_VECTORISED inline void choose_below(const uint32_t* words, const uint8_t* e
 DMJD_VECTORISED inline void find_eligible(const uint8_t* covered, const uint8_t* hidden, int units, uint8_t wanted,
                                           uint8_t* eligible) {
   for (int unit = 0; unit < units; ++unit) eligible[unit] = (covered[unit] == wanted) & (hidden[unit] ^ 1);
+}
+
+// restore[t] = t's slot, from before[t], the hidden tokens ahead of t.
+DMJD_VECTORISED inline void write_slots(const uint8_t* hidden, const int* before, int tokens, int visible,
+                                        int64_t* restore) {
+  for (int token = 0; token < tokens; ++token) {
+    restore[token] = hidden[token] ? visible + before[token] : token - before[token];
+  }
 }
 
 }  // namespace sampler
@@ -67,16 +76,16 @@ class MaskSampler {
   explicit MaskSampler(const MaskPlan& plan)
       : plan_(plan),
         units_(plan.units()),
-        words_(4 * static_cast<size_t>(blocks())),
+        words_(4 * static_cast<size_t>(blocks() + kPhiloxStep - 1)),
         covered_(units_),
         hidden_(units_),
         eligible_(units_),
-        unit_of_(plan.tokens()) {
-    for (int token = 0, row = 0; row < plan.grid_rows; ++row) {
-      for (int column = 0; column < plan.grid_columns; ++column, ++token) {
-        unit_of_[token] = row / plan.block_rows * plan.unit_columns() + column / plan.block_columns;
-      }
-    }
+        unit_of_(plan.tokens()),
+        token_hidden_(plan.tokens()),
+        before_(plan.tokens()),
+        shown_(plan.tokens() + 1),
+        gone_(plan.tokens() + 1) {
+    for (int token = 0; token < plan.tokens(); ++token) unit_of_[token] = plan.unit_of(token);
   }
 
   void draw(int64_t sample, PhiloxKey key, int64_t batch, MaskRows rows) {
@@ -97,7 +106,7 @@ class MaskSampler {
   int blocks() const { return (units_ + 3) / 4; }
 
   void draw_words(int64_t sample, PhiloxKey key, int view) {
-    sampler::draw_words(keyed_counter(0, Domain::mask, view, sample), key, blocks(), words_.data());
+    philox_row(keyed_counter(0, Domain::mask, view, sample), key, blocks(), words_.data());
   }
 
   // Each view keeps the lowest of what no earlier view kept, by the words of the first.
@@ -105,10 +114,8 @@ class MaskSampler {
     if (view == 0) draw_words(sample, key, 0);
     const int kept = units_ - plan_.hidden;
     choose(0, units_ - view * kept, kept);
-    for (int unit = 0; unit < units_; ++unit) {
-      covered_[unit] |= hidden_[unit];
-      hidden_[unit] ^= 1;
-    }
+    sampler::add(hidden_.data(), units_, covered_.data());
+    sampler::complement(units_, hidden_.data());
   }
 
   void hide_view(int64_t sample, PhiloxKey key, int view) {
@@ -121,7 +128,7 @@ class MaskSampler {
     if (!plan_.aspects.empty()) draw_rectangles(sample, key, view, quota, free);
     draw_words(sample, key, view);
     for (uint8_t kind = 0; kind < 2; ++kind) choose(kind, free[kind], quota[kind]);
-    for (int unit = 0; unit < units_; ++unit) covered_[unit] |= hidden_[unit];
+    sampler::add(hidden_.data(), units_, covered_.data());
   }
 
   int covered_units(int view) const {
@@ -174,6 +181,7 @@ class MaskSampler {
   void choose(uint8_t kind, int free, int count) {
     if (count == 0) return;
     sampler::find_eligible(covered_.data(), hidden_.data(), units_, kind, eligible_.data());
+    if (count == free) return sampler::add(eligible_.data(), units_, hidden_.data());
     Cut cut = find_cut(free, count, [&](uint32_t limit) {
       return sampler::count_below(words_.data(), eligible_.data(), units_, limit);
     });
@@ -185,26 +193,36 @@ class MaskSampler {
     }
   }
 
-  void write(const MaskRows& rows) const {
-    const int64_t visible = plan_.visible();
-    int64_t masked = 0;
-    for (int64_t token = 0; token < plan_.tokens(); ++token) {
-      const bool hidden = hidden_[unit_of_[token]];
-      // Selects, not branches: which way a token goes is random.
-      int64_t* list = hidden ? rows.masked : rows.visible;
-      const int64_t slot = hidden ? masked : token - masked;
-      list[slot] = token;
-      rows.restore[token] = hidden ? visible + masked : slot;
-      rows.mask[token] = hidden;
-      masked += hidden;
+  void write(const MaskRows& rows) {
+    const int tokens = plan_.tokens(), visible = plan_.visible();
+    const uint8_t* hidden = hidden_.data();
+    if (tokens != units_) {
+      for (int token = 0; token < tokens; ++token) token_hidden_[token] = hidden_[unit_of_[token]];
+      hidden = token_hidden_.data();
     }
+    int* before = before_.data();
+    int64_t *shown = shown_.data(), *gone = gone_.data();
+    // Every token goes to both lists and one of them moves on: which one is random, and a branch would not foresee it.
+    for (int token = 0, masked = 0; token < tokens; ++token) {
+      before[token] = masked;
+      shown[token - masked] = token;
+      gone[masked] = token;
+      masked += hidden[token];
+    }
+    std::copy_n(shown, visible, rows.visible);
+    std::copy_n(gone, plan_.masked(), rows.masked);
+    std::copy_n(hidden, tokens, rows.mask);
+    sampler::write_slots(hidden, before, tokens, visible, rows.restore);
   }
 
   const MaskPlan& plan_;
   const int units_;
   std::vector<uint32_t> words_;
   std::vector<uint8_t> covered_, hidden_, eligible_;  // 0 or 1 per unit
-  std::vector<int> unit_of_;
+  std::vector<int> unit_of_;                          // of each token
+  std::vector<uint8_t> token_hidden_;
+  std::vector<int> before_;
+  std::vector<int64_t> shown_, gone_;
 };
 
 }  // namespace dmjd

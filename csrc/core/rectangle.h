@@ -28,11 +28,17 @@ struct Rectangle {
   DMJD_HD int units() const { return height * width; }
 };
 
-// The nearest integer to sqrt(area * aspect), halves up: with s = isqrt(floor(4 x)) it is (s + 1) / 2.
+// floor(sqrt(value)): a float's guess, off by one at most, put right in integers.
+DMJD_HD inline uint32_t integer_root(uint32_t value) {
+  uint64_t root = static_cast<uint64_t>(sqrtf(static_cast<float>(value)));
+  while (root * root > value) --root;
+  while ((root + 1) * (root + 1) <= value) ++root;
+  return static_cast<uint32_t>(root);
+}
+
+// sqrt(area * aspect) to the nearest integer; `area` has 8 fractional bits, `aspect` 16, and 4 x must be below 2^32.
 DMJD_HD inline int rounded_side(uint64_t area, uint64_t aspect) {
-  // Exact: up to 2^52 the correctly rounded root of an integer reaches no integer that the true root does not.
-  const double four_times = static_cast<double>(area * aspect >> 22);
-  return (static_cast<int>(sqrt(four_times)) + 1) / 2;
+  return static_cast<int>((integer_root(static_cast<uint32_t>(area * aspect >> 22)) + 1) / 2);
 }
 
 // The four words are (area, aspect, top, left); `remaining` is how many units the view has still to hide.

@@ -60,7 +60,7 @@ class MaskPlan:
     aspects: tuple[int, ...] = ()
 
     @property
-    def op_arguments(self) -> tuple[object, ...]:
+    def op_arguments(self) -> tuple[tuple[int, int], tuple[int, int], int, tuple[int, ...], str, int, tuple[int, ...]]:
         """What ``torch.ops.dmjd.disjoint_masks`` and ``dmjd._core.disjoint_masks`` take after ids and key."""
         return self.grid, self.block, self.hidden, self.fresh, self.regulation, self.smallest, self.aspects
 

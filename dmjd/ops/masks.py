@@ -43,19 +43,20 @@ def _rounded_root(area: Tensor, aspect: Tensor) -> Tensor:
 
 
 def _rectangles(
-    words: Tensor, unit_grid: tuple[int, int], quotas: Tensor, covered: Tensor, smallest: int, aspects: Tensor
+    words: Tensor, unit_grid: tuple[int, int], quota: tuple[int, int], covered: Tensor, smallest: int, aspects: Tensor
 ) -> Tensor:
     """Bool ``[B, U]``: what BEiT's rectangles hide of one view.
 
     Args:
         words: ``[B, attempts, 4]``, the (area, aspect, top, left) of each attempt.
-        quotas: int64 ``[B, 2]``, how many units to hide that no earlier view hid, and that one did.
+        quota: how many units to hide that no earlier view hid, and that one did.
         covered: bool ``[B, U]``, what earlier views hid.
     """
     rows = torch.arange(unit_grid[0], device=words.device).unsqueeze(-1)
     columns = torch.arange(unit_grid[1], device=words.device)
     kinds = torch.stack((~covered, covered), dim=1)
     hidden = torch.zeros_like(covered)
+    quotas = torch.tensor(quota).to(covered.device, non_blocking=True).expand(len(covered), 2)
     failures = torch.zeros_like(quotas[:, 0])
     for area_word, aspect_word, top_word, left_word in words.permute(1, 2, 0):
         if failures.device.type == "cpu" and bool((failures >= MAX_FAILURES).all()):  # elsewhere asking means waiting
@@ -146,28 +147,28 @@ def _reference(
     def draw(words: int, domain: Domain, view: int) -> Tensor:
         return keyed_bits(sample_ids, words, key=key, domain=domain, lane=view)
 
+    def hide(view: int, covered: Tensor, new: int) -> Tensor:
+        """bool ``[B, U]``: ``new`` units outside ``covered`` and the rest inside, rectangles first."""
+        chosen = torch.zeros_like(covered)
+        if aspects:
+            words = draw(4 * MAX_ATTEMPTS, Domain.RECTANGLE, view).unflatten(-1, (MAX_ATTEMPTS, 4))
+            ratios = torch.tensor(aspects).to(covered.device, non_blocking=True)
+            chosen = _rectangles(words, unit_grid, (new, hidden - new), covered, smallest, ratios)
+        words = draw(units, Domain.MASK, view)
+        for kind, quota in ((~covered, new), (covered, hidden - new)):
+            left = quota - (chosen & kind).sum(-1, keepdim=True)
+            chosen = chosen | _lowest(words, kind & ~chosen, left)
+        return chosen
+
+    nothing = torch.zeros(sample_ids.shape[0], units, dtype=torch.bool, device=sample_ids.device)
     if regulation == "complementary":
         hides = _complementary_views(draw(units, Domain.MASK, 0), hidden, len(fresh))
+    elif regulation == "none":
+        hides = torch.stack([hide(view, nothing, hidden) for view in range(len(fresh))])
     else:
-        covered = torch.zeros(sample_ids.shape[0], units, dtype=torch.bool, device=sample_ids.device)
-        ratios = torch.tensor(aspects, dtype=torch.int64).to(sample_ids.device, non_blocking=True)
-        views = []
-        for view, fresh_units in enumerate(fresh):
-            if regulation == "none":
-                covered = torch.zeros_like(covered)
-            new = hidden if regulation == "none" else fresh_units
-            chosen = torch.zeros_like(covered)
-            if aspects:
-                quotas = torch.stack((covered[:, 0].long() * 0 + new, covered[:, 0].long() * 0 + hidden - new), dim=-1)
-                words = draw(4 * MAX_ATTEMPTS, Domain.RECTANGLE, view).unflatten(-1, (MAX_ATTEMPTS, 4))
-                chosen = _rectangles(words, unit_grid, quotas, covered, smallest, ratios)
-            words = draw(units, Domain.MASK, view)
-            for kind, quota in ((~covered, new), (covered, hidden - new)):
-                left = quota - (chosen & kind).sum(-1, keepdim=True)
-                chosen = chosen | _lowest(words, kind & ~chosen, left)
-            covered = covered | chosen
-            views.append(chosen)
-        hides = torch.stack(views)
+        hides = torch.empty(0, *nothing.shape, dtype=torch.bool, device=sample_ids.device)
+        for view, new in enumerate(fresh):
+            hides = torch.cat((hides, hide(view, hides.any(0), new).unsqueeze(0)))
 
     mask = units_to_tokens(hides, unit_grid, block)
     visible = _split_sizes(sample_ids, grid, block, hidden)[1]
