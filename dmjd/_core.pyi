@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import TypedDict
 
 import numpy as np
@@ -10,4 +11,16 @@ class BuildInfo(TypedDict):
     cuda_archs: list[str]
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
+def disjoint_masks(
+    sample_ids: NDArray[np.int64],
+    seed: int,
+    epoch: int,
+    grid: Sequence[int],
+    block: Sequence[int],
+    hidden: int,
+    fresh: Sequence[int],
+    regulation: str,
+    smallest: int = 1,
+    aspects: Sequence[int] = (),
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
 def build_info() -> BuildInfo: ...

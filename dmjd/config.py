@@ -40,7 +40,7 @@ class MaskConfig:
     """Disjoint masking; the fields are those of :class:`dmjd.masking.MaskSpec`."""
 
     views: int = positive(2)
-    pattern: str = choice("block", "uniform")
+    pattern: str = choice("block", "uniform", "beit")
     block: list[int] = numbers(2, 2, length=2, least=1)
     mask_ratio: float = number(0.6, above=0, below=1)
     pred_ratio: float | None = number(None, above=0, most=1)

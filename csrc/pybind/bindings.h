@@ -6,5 +6,6 @@
 namespace dmjd {
 
 void bind_hog(pybind11::module_& m);
+void bind_masks(pybind11::module_& m);
 
 }  // namespace dmjd

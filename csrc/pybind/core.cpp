@@ -76,6 +76,7 @@ PYBIND11_MODULE(_core, m) {
         "Ten rounds of Philox4x32: counter uint32 [..., 4] and key uint32 [2] -> uint32 of counter's shape.\n\n"
         "Releases the GIL. Raises TypeError for another dtype, ValueError for another shape.");
   dmjd::bind_hog(m);
+  dmjd::bind_masks(m);
   m.def("build_info", &build_info,
         "How the native libraries were built: compiler, torch_target (oldest torch they run on), cuda (toolkit version,\n"
         "None without CUDA kernels), cuda_archs (as in TORCH_CUDA_ARCH_LIST).");

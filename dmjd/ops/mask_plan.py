@@ -1,20 +1,39 @@
 """How many units each view hides, decided once on exact decimals before any tensor exists.
 
-A *unit* is what a mask hides or keeps as a whole: one token ("uniform") or a block of tokens ("block"). The counts
-follow the paper's Sec. III-B: every view hides the same number of units, and under the disjoint regulation (Eq. 3)
-each view after the first hides at least one unit that no earlier view hid, while any is left.
+A *unit* is what a mask hides or keeps as a whole: one token ("uniform", "beit") or a block of tokens ("block"). The
+counts follow the paper's Sec. III-B: every view hides the same number of units, and under the disjoint regulation
+(Eq. 3) each view after the first hides at least one unit that no earlier view hid, while any is left.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
-PATTERNS = ("uniform", "block")
+PATTERNS = ("uniform", "block", "beit")
 REGULATIONS = ("disjoint", "none", "complementary")
 ROUNDINGS = ("exact", "official")
 
 _BILLION = 10**9
+
+_SMALLEST_RECTANGLE = 16
+_ASPECT_LEVELS = 64
+_MOST_RECTANGLE_UNITS = 1 << 22
+"""Above it the integer arithmetic of a rectangle would not fit 64 bits."""
+
+
+def _aspect_ratios(levels: int = _ASPECT_LEVELS, least: float = 0.3) -> tuple[int, ...]:
+    """Midpoints of ``levels`` equal parts of [log least, log 1/least], as ratios with 16 fractional bits.
+
+    Entry ``levels - 1 - i`` is the inverse of entry ``i``. A table, because a logarithm per draw would differ in its
+    last bits between devices.
+    """
+    span = -2 * math.log(least)
+    return tuple(round((1 << 16) * least * math.exp(span * (level + 0.5) / levels)) for level in range(levels))
+
+
+ASPECT_RATIOS = _aspect_ratios()
 
 
 @dataclass(frozen=True)
@@ -27,6 +46,9 @@ class MaskPlan:
     fresh: per view, how many of those no earlier view hid. Under "none" views are drawn independently and only
         the first entry means anything.
     regulation: "disjoint", "none" or "complementary".
+    smallest: units of the smallest rectangle that BEiT's pattern draws.
+    aspects: height / width of its rectangles, with 16 fractional bits; entry ``-1 - i`` is the inverse of entry ``i``.
+        Empty where units are drawn one by one.
     """
 
     grid: tuple[int, int]
@@ -34,6 +56,13 @@ class MaskPlan:
     hidden: int
     fresh: tuple[int, ...]
     regulation: str
+    smallest: int = 1
+    aspects: tuple[int, ...] = ()
+
+    @property
+    def op_arguments(self) -> tuple[tuple[int, int], tuple[int, int], int, tuple[int, ...], str, int, tuple[int, ...]]:
+        """What ``torch.ops.dmjd.disjoint_masks`` and ``dmjd._core.disjoint_masks`` take after ids and key."""
+        return self.grid, self.block, self.hidden, self.fresh, self.regulation, self.smallest, self.aspects
 
     @property
     def views(self) -> int:
@@ -62,6 +91,11 @@ class MaskPlan:
         if self.regulation == "none":
             return 1.0 - (1.0 - self.m_corr) ** self.views
         return sum(self.fresh) / self.units
+
+
+def _smallest_rectangle(hidden: int) -> int:
+    """BEiT's 16 units, or a quarter of what a view hides where that is less: 16 of a 6 x 6 grid's 14 would never fit."""
+    return max(1, min(_SMALLEST_RECTANGLE, hidden // 4))
 
 
 def _billionths(ratio: float) -> int:
@@ -143,7 +177,8 @@ def mask_plan(
         views: K >= 1.
         mask_ratio: m_corr, in (0, 1). A view hides ``ceil(m_corr * units)`` units, on exact decimals.
         pred_ratio: m_pred, the share of units hidden by at least one view; None takes the most that K views can cover.
-        pattern: "uniform" (unit = one token) or "block" (unit = ``block`` tokens).
+        pattern: "uniform" (unit = one token), "block" (unit = ``block`` tokens) or "beit" (unit = one token; BEiT's
+            random rectangles first, then single tokens until the count is exact).
         block: (rows, columns) tokens of a unit; used by "block" only.
         regulation: "disjoint" (the paper's Eq. 3), "none" (independent views) or "complementary" (disjoint keep-sets).
         count: hidden units per view, overriding ``mask_ratio``.
@@ -173,12 +208,16 @@ def mask_plan(
         raise ValueError(f"pred_ratio must be above 0 and at most 1, got {pred_ratio}")
     if pred_ratio is not None and regulation != "disjoint":
         raise ValueError(f"pred_ratio is set by regulation='disjoint' alone; with {regulation!r} leave it out")
+    if pattern == "beit" and regulation == "complementary":
+        raise ValueError("pattern='beit' needs regulation='disjoint' or 'none': sets of kept tokens are not rectangles")
     if min(grid) < 1:
         raise ValueError(f"grid must hold at least one token each way, got {grid}")
     unit = block if pattern == "block" else (1, 1)
     if min(unit) < 1 or grid[0] % unit[0] or grid[1] % unit[1]:
         raise ValueError(f"block {unit[0]}x{unit[1]} does not divide the token grid {grid[0]}x{grid[1]}")
     units = (grid[0] // unit[0]) * (grid[1] // unit[1])
+    if pattern == "beit" and units > _MOST_RECTANGLE_UNITS:
+        raise ValueError(f"pattern='beit' takes a grid of at most {_MOST_RECTANGLE_UNITS} tokens, got {grid}")
     hidden = _hidden_units(units, mask_ratio, count, rounding)
     if not 1 <= hidden < units:
         asked = f"count={count}" if count is not None else f"mask_ratio={mask_ratio}"
@@ -191,4 +230,6 @@ def mask_plan(
             f"{asked} hides {hidden} of {units} units; a view must hide and keep at least 1, so {cure} works"
         )
     fresh = _fresh_units(units, hidden, views, pred_ratio, regulation)
+    if pattern == "beit":
+        return MaskPlan(grid, unit, hidden, fresh, regulation, _smallest_rectangle(hidden), ASPECT_RATIOS)
     return MaskPlan(grid, unit, hidden, fresh, regulation)

@@ -18,31 +18,78 @@ from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
 
 
-def _lowest(scores: Tensor, count: int) -> Tensor:
-    """Bool mask of the ``count`` lowest scores of each row, ties to the lower index."""
-    chosen = scores.argsort(dim=-1, stable=True)[..., :count]
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+MAX_FAILURES = 10
+"""As in BEiT, a view takes no more rectangles when this many attempts in a row hide nothing."""
+
+MAX_ATTEMPTS = 128
+"""Bound on the attempts of a view: native kernels draw their words ahead. A view has not been seen to need 100."""
 
 
-def _hidden_units(words: list[Tensor], hidden: int, fresh: Sequence[int], regulation: str) -> Tensor:
-    """bool ``[K, B, U]`` from one ``[B, U]`` tensor of random words per view."""
-    if regulation == "none":
-        return torch.stack([_lowest(view_words, hidden) for view_words in words])
-    if regulation == "complementary":
-        order = words[0].argsort(dim=-1, stable=True)
-        kept = order.shape[-1] - hidden
-        keep_sets = [order[:, view * kept : (view + 1) * kept] for view in range(len(fresh))]
-        return torch.stack([torch.ones_like(order, dtype=torch.bool).scatter(-1, ids, False) for ids in keep_sets])
-    covered = torch.zeros_like(words[0], dtype=torch.bool)
-    views = []
-    for view_words, new in zip(words, fresh, strict=True):
-        # Adding 2**32 ranks the other class behind every candidate; words themselves stay below it.
-        view = _lowest(view_words + covered * WORD_RANGE, new) | _lowest(
-            view_words + ~covered * WORD_RANGE, hidden - new
-        )
-        covered = covered | view
-        views.append(view)
-    return torch.stack(views)
+def _lowest(words: Tensor, eligible: Tensor, count: int | Tensor) -> Tensor:
+    """Bool mask of the ``count`` (one for all rows, or ``[B, 1]``) lowest eligible words of each row, ties to the
+    lower index."""
+    # Adding 2**32 ranks the others behind every candidate; words themselves stay below it.
+    order = (words + ~eligible * WORD_RANGE).argsort(dim=-1, stable=True)
+    leading = (torch.arange(words.shape[-1], device=words.device) < count).expand_as(order)
+    return torch.zeros_like(eligible).scatter(-1, order, leading)
+
+
+def _rounded_root(area: Tensor, aspect: Tensor) -> Tensor:
+    """sqrt(area * aspect) to the nearest integer; ``area`` has 8 fractional bits and ``aspect`` 16.
+
+    With s = isqrt(floor(4 x)) it is (s + 1) // 2. The double root of an integer below 2**52 never crosses an integer.
+    """
+    return ((area * aspect >> 22).double().sqrt().long() + 1) // 2
+
+
+def _rectangles(
+    words: Tensor, unit_grid: tuple[int, int], quota: tuple[int, int], covered: Tensor, smallest: int, aspects: Tensor
+) -> Tensor:
+    """Bool ``[B, U]``: what BEiT's rectangles hide of one view.
+
+    Args:
+        words: ``[B, attempts, 4]``, the (area, aspect, top, left) of each attempt.
+        quota: how many units to hide that no earlier view hid, and that one did.
+        covered: bool ``[B, U]``, what earlier views hid.
+    """
+    rows = torch.arange(unit_grid[0], device=words.device).unsqueeze(-1)
+    columns = torch.arange(unit_grid[1], device=words.device)
+    kinds = torch.stack((~covered, covered), dim=1)
+    hidden = torch.zeros_like(covered)
+    quotas = torch.tensor(quota).to(covered.device, non_blocking=True).expand(len(covered), 2)
+    failures = torch.zeros_like(quotas[:, 0])
+    for area_word, aspect_word, top_word, left_word in words.permute(1, 2, 0):
+        if failures.device.type == "cpu" and bool((failures >= MAX_FAILURES).all()):  # elsewhere asking means waiting
+            break
+        remaining = quotas.sum(-1)
+        low, high = remaining.clamp(max=smallest), remaining.clamp(min=smallest)
+        area = (low << 8) + (area_word * ((high - low << 8) + 1) >> 32)
+        level = aspect_word * len(aspects) >> 32
+        height, width = _rounded_root(area, aspects[level]), _rounded_root(area, aspects[-1 - level])
+        # Strictly smaller than the grid, as in BEiT.
+        fits = (height >= 1) & (width >= 1) & (height < unit_grid[0]) & (width < unit_grid[1])
+        top = (top_word * (unit_grid[0] - height + 1).clamp(min=1) >> 32).view(-1, 1, 1)
+        left = (left_word * (unit_grid[1] - width + 1).clamp(min=1) >> 32).view(-1, 1, 1)
+        inside = (rows >= top) & (rows < top + height.view(-1, 1, 1))
+        inside = inside & (columns >= left) & (columns < left + width.view(-1, 1, 1))
+        candidates = inside.flatten(1) & ~hidden
+        added = candidates.sum(-1)
+        accepted = fits & (added > 0) & (added <= remaining) & (failures < MAX_FAILURES)
+        by_kind = kinds & (candidates & accepted.unsqueeze(-1)).unsqueeze(1)
+        taken = by_kind & (by_kind.cumsum(-1) <= quotas.unsqueeze(-1))  # in raster order, while the quota lasts
+        quotas = quotas - taken.sum(-1)
+        hidden = hidden | taken.any(1)
+        # A view that has given up fails for good.
+        failures = torch.where(taken.flatten(1).any(-1), 0, failures + 1)
+    return hidden
+
+
+def _complementary_views(words: Tensor, hidden: int, views: int) -> Tensor:
+    """bool ``[K, B, U]``: each view keeps the lowest of what no earlier view kept."""
+    order = words.argsort(dim=-1, stable=True)
+    kept = order.shape[-1] - hidden
+    keep_sets = [order[:, view * kept : (view + 1) * kept] for view in range(views)]
+    return torch.stack([torch.ones_like(order, dtype=torch.bool).scatter(-1, ids, False) for ids in keep_sets])
 
 
 def units_to_tokens(units: Tensor, unit_grid: Sequence[int], block: Sequence[int]) -> Tensor:
@@ -58,7 +105,15 @@ def _split_sizes(sample_ids: Tensor, grid: Sequence[int], block: Sequence[int], 
 
 
 def _fake(
-    sample_ids: Tensor, key: Tensor, grid: list[int], block: list[int], hidden: int, fresh: list[int], regulation: str
+    sample_ids: Tensor,
+    key: Tensor,
+    grid: list[int],
+    block: list[int],
+    hidden: int,
+    fresh: list[int],
+    regulation: str,
+    smallest: int = 1,
+    aspects: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, visible, masked = _split_sizes(sample_ids, grid, block, hidden)
     views = len(fresh)
@@ -71,17 +126,51 @@ def _fake(
 
 
 @define(
-    "disjoint_masks(Tensor sample_ids, Tensor key, int[2] grid, int[2] block, int hidden, int[] fresh, str regulation)"
-    " -> (Tensor visible, Tensor masked, Tensor restore, Tensor mask)",
+    "disjoint_masks(Tensor sample_ids, Tensor key, int[2] grid, int[2] block, int hidden, int[] fresh, str regulation,"
+    " int smallest=1, int[] aspects=[]) -> (Tensor visible, Tensor masked, Tensor restore, Tensor mask)",
     fake=_fake,
 )
 def _reference(
-    sample_ids: Tensor, key: Tensor, grid: list[int], block: list[int], hidden: int, fresh: list[int], regulation: str
+    sample_ids: Tensor,
+    key: Tensor,
+    grid: list[int],
+    block: list[int],
+    hidden: int,
+    fresh: list[int],
+    regulation: str,
+    smallest: int = 1,
+    aspects: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     unit_grid = (grid[0] // block[0], grid[1] // block[1])
     units = unit_grid[0] * unit_grid[1]
-    words = [keyed_bits(sample_ids, units, key=key, domain=Domain.MASK, lane=view) for view in range(len(fresh))]
-    mask = units_to_tokens(_hidden_units(words, hidden, fresh, regulation), unit_grid, block)
+
+    def draw(words: int, domain: Domain, view: int) -> Tensor:
+        return keyed_bits(sample_ids, words, key=key, domain=domain, lane=view)
+
+    def hide(view: int, covered: Tensor, new: int) -> Tensor:
+        """bool ``[B, U]``: ``new`` units outside ``covered`` and the rest inside, rectangles first."""
+        chosen = torch.zeros_like(covered)
+        if aspects:
+            words = draw(4 * MAX_ATTEMPTS, Domain.RECTANGLE, view).unflatten(-1, (MAX_ATTEMPTS, 4))
+            ratios = torch.tensor(aspects).to(covered.device, non_blocking=True)
+            chosen = _rectangles(words, unit_grid, (new, hidden - new), covered, smallest, ratios)
+        words = draw(units, Domain.MASK, view)
+        for kind, quota in ((~covered, new), (covered, hidden - new)):
+            left = quota - (chosen & kind).sum(-1, keepdim=True)
+            chosen = chosen | _lowest(words, kind & ~chosen, left)
+        return chosen
+
+    nothing = torch.zeros(sample_ids.shape[0], units, dtype=torch.bool, device=sample_ids.device)
+    if regulation == "complementary":
+        hides = _complementary_views(draw(units, Domain.MASK, 0), hidden, len(fresh))
+    elif regulation == "none":
+        hides = torch.stack([hide(view, nothing, hidden) for view in range(len(fresh))])
+    else:
+        hides = torch.empty(0, *nothing.shape, dtype=torch.bool, device=sample_ids.device)
+        for view, new in enumerate(fresh):
+            hides = torch.cat((hides, hide(view, hides.any(0), new).unsqueeze(0)))
+
+    mask = units_to_tokens(hides, unit_grid, block)
     visible = _split_sizes(sample_ids, grid, block, hidden)[1]
     order = mask.long().argsort(dim=-1, stable=True)  # visible tokens first, each part in raster order
     restore = torch.where(mask, visible + mask.cumsum(-1) - 1, (~mask).cumsum(-1) - 1)
@@ -107,9 +196,7 @@ def draw_masks(sample_ids: Tensor, plan: MaskPlan, *, seed: int | Tensor, epoch:
     if sample_ids.ndim != 1:
         raise ValueError(f"sample_ids must be one-dimensional [B], got shape {tuple(sample_ids.shape)}")
     key = make_key(seed, epoch)
-    return Views(
-        *torch.ops.dmjd.disjoint_masks(sample_ids, key, plan.grid, plan.block, plan.hidden, plan.fresh, plan.regulation)
-    )
+    return Views(*torch.ops.dmjd.disjoint_masks(sample_ids, key, *plan.op_arguments))
 
 
 def disjoint_masks(

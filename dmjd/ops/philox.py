@@ -36,6 +36,7 @@ class Domain(IntEnum):
     FLIP = 5
     SUBSTITUTE = 6
     DROP_PATH = 7
+    RECTANGLE = 8
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

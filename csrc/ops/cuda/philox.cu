@@ -1,22 +1,11 @@
-#include "../../core/philox.h"
-#include "launch.h"
+#include "key.h"
 
 namespace dmjd {
 namespace {
 
-// A key from the CPU travels with the launch; one on the device is read by the kernel, so that a captured graph follows
-// it and the host never waits.
-struct KeySource {
-  const int64_t* device;
-  PhiloxKey host;
-};
-
 __global__ void philox4x32_kernel(const int64_t* __restrict__ words, KeySource source, int64_t blocks,
                                   int64_t* __restrict__ out) {
-  PhiloxKey key = source.host;
-  if (source.device != nullptr) {
-    key = {{static_cast<uint32_t>(source.device[0]), static_cast<uint32_t>(source.device[1])}};
-  }
+  const PhiloxKey key = source.read();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t block = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; block < blocks; block += stride) {
     PhiloxCounter state;
@@ -40,15 +29,8 @@ Tensor philox4x32_cuda(const Tensor& counter, const Tensor& key) {
   const int64_t blocks = counters.numel() / 4;
   if (blocks == 0) return result;
 
-  const int64_t* key_words = keys.const_data_ptr<int64_t>();
-  KeySource source = {nullptr, {{0, 0}}};
-  if (keys.is_cpu()) {
-    source.host = {{static_cast<uint32_t>(key_words[0]), static_cast<uint32_t>(key_words[1])}};
-  } else {
-    source.device = key_words;
-  }
   philox4x32_kernel<<<blocks_for(blocks), kThreads, 0, current_stream(device)>>>(
-      counters.const_data_ptr<int64_t>(), source, blocks, result.mutable_data_ptr<int64_t>());
+      counters.const_data_ptr<int64_t>(), KeySource::of(keys), blocks, result.mutable_data_ptr<int64_t>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return result;
 }
