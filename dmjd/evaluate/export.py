@@ -21,7 +21,7 @@ from dmjd.config import ExportConfig, KnnConfig, PretrainConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
-from dmjd.models.vit import ViTEncoder
+from dmjd.models.masked_image_model import Encoder
 from dmjd.train import checkpoint
 
 logger = logging.getLogger("dmjd")
@@ -110,7 +110,7 @@ def _check_output(output: str) -> None:
         raise ConfigError(f"output={output} is a folder; name a file")
 
 
-def _verify(path: Path, call: TimmCall, encoder: ViTEncoder) -> None:
+def _verify(path: Path, call: TimmCall, encoder: Encoder) -> None:
     """Build timm's model from the file and compare its features of a fixed batch with the encoder's."""
     arguments: dict[str, Any] = call.arguments
     model = timm.create_model(call.architecture, checkpoint_path=str(path), **arguments).eval()
