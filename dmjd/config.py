@@ -168,13 +168,16 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images."""
+    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
+
+    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    """
 
     name: str = choice("single", "ddp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
-    activation_checkpointing: str = choice("none", "full")
+    activation_checkpointing: str = choice("none", "mlp", "full")
     compile: bool = False
 
 

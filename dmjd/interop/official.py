@@ -1,7 +1,7 @@
 """The layout of MAE's, ConvMAE's and DMJD's own checkpoints, which differ from ours in names alone.
 
-Their files hold ``{"model": state, ...}`` with the encoder's parameters at the top, the decoder's behind ``decoder_``, and
-the fixed positions as tensors. Shapes are the same, so a tensor goes in and comes out bit for bit.
+Their files hold ``{"model": state, ...}`` with the encoder's parameters at the top, the decoder's behind ``decoder_``,
+and the fixed positions as tensors. Shapes are the same, so a tensor goes in and comes out bit for bit.
 """
 
 from __future__ import annotations

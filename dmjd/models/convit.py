@@ -53,7 +53,7 @@ class ConViT(ConViTEncoder):
         fc_norm: bool | None = None,
     ) -> None:
         super().__init__(
-            image_size=(img_size, img_size) if isinstance(img_size, int) else tuple(img_size),
+            image_size=(img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1]),
             in_chans=in_chans,
             embed_dims=embed_dims,
             depths=depths,

@@ -70,7 +70,7 @@ class MaskedDepthwiseConv2d(nn.Conv2d):
     def __init__(self, channels: int, kernel_size: int) -> None:
         super().__init__(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
 
-    def forward(self, x: Tensor, where: VisibleTokens | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, where: VisibleTokens | None = None) -> Tensor:
         """``[B, H, W, C]``, or ``[K*B, V, q, q, C]`` with ``where``; the same shape comes back."""
         if where is None:
             return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,6 +34,7 @@ class SelectiveBlock(Block):
     def _attend(self, queries: Tensor, tokens: Tensor) -> Tensor:
         """timm's attention, its fused projection split between the two inputs."""
         attention = self.attn
+        assert isinstance(attention, Attention)
         dim, heads = queries.shape[-1], (attention.num_heads, attention.head_dim)
         weight, bias = attention.qkv.weight, attention.qkv.bias
         q = F.linear(queries, weight[:dim], bias[:dim]).unflatten(-1, heads).transpose(1, 2)
