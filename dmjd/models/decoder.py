@@ -100,13 +100,13 @@ class VisibleBranch(nn.Module):
         super().__init__()
         self.projector = nn.Sequential(
             nn.Linear(encoder_dim, width),
-            nn.LayerNorm(width),
+            layer_norm(width),
             nn.GELU(),
             nn.Linear(width, width),
-            nn.LayerNorm(width),
+            layer_norm(width),
             nn.GELU(),
             nn.Linear(width, width),
-            nn.LayerNorm(width, elementwise_affine=False),
+            layer_norm(width, elementwise_affine=False),
         )
         self.predictor = nn.Linear(width, target_dim)
 
