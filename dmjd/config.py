@@ -51,10 +51,23 @@ class MaskConfig:
 
 
 @dataclass
-class BackboneConfig:
-    """The encoder. ``hidden``: leave hidden tokens out, or put a mask token in their place."""
+class ConvStagesConfig:
+    """The two convolution stages of a ConViT, at strides 4 and 8."""
 
-    name: str = choice("vit")
+    embed_dims: list[int] = numbers(256, 384, length=2, above=0)
+    depths: list[int] = numbers(2, 2, length=2, least=0)
+    mlp_ratios: list[float] = numbers(8.0, 8.0, length=2, above=0)
+
+
+@dataclass
+class BackboneConfig:
+    """The encoder. ``hidden``: leave hidden tokens out, or put a mask token in their place.
+
+    For "convvit", width, depth, heads and MLP ratio are those of its third stage, a ViT; ``conv_stages`` are the two
+    before it, and ``multi_scale`` adds their outputs to the encoder's.
+    """
+
+    name: str = choice("vit", "convvit")
     patch_size: int = positive(16)
     embed_dim: int = positive(768)
     depth: int = positive(12)
@@ -63,6 +76,8 @@ class BackboneConfig:
     class_token: bool = True
     hidden: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
+    conv_stages: ConvStagesConfig = field(default_factory=ConvStagesConfig)
+    multi_scale: bool = True
 
 
 @dataclass
@@ -153,13 +168,16 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images."""
+    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
+
+    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    """
 
     name: str = choice("single", "ddp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
-    activation_checkpointing: str = choice("none", "full")
+    activation_checkpointing: str = choice("none", "mlp", "full")
     compile: bool = False
 
 

@@ -14,7 +14,7 @@ from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
-from dmjd.models.vit import ViTEncoder
+from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.single import load_strictly, read_model
 from dmjd.train import checkpoint
@@ -30,7 +30,7 @@ class FrozenEncoder:
     run: the folder of the run that trained it.
     """
 
-    encoder: ViTEncoder
+    encoder: Encoder
     data: DataConfig
     size: tuple[int, int]
     device: torch.device

@@ -1,7 +1,7 @@
-"""Our ViT in the layout of timm's ``VisionTransformer``: which model to ask for, and under which names and shapes.
+"""Our encoders in the layout of timm's models: which model to ask for, and under which names and shapes.
 
 The names are the same (see :class:`dmjd.models.vit.ViTEncoder`). Positions are a buffer for us and a parameter for
-timm, which also has a row for the cls token: zero, as in MAE's files. A mask token has no place in timm's model.
+timm's ViT, which also has a row for the cls token: zero, as in MAE's files. A mask token has no place in timm's model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from dmjd.config import BackboneConfig, DataConfig
+
+_OF_PRETRAINING = ("mask_token", "stage1_output_decode", "stage2_output_decode")
 
 
 class Architecture(NamedTuple):
@@ -69,19 +71,16 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
     another timm version gets in between. ``forward_features`` gives the encoder's tokens; the model itself gives the
     mean of the patch tokens, as ``pooling=mean`` does. ``pretrained_cfg_overlay`` is what
     ``timm.data.resolve_model_data_config`` reads: images are normalised and cropped as in our evaluations.
+
+    A ConViT is known to timm once ``dmjd.models.convit`` is imported, which registers it.
     """
     image_size = list(data.image_size)
     arguments = {
         "img_size": image_size,
-        "patch_size": backbone.patch_size,
         "in_chans": data.channels,
-        "embed_dim": backbone.embed_dim,
-        "depth": backbone.depth,
         "num_heads": backbone.num_heads,
-        "mlp_ratio": backbone.mlp_ratio,
-        "class_token": backbone.class_token,
         "global_pool": "avg",
-        "fc_norm": False,  # left to itself, timm moves the last norm behind an average
+        "fc_norm": False,  # left to itself, the last norm moves behind the average
         "num_classes": 0,
         "pretrained_cfg_overlay": {
             "input_size": [data.channels, *image_size],
@@ -90,6 +89,21 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
             "crop_pct": 1.0,
             "num_classes": 0,
         },
+    }
+    if backbone.name == "convvit":
+        stages = backbone.conv_stages
+        arguments |= {
+            "embed_dims": [*stages.embed_dims, backbone.embed_dim],
+            "depths": [*stages.depths, backbone.depth],
+            "mlp_ratios": [*stages.mlp_ratios, backbone.mlp_ratio],
+        }
+        return TimmCall("convvit_base_patch16", arguments)
+    arguments |= {
+        "patch_size": backbone.patch_size,
+        "embed_dim": backbone.embed_dim,
+        "depth": backbone.depth,
+        "mlp_ratio": backbone.mlp_ratio,
+        "class_token": backbone.class_token,
     }
     return TimmCall(nearest_architecture(backbone).name, arguments)
 
@@ -102,9 +116,11 @@ def timm_state(encoder: Mapping[str, Tensor], positions: Tensor) -> dict[str, Te
         positions: ``[N, D]``, its positions.
 
     Returns:
-        ``encoder`` without ``mask_token``, and ``pos_embed`` ``[1, prefix + N, D]``.
+        ``encoder`` without what only pre-training uses (mask token, multi-scale outputs), and for a ViT ``pos_embed``
+        ``[1, prefix + N, D]``; a ConViT computes its positions.
     """
-    state = {name: value for name, value in encoder.items() if name != "mask_token"}
-    prefix = positions.new_zeros(int("cls_token" in encoder), positions.shape[1])
-    state["pos_embed"] = torch.cat((prefix, positions)).unsqueeze(0)
+    state = {name: value for name, value in encoder.items() if not name.startswith(_OF_PRETRAINING)}
+    if "patch_embed1.proj.weight" not in state:
+        prefix = positions.new_zeros(int("cls_token" in encoder), positions.shape[1])
+        state["pos_embed"] = torch.cat((prefix, positions)).unsqueeze(0)
     return state

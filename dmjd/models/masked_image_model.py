@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews
-from dmjd.models.decoder import MAEDecoder, VisibleBranch
+from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.decoder import MAEDecoder, VisibleBranch, select_tokens
 from dmjd.models.vit import ViTEncoder
-from dmjd.ops.tokens import gather_tokens
+
+Encoder = ViTEncoder | ConViTEncoder
 
 
 class Prediction(NamedTuple):
@@ -27,7 +30,7 @@ class MaskedImageModel(nn.Module):
     """
 
     def __init__(
-        self, encoder: ViTEncoder, decoder: MAEDecoder | None, visible_branch: VisibleBranch | None, target_dim: int
+        self, encoder: Encoder, decoder: MAEDecoder | None, visible_branch: VisibleBranch | None, target_dim: int
     ) -> None:
         super().__init__()
         if decoder is None and encoder.mask_token is None:
@@ -59,22 +62,18 @@ class MaskedImageModel(nn.Module):
             )
         encoded = self.encoder(images, views, branch_scales)
         prefix = self.encoder.num_prefix_tokens
-        full = encoded[:, prefix:] if self.decoder is None else self.decoder(encoded, views)
-        masked = self.head(_select(full, predicted))
+        patches = encoded[:, prefix:]
+        read = select_tokens(patches, predicted) if self.decoder is None else self.decoder(encoded, views, predicted)
+        masked = self.head(read)
         if self.visible_branch is None:
             return Prediction(masked, None)
-        patches = encoded[:, prefix:]
-        shown = patches if self.decoder is not None else _select(patches, views.visible)
+        shown = patches if self.decoder is not None else select_tokens(patches, views.visible)
         return Prediction(masked, self.visible_branch(shown))
 
 
-def _select(tokens: Tensor, ids: Tensor) -> Tensor:
-    """``[K*B, N, C]`` at ``ids [K, B, P]`` -> ``[K*B, P, C]``."""
-    return gather_tokens(tokens, ids.flatten(0, 1).unsqueeze(0))
-
-
 def _initialise(module: nn.Module) -> None:
-    """MAE's: xavier-uniform for linear layers and the flattened patch convolution, normal .02 for tokens."""
+    """MAE's: xavier-uniform for linear layers and the flattened patch convolution, normal .02 for tokens. Other
+    convolutions keep what their encoder gave them."""
     if isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
@@ -82,8 +81,8 @@ def _initialise(module: nn.Module) -> None:
     elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
         nn.init.ones_(module.weight)
         nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Conv2d):
-        nn.init.xavier_uniform_(module.weight.view(module.weight.shape[0], -1))
+    elif isinstance(module, PatchEmbed):
+        nn.init.xavier_uniform_(module.proj.weight.view(module.proj.weight.shape[0], -1))
     for name, parameter in module.named_parameters(recurse=False):
         if name in ("cls_token", "mask_token"):
             nn.init.normal_(parameter, std=0.02)

@@ -1,10 +1,10 @@
 """Transforms that a model knows nothing about, applied from outside and in this order:
 
-1. activation checkpointing, per transformer block;
+1. activation checkpointing, per block or per block's MLP, whose hidden layer is most of what a block keeps;
 2. ``torch.compile``, per transformer block, around the checkpointed forward (the other way round loses the saving);
 3. sharding, which is the engine's.
 
-Both act on a block's ``forward`` in place, so parameter names, and with them checkpoints, do not change.
+Both act on a module's ``forward`` in place, so parameter names, and with them checkpoints, do not change.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     """Transform ``model`` in place as ``config`` asks."""
     for block in blocks(model):
-        if config.activation_checkpointing == "full":
-            block.forward = _recomputed(block.forward)
+        recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
+        if isinstance(recomputed, nn.Module):
+            recomputed.forward = _recomputed(recomputed.forward)
         if config.compile:
             block.compile(fullgraph=True)
 

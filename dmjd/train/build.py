@@ -11,8 +11,9 @@ import torch
 from dmjd.config import DataConfig, MaskConfig, PretrainConfig, TargetConfig
 from dmjd.errors import ConfigError
 from dmjd.masking import MaskSpec
+from dmjd.models.convvit import PATCH_SIZE, ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
-from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.targets import HogTarget, PixelTarget, Tokenizer
@@ -101,6 +102,40 @@ def check_data(data: DataConfig) -> None:
             raise ConfigError(f"data.{name} must be [least, greatest], got [{least}, {greatest}]")
 
 
+def build_encoder(config: PretrainConfig) -> Encoder:
+    """The encoder, its weights drawn from torch's generator."""
+    backbone, channels = config.backbone, config.data.channels
+    if backbone.name == "vit":
+        return ViTEncoder(
+            image_size=image_size(config),
+            patch_size=backbone.patch_size,
+            in_chans=channels,
+            embed_dim=backbone.embed_dim,
+            depth=backbone.depth,
+            num_heads=backbone.num_heads,
+            mlp_ratio=backbone.mlp_ratio,
+            class_token=backbone.class_token,
+            hidden=backbone.hidden,
+        )
+    for key, value, needed in (
+        ("patch_size", backbone.patch_size, PATCH_SIZE),
+        ("class_token", backbone.class_token, False),
+        ("hidden", backbone.hidden, "drop"),
+    ):
+        if value != needed:
+            raise ConfigError(f"backbone.{key} must be {needed} for backbone.name=convvit, got {value}")
+    stages = backbone.conv_stages
+    return ConViTEncoder(
+        image_size=image_size(config),
+        in_chans=channels,
+        embed_dims=(*stages.embed_dims, backbone.embed_dim),
+        depths=(*stages.depths, backbone.depth),
+        mlp_ratios=(*stages.mlp_ratios, backbone.mlp_ratio),
+        num_heads=backbone.num_heads,
+        multi_scale=backbone.multi_scale,
+    )
+
+
 def build_objective(config: PretrainConfig, target_dim: int) -> Objective:
     """Model and losses, initialised from ``config.seed`` alone."""
     backbone, method = config.backbone, config.method
@@ -112,17 +147,7 @@ def build_objective(config: PretrainConfig, target_dim: int) -> Objective:
             raise ConfigError(f"{section}={width} is not divisible by its num_heads={heads}")
     torch.manual_seed(config.seed)
     with _refusing("backbone, method.decoder"):
-        encoder = ViTEncoder(
-            image_size=image_size(config),
-            patch_size=backbone.patch_size,
-            in_chans=config.data.channels,
-            embed_dim=backbone.embed_dim,
-            depth=backbone.depth,
-            num_heads=backbone.num_heads,
-            mlp_ratio=backbone.mlp_ratio,
-            class_token=backbone.class_token,
-            hidden=backbone.hidden,
-        )
+        encoder = build_encoder(config)
         decoder = None
         if method.decoder.name == "mae":
             decoder = MAEDecoder(

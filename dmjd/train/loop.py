@@ -98,7 +98,7 @@ class Pretraining:
             tuple(data.std),
             flip=data.flip,
             seed=config.seed,
-            depth=config.backbone.depth,
+            depth=len(self.engine.objective.model.encoder.blocks),
             drop_path=config.backbone.drop_path,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch

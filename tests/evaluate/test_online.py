@@ -20,8 +20,8 @@ from dmjd.evaluate.encoder import load_encoder
 from dmjd.evaluate.knn import KnnResult
 from dmjd.evaluate.online import OnlineKnn
 from dmjd.evaluate.verbs import knn
+from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
-from dmjd.models.vit import ViTEncoder
 from dmjd.train.build import build_objective, build_tokenizer
 
 Words = Callable[..., list[str]]
@@ -43,7 +43,7 @@ def build(config: PretrainConfig) -> Objective:
     return build_objective(config, build_tokenizer(config).dim)
 
 
-def encoder_of(config: PretrainConfig) -> ViTEncoder:
+def encoder_of(config: PretrainConfig) -> Encoder:
     return build(config).model.encoder
 
 

@@ -12,6 +12,7 @@ import timm
 import torch
 
 import dmjd
+import dmjd.models.convit  # registers ConViT with timm
 from dmjd.compose import compose, groups
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.interop.timm import ARCHITECTURES, nearest_architecture, timm_call, timm_state
@@ -35,14 +36,26 @@ def test_architectures_are_as_timm_has_them(architecture: Any) -> None:
     assert own_shape(on_meta(architecture.name)) == (*architecture[1:], 4.0)
 
 
-@pytest.mark.parametrize("preset", groups()["backbone"])
-def test_shipped_backbones_are_architectures(preset: str) -> None:
+@pytest.mark.parametrize("preset", [name for name in groups()["backbone"] if name.startswith("vit_")])
+def test_shipped_vits_are_architectures(preset: str) -> None:
     config = compose("pretrain", [f"backbone={preset}"])
     backbone = config.backbone
     name, _ = timm_call(backbone, config.data)
     assert name == f"{preset}_patch16_224"
     shape = (backbone.patch_size, backbone.embed_dim, backbone.depth, backbone.num_heads, backbone.mlp_ratio)
     assert own_shape(on_meta(name)) == shape
+
+
+@pytest.mark.parametrize("preset", ["convvit_base", "convvit_large"])
+def test_shipped_convits_are_those_registered_with_timm(preset: str) -> None:
+    config = compose("pretrain", [f"backbone={preset}"])
+    call = timm_call(config.backbone, config.data)
+    ours, registered = on_meta(call.architecture, **call.arguments), on_meta(f"{preset}_patch16", num_classes=0)
+    shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in (ours, registered)]
+    for model in shapes:  # which norm comes last is a matter of pooling
+        assert (model.pop("norm.weight", None) or model.pop("fc_norm.weight")) == (config.backbone.embed_dim,)
+        assert (model.pop("norm.bias", None) or model.pop("fc_norm.bias")) == (config.backbone.embed_dim,)
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def make_batch() -> tuple[Tensor, MaskedViews, Tensor]:
 
 
 def count_runs(model: MaskedImageModel) -> Counter[int]:
-    """How often each block's attention starts, counted from now on.
+    """How often each block's first norm runs, counted from now on.
 
     Not the MLP: recomputation stops at the last activation that backward needs, before a block's MLP has ended.
     """
@@ -52,7 +52,7 @@ def count_runs(model: MaskedImageModel) -> Counter[int]:
         def count(*_: Any, index: int = index) -> None:
             runs[index] += 1
 
-        block.attn.register_forward_pre_hook(count)  # type: ignore[union-attr]
+        block.norm1.register_forward_pre_hook(count)  # type: ignore[union-attr]
     return runs
 
 
@@ -67,10 +67,11 @@ def test_blocks_are_those_of_encoder_and_decoder(kind: str, expected: int) -> No
 
 @pytest.mark.parametrize("kind", ["decoder", "linear"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_recomputation_changes_no_bit_and_no_name(kind: str, precision: torch.dtype) -> None:
+@pytest.mark.parametrize("mode", ["mlp", "full"])
+def test_recomputation_changes_no_bit_and_no_name(kind: str, precision: torch.dtype, mode: str) -> None:
     plain, recomputed = make_objective(kind), make_objective(kind)
     names = list(recomputed.state_dict())
-    apply(recomputed.model, EngineConfig(activation_checkpointing="full"))
+    apply(recomputed.model, EngineConfig(activation_checkpointing=mode))
     assert list(recomputed.state_dict()) == names
     results = []
     for objective in (plain, recomputed):
@@ -99,7 +100,7 @@ def test_backward_runs_checkpointed_blocks_a_second_time(kind: str, mode: str, r
 
 def test_recomputed_blocks_keep_fewer_activations() -> None:
     kept = {}
-    for mode in ("none", "full"):
+    for mode in ("none", "mlp", "full"):
         objective = make_objective()
         apply(objective.model, EngineConfig(activation_checkpointing=mode))
         sizes: list[int] = []
@@ -112,6 +113,7 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
             objective(*make_batch())
         kept[mode] = sum(sizes)
     assert kept["full"] < kept["none"] / 2
+    assert kept["full"] < kept["mlp"] < 0.8 * kept["none"]
 
 
 @torch.no_grad()
