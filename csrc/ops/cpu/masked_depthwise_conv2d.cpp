@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -11,101 +12,22 @@
 #include "../common.h"
 
 // The baseline of x86-64 has vectors of four floats and no fused multiply-add; the loader picks what the machine has.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define DMJD_VECTORS __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define DMJD_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define DMJD_VECTORS
 #endif
+// What a function in several versions calls must be compiled into each of them.
+#define DMJD_INLINE inline __attribute__((always_inline))
 
 namespace dmjd {
 namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int kLanes = 16;                 // channels of a window
-constexpr int64_t kTokensPerChunk = 64;    // a chunk is one thread's work, and one partial sum of the weight's gradient
-constexpr int64_t kReduceGrain = 1 << 12;
-
-// Adds, for `kRun` neighbouring pixels from `window` on, the taps' weighted sum. `width` is the window's.
-template <typename Sum, int kRun>
-inline __attribute__((always_inline)) void convolve_run(const Sum* __restrict window, int64_t width,
-                                                        const Sum* __restrict filter, const Sum* __restrict bias, int k,
-                                                        Sum* __restrict result) {
-  Sum sum[kRun][kLanes];
-  for (int run = 0; run < kRun; ++run) {
-    for (int lane = 0; lane < kLanes; ++lane) sum[run][lane] = bias[lane];
-  }
-  for (int row = 0; row < k; ++row) {
-    for (int column = 0; column < k; ++column) {
-      const Sum* const from = window + (row * width + column) * kLanes;
-      const Sum* const weight = filter + (row * k + column) * kLanes;
-      for (int run = 0; run < kRun; ++run) {
-        for (int lane = 0; lane < kLanes; ++lane) sum[run][lane] += weight[lane] * from[run * kLanes + lane];
-      }
-    }
-  }
-  for (int run = 0; run < kRun; ++run) {
-    for (int lane = 0; lane < kLanes; ++lane) result[run * kLanes + lane] = sum[run][lane];
-  }
-}
-
-template <typename Sum>
-inline __attribute__((always_inline)) void convolve(const Sum* window, const Sum* filter, const Sum* bias, int q, int k,
-                                                    Sum* result) {
-  const int64_t width = q + k - 1;
-  for (int y = 0; y < q; ++y) {
-    int x = 0;
-    for (; x + 4 <= q; x += 4) {
-      convolve_run<Sum, 4>(window + (y * width + x) * kLanes, width, filter, bias, k, result + (y * q + x) * kLanes);
-    }
-    for (; x + 2 <= q; x += 2) {
-      convolve_run<Sum, 2>(window + (y * width + x) * kLanes, width, filter, bias, k, result + (y * q + x) * kLanes);
-    }
-    for (; x < q; ++x) {
-      convolve_run<Sum, 1>(window + (y * width + x) * kLanes, width, filter, bias, k, result + (y * q + x) * kLanes);
-    }
-  }
-}
-
-// filter_sum[tap] += sum over the token's pixels of own[pixel] * window[pixel + tap]; behind the taps, the sum of the
-// token's own part of the window.
-template <typename Sum>
-inline __attribute__((always_inline)) void correlate(const Sum* __restrict window, const Sum* __restrict own, int q, int k,
-                                                     Sum* __restrict filter_sum) {
-  const int64_t width = q + k - 1;
-  for (int row = 0; row < k; ++row) {
-    for (int column = 0; column < k; ++column) {
-      Sum sum[kLanes] = {};
-      for (int y = 0; y < q; ++y) {
-        const Sum* const from = window + ((y + row) * width + column) * kLanes;
-        for (int i = 0; i < q * kLanes; i += kLanes) {
-          for (int lane = 0; lane < kLanes; ++lane) sum[lane] += own[y * q * kLanes + i + lane] * from[i + lane];
-        }
-      }
-      Sum* const total = filter_sum + (row * k + column) * kLanes;
-      for (int lane = 0; lane < kLanes; ++lane) total[lane] += sum[lane];
-    }
-  }
-  Sum* const total = filter_sum + k * k * kLanes;
-  for (int y = 0; y < q; ++y) {
-    for (int x = 0; x < q; ++x) {
-      const Sum* const from = window + ((y + k / 2) * width + x + k / 2) * kLanes;
-      for (int lane = 0; lane < kLanes; ++lane) total[lane] += from[lane];
-    }
-  }
-}
-
-DMJD_VECTORS void slide(const float* window, const float* filter, const float* bias, const float* own, int q, int k,
-                        float* result, float* filter_sum) {
-  convolve(window, filter, bias, q, k, result);
-  if (own != nullptr) correlate(window, own, q, k, filter_sum);
-}
-
-DMJD_VECTORS void slide(const double* window, const double* filter, const double* bias, const double* own, int q, int k,
-                        double* result, double* filter_sum) {
-  convolve(window, filter, bias, q, k, result);
-  if (own != nullptr) correlate(window, own, q, k, filter_sum);
-}
+constexpr int kLanes = 16;               // channels of a window
+constexpr int64_t kTokensPerChunk = 64;  // a chunk is one thread's work, and one partial sum of the weight's gradient
+constexpr int64_t kReduceGrain = 1 << 8;
 
 template <typename T>
 struct SumOf {
@@ -116,11 +38,93 @@ struct SumOf<double> {
   using type = double;
 };
 
+// One pixel of a window. The compiler splits it into the vectors there are, where a loop might be left in scalars.
+template <typename Sum>
+struct alignas(kLanes * sizeof(Sum)) Lanes {  // said aloud: GCC 12 forgets it when it allocates a vector of them
+  typedef Sum Vector __attribute__((vector_size(kLanes * sizeof(Sum))));
+  Vector of;
+
+  // `count` channels from `from` on, zero behind.
+  template <typename T>
+  DMJD_INLINE void load(const T* from, int count) {
+    Sum wide[kLanes] = {};
+    if (count == kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) wide[lane] = static_cast<Sum>(from[lane]);
+    } else {
+      for (int lane = 0; lane < count; ++lane) wide[lane] = static_cast<Sum>(from[lane]);
+    }
+    std::memcpy(&of, wide, sizeof(of));
+  }
+
+  template <typename T>
+  DMJD_INLINE void store(T* to, int count) const {
+    Sum wide[kLanes];
+    std::memcpy(wide, &of, sizeof(of));
+    if (count == kLanes) {
+      for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<T>(wide[lane]);
+    } else {
+      for (int lane = 0; lane < count; ++lane) to[lane] = static_cast<T>(wide[lane]);
+    }
+  }
+};
+
+// The taps' weighted sum for `kRun` neighbouring pixels from `window` on; `width` is the window's.
+template <typename Sum, int kRun>
+DMJD_INLINE void convolve_run(const Lanes<Sum>* window, int width, const Lanes<Sum>* filter, const Lanes<Sum>& bias,
+                              int k, Lanes<Sum>* result) {
+  typename Lanes<Sum>::Vector sum[kRun];
+  for (int run = 0; run < kRun; ++run) sum[run] = bias.of;
+  for (int row = 0; row < k; ++row) {
+    for (int column = 0; column < k; ++column) {
+      const Lanes<Sum>* const from = window + row * width + column;
+      for (int run = 0; run < kRun; ++run) sum[run] += filter[row * k + column].of * from[run].of;
+    }
+  }
+  for (int run = 0; run < kRun; ++run) result[run].of = sum[run];
+}
+
+template <typename Sum>
+DMJD_INLINE void convolve(const Lanes<Sum>* window, const Lanes<Sum>* filter, const Lanes<Sum>& bias, int q, int k,
+                          Lanes<Sum>* result) {
+  const int width = q + k - 1;
+  for (int y = 0; y < q; ++y, window += width, result += q) {
+    int x = 0;
+    for (; x + 4 <= q; x += 4) convolve_run<Sum, 4>(window + x, width, filter, bias, k, result + x);
+    for (; x + 2 <= q; x += 2) convolve_run<Sum, 2>(window + x, width, filter, bias, k, result + x);
+    for (; x < q; ++x) convolve_run<Sum, 1>(window + x, width, filter, bias, k, result + x);
+  }
+}
+
+// filter_sum[tap] += sum over the token's pixels of own[pixel] * window[pixel + tap], a row of taps at a time.
+template <typename Sum, int kK>
+DMJD_INLINE void correlate_taps(const Lanes<Sum>* window, const Lanes<Sum>* own, int q, Lanes<Sum>* filter_sum) {
+  const int width = q + kK - 1;
+  for (int row = 0; row < kK; ++row) {
+    typename Lanes<Sum>::Vector sum[kK] = {};
+    for (int y = 0; y < q; ++y) {
+      for (int x = 0; x < q; ++x) {
+        const Lanes<Sum>* const from = window + (y + row) * width + x;
+        for (int column = 0; column < kK; ++column) sum[column] += own[y * q + x].of * from[column].of;
+      }
+    }
+    for (int column = 0; column < kK; ++column) filter_sum[row * kK + column].of += sum[column];
+  }
+}
+
+// As above for every k there is; behind the taps, the sum of the token's own part of the window.
+template <typename Sum>
+DMJD_INLINE void correlate(const Lanes<Sum>* window, const Lanes<Sum>* own, int q, int k, Lanes<Sum>* filter_sum) {
+  if (k == 3) correlate_taps<Sum, 3>(window, own, q, filter_sum);
+  if (k == 5) correlate_taps<Sum, 5>(window, own, q, filter_sum);
+  if (k == 7) correlate_taps<Sum, 7>(window, own, q, filter_sum);
+  for (int y = 0; y < q; ++y) {
+    for (int x = 0; x < q; ++x) filter_sum[k * k].of += window[(y + k / 2) * (q + k - 1) + x + k / 2].of;
+  }
+}
+
 // What both directions know. `source` is what the window slides over: x forward, the result's gradient backward.
 template <typename T>
 struct Problem {
-  using Sum = typename SumOf<T>::type;
-
   const T* source;
   const T* x;  // backward only
   T* result;   // the convolution, or grad_x
@@ -131,7 +135,6 @@ struct Problem {
 
   int64_t slices() const { return (channels + kLanes - 1) / kLanes; }
   int64_t chunks() const { return (tokens + kTokensPerChunk - 1) / kTokensPerChunk; }
-  int64_t pixels() const { return static_cast<int64_t>(q) * q; }
 
   // Where in [views * V] the token lies that is (dy, dx) away from `token`; -1 where hidden or outside the grid.
   int64_t neighbour(int64_t token, int64_t dy, int64_t dx) const {
@@ -141,68 +144,58 @@ struct Problem {
     const int64_t slot = restore[(view * grid_h + row) * grid_w + column];
     return slot >= 0 && slot < per_view ? view * per_view + slot : -1;
   }
-
-  // Pixel `pixel` of `token`, `count` channels from `channel` on, the rest of the lanes zero.
-  void load(const T* from, int64_t token, int64_t pixel, int64_t channel, int count, Sum* lanes) const {
-    const T* const start = from + (token * pixels() + pixel) * channels + channel;
-    if (count == kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = static_cast<Sum>(start[lane]);
-    } else {
-      for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = lane < count ? static_cast<Sum>(start[lane]) : Sum(0);
-    }
-  }
-
-  // Slides over the tokens of one chunk. `filter` is [slices, taps, lanes]; `bias`, [slices, lanes]. Backward,
-  // `filter_sum` ([slices, taps + 1, lanes], zero at first) takes the sums of x times the window.
-  void slide_chunk(int64_t chunk, const Sum* filter, const Sum* bias, Sum* filter_sum) const {
-    const int half = k / 2, width = q + k - 1, reach = (half + q - 1) / q, taps = k * k;
-    std::vector<Sum> window(static_cast<size_t>(width) * width * kLanes), own(pixels() * kLanes), sums(pixels() * kLanes);
-    std::vector<int64_t> around(static_cast<size_t>(2 * reach + 1) * (2 * reach + 1));
-    const int64_t end = std::min(tokens, (chunk + 1) * kTokensPerChunk);
-    for (int64_t token = chunk * kTokensPerChunk; token < end; ++token) {
-      for (int64_t i = 0, dy = -reach; dy <= reach; ++dy) {
-        for (int64_t dx = -reach; dx <= reach; ++dx) around[i++] = neighbour(token, dy, dx);
-      }
-      for (int64_t slice = 0; slice < slices(); ++slice) {
-        const int64_t channel = slice * kLanes;
-        const int count = static_cast<int>(std::min<int64_t>(kLanes, channels - channel));
-        for (int row = 0; row < width; ++row) {
-          // Rows and columns of the window start `half` before the token; the added reach keeps the division positive.
-          const int y = row - half + reach * q;
-          for (int column = 0; column < width; ++column) {
-            const int x = column - half + reach * q;
-            const int64_t found = around[(y / q) * (2 * reach + 1) + x / q];
-            Sum* const lanes = window.data() + (static_cast<int64_t>(row) * width + column) * kLanes;
-            if (found < 0) {
-              std::fill(lanes, lanes + kLanes, Sum(0));
-            } else {
-              load(source, found, (y % q) * q + x % q, channel, count, lanes);
-            }
-          }
-        }
-        if (x != nullptr) {
-          for (int64_t pixel = 0; pixel < pixels(); ++pixel) {
-            load(x, token, pixel, channel, count, own.data() + pixel * kLanes);
-          }
-        }
-        slide(window.data(), filter + slice * taps * kLanes, bias + channel, x != nullptr ? own.data() : nullptr, q, k,
-              sums.data(), filter_sum == nullptr ? nullptr : filter_sum + slice * (taps + 1) * kLanes);
-        for (int64_t pixel = 0; pixel < pixels(); ++pixel) {
-          T* const to = result + (token * pixels() + pixel) * channels + channel;
-          for (int lane = 0; lane < count; ++lane) to[lane] = static_cast<T>(sums[pixel * kLanes + lane]);
-        }
-      }
-    }
-  }
 };
 
-// The weight as [slices, taps, lanes]; its taps in reverse for a gradient.
+// Slides over the tokens of one chunk. `filter` is [slices, taps]; `bias`, [slices]. Backward, `filter_sum`
+// ([slices, taps + 1], zero at first) takes the sums of x times the window.
+template <typename T, typename Sum>
+DMJD_VECTORS void slide(const Problem<T>& problem, int64_t chunk, const Lanes<Sum>* filter, const Lanes<Sum>* bias,
+                        Lanes<Sum>* filter_sum) {
+  const int q = problem.q, k = problem.k, half = k / 2, taps = k * k, pixels = q * q;
+  const int width = q + k - 1, reach = (half + q - 1) / q, span = 2 * reach + 1;
+  const int64_t channels = problem.channels;
+  std::vector<Lanes<Sum>> window(width * width), own(pixels), sums(pixels);
+  // Of each pixel of the window, where its channels start; null where hidden.
+  std::vector<const T*> from(width * width);
+  const int64_t end = std::min(problem.tokens, (chunk + 1) * kTokensPerChunk);
+  for (int64_t token = chunk * kTokensPerChunk; token < end; ++token) {
+    for (int i = 0; i < span * span; ++i) {
+      const int dy = i / span - reach, dx = i % span - reach;
+      const int64_t found = problem.neighbour(token, dy, dx);
+      for (int row = std::max(0, dy * q + half); row < std::min(width, (dy + 1) * q + half); ++row) {
+        for (int column = std::max(0, dx * q + half); column < std::min(width, (dx + 1) * q + half); ++column) {
+          const int pixel = (row - half - dy * q) * q + column - half - dx * q;
+          from[row * width + column] = found < 0 ? nullptr : problem.source + (found * pixels + pixel) * channels;
+        }
+      }
+    }
+    for (int64_t slice = 0; slice < problem.slices(); ++slice) {
+      const int64_t channel = slice * kLanes, here = token * pixels * channels + channel;
+      const int count = static_cast<int>(std::min<int64_t>(kLanes, channels - channel));
+      for (int i = 0; i < width * width; ++i) {
+        if (from[i] == nullptr) {
+          window[i] = Lanes<Sum>();
+        } else {
+          window[i].load(from[i] + channel, count);
+        }
+      }
+      convolve(window.data(), filter + slice * taps, bias[slice], q, k, sums.data());
+      for (int i = 0; i < pixels; ++i) sums[i].store(problem.result + here + i * channels, count);
+      if (problem.x != nullptr) {
+        for (int i = 0; i < pixels; ++i) own[i].load(problem.x + here + i * channels, count);
+        correlate(window.data(), own.data(), q, k, filter_sum + slice * (taps + 1));
+      }
+    }
+  }
+}
+
+// The weight as [slices, taps]; its taps in reverse for a gradient.
 template <typename Sum>
-std::vector<Sum> lane_filter(const Sum* weight, int64_t channels, int64_t taps, bool reverse) {
-  std::vector<Sum> filter((channels + kLanes - 1) / kLanes * taps * kLanes, Sum(0));
+std::vector<Lanes<Sum>> make_filter(const Sum* weight, int64_t channels, int64_t taps, bool reverse) {
+  std::vector<Lanes<Sum>> filter((channels + kLanes - 1) / kLanes * taps);
   for (int64_t channel = 0; channel < channels; ++channel) {
     for (int64_t tap = 0; tap < taps; ++tap) {
-      filter[(channel / kLanes * taps + tap) * kLanes + channel % kLanes] =
+      filter[channel / kLanes * taps + tap].of[channel % kLanes] =
           weight[channel * taps + (reverse ? taps - 1 - tap : tap)];
     }
   }
@@ -257,12 +250,14 @@ Tensor masked_depthwise_conv2d_cpu(const Tensor& x, const Tensor& visible, const
     using T = std::remove_pointer_t<decltype(element)>;
     using Sum = typename SumOf<T>::type;
     const auto problem = make_problem<T>(pixels, nullptr, result, ids, slots, weights, grid_h, grid_w, q);
-    const auto filter = lane_filter(weights.const_data_ptr<Sum>(), problem.channels, problem.k * problem.k, false);
-    std::vector<Sum> lane_bias(problem.slices() * kLanes, Sum(0));
-    if (biases) std::copy_n(biases->const_data_ptr<Sum>(), problem.channels, lane_bias.begin());
+    const auto filter = make_filter(weights.const_data_ptr<Sum>(), problem.channels, problem.k * problem.k, false);
+    std::vector<Lanes<Sum>> lane_bias(problem.slices());
+    for (int64_t channel = 0; biases && channel < problem.channels; ++channel) {
+      lane_bias[channel / kLanes].of[channel % kLanes] = biases->const_data_ptr<Sum>()[channel];
+    }
     torch::stable::parallel_for(0, problem.chunks(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
-        problem.slide_chunk(chunk, filter.data(), lane_bias.data(), nullptr);
+        slide<T, Sum>(problem, chunk, filter.data(), lane_bias.data(), nullptr);
       }
     });
   });
@@ -285,29 +280,29 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cpu(const Te
     using Sum = typename SumOf<T>::type;
     const auto problem = make_problem<T>(grads, &pixels, grad_x, ids, slots, weights, grid_h, grid_w, q);
     const int64_t taps = problem.k * problem.k, chunks = problem.chunks();
-    const auto filter = lane_filter(weights.const_data_ptr<Sum>(), problem.channels, taps, true);
-    const std::vector<Sum> no_bias(problem.slices() * kLanes, Sum(0));
+    const auto filter = make_filter(weights.const_data_ptr<Sum>(), problem.channels, taps, true);
+    const std::vector<Lanes<Sum>> no_bias(problem.slices());
     // One partial sum a chunk, whatever the number of threads, so that gradients do not depend on it.
-    const int64_t size = problem.slices() * (taps + 1) * kLanes;
-    std::vector<Sum> partials(chunks * size, Sum(0));
+    const int64_t size = problem.slices() * (taps + 1);
+    std::vector<Lanes<Sum>> partials(chunks * size), total(size);
     torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
-        problem.slide_chunk(chunk, filter.data(), no_bias.data(), partials.data() + chunk * size);
+        slide<T, Sum>(problem, chunk, filter.data(), no_bias.data(), partials.data() + chunk * size);
+      }
+    });
+    torch::stable::parallel_for(0, size, kReduceGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        for (int64_t at = begin; at < end; ++at) total[at].of += partials[chunk * size + at].of;
       }
     });
     Sum* const weight_out = grad_weight.mutable_data_ptr<Sum>();
     Sum* const bias_out = grad_bias.mutable_data_ptr<Sum>();
-    std::vector<Sum> total(size, Sum(0));
-    torch::stable::parallel_for(0, size, kReduceGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        for (int64_t at = begin; at < end; ++at) total[at] += partials[chunk * size + at];
-      }
-      for (int64_t at = begin; at < end; ++at) {
-        const int64_t channel = at / ((taps + 1) * kLanes) * kLanes + at % kLanes, tap = at / kLanes % (taps + 1);
-        if (channel >= problem.channels) continue;
-        (tap == taps ? bias_out[channel] : weight_out[channel * taps + (taps - 1 - tap)]) = total[at];
-      }
-    });
+    for (int64_t channel = 0; channel < problem.channels; ++channel) {
+      const Lanes<Sum>* const sums = total.data() + channel / kLanes * (taps + 1);
+      const int lane = static_cast<int>(channel % kLanes);
+      for (int64_t tap = 0; tap < taps; ++tap) weight_out[channel * taps + taps - 1 - tap] = sums[tap].of[lane];
+      bias_out[channel] = sums[taps].of[lane];
+    }
   });
   return {grad_x, grad_weight, grad_bias};
 }
