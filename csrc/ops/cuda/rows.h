@@ -3,17 +3,21 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 #include "../dtypes.h"
 #include "launch.h"
 
 namespace dmjd {
 
-// Elements that are loaded and stored by one instruction.
+// Elements that are loaded and stored by one instruction. Kept as words: as an array of 16-bit numbers each would take a
+// register of its own from the load on.
 template <typename T, int kCount>
 struct alignas(sizeof(T) * kCount) Pack {
-  T value[kCount];
+  using Word = std::conditional_t<sizeof(T) * kCount % 4 == 0, uint32_t, uint16_t>;
+  Word word[sizeof(T) * kCount / sizeof(Word)];
 };
 
 constexpr int64_t kWidest = 16;  // bytes
@@ -74,15 +78,19 @@ __device__ __forceinline__ void copy_row(const Unit* __restrict__ from, Unit* __
 
 template <typename T, int kCount>
 __device__ __forceinline__ void add_to(Sum<T> (&sum)[kCount], const Pack<T, kCount>& pack) {
+  T value[kCount];
+  memcpy(value, &pack, sizeof(pack));
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) sum[e] += static_cast<Sum<T>>(pack.value[e]);
+  for (int e = 0; e < kCount; ++e) sum[e] += static_cast<Sum<T>>(value[e]);
 }
 
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> rounded(const Sum<T> (&sum)[kCount]) {
-  Pack<T, kCount> pack;
+  T value[kCount];
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) pack.value[e] = static_cast<T>(sum[e]);
+  for (int e = 0; e < kCount; ++e) value[e] = static_cast<T>(sum[e]);
+  Pack<T, kCount> pack;
+  memcpy(&pack, value, sizeof(pack));
   return pack;
 }
 

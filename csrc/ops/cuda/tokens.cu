@@ -8,6 +8,9 @@
 
 #include "rows.h"
 
+// The second number of __launch_bounds__ is the blocks a multiprocessor shall hold at once. Without it the compiler aims at
+// occupancies of its own, for which it spills registers.
+
 namespace dmjd {
 namespace {
 
@@ -84,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kCount>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     scatter_add_kernel(Scatter<Pack<T, kCount>> source, const Pack<T, kCount>* __restrict__ positions,
                        Pack<T, kCount>* __restrict__ out, int64_t rows, int shift) {
   constexpr int kUnroll = 2;
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Rows of the result that a block of gather_backward_kernel makes, if the views are few.
 constexpr int64_t kTile = 16;
-constexpr int64_t kMapBytes = 48 * 1024;
+constexpr int64_t kMapBytes = 48 * 1024;  // of shared memory, what every card gives without asking
 
 // A block makes `tile` rows of one sample's gradient. It first inverts the ids in shared memory, where a view's row is
 // found by the row of the grid, so that each row is summed over the views in order and written once.
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // About this many blocks share the scatter gradient: enough to fill a large card, few enough that their sums are small.
 // A constant and not the card's size, so that the order of summation is the same on every card.
-constexpr int64_t kSumBlocks = 768;
+constexpr int64_t kSumBlocks = 512;
 
 // threadIdx.x is a vector of a row, threadIdx.y a row of the grid; a thread walks along the view rows of its chunk
 // (blockIdx.y), hands visible tokens on, and keeps the sums of its column in registers.
