@@ -1,5 +1,6 @@
-// gather_tokens and scatter_tokens: rows of C elements move as they are; sums over views and rows are taken in fp32 (fp64)
-// and rounded once. No result depends on the number of threads. A wrong id gives wrong values and never leaves a tensor.
+// gather_tokens and scatter_tokens: rows of C elements move as they are; sums over views and rows are taken in fp32
+// (fp64) and rounded once. No result depends on the number of threads. A wrong id gives wrong values and never leaves a
+// tensor.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -173,7 +174,8 @@ void scatter_backward(const T* grad, const int64_t* restore, T* x, T* mask_token
                       int64_t visible, int64_t tokens, int64_t prefix, int64_t channels) {
   const int64_t out_rows = prefix + visible, in_rows = prefix + tokens;
   const int64_t groups = std::min(view_rows, kGroups);
-  std::vector<Sum<T>> mask_sums(groups * channels), position_sums(positions == nullptr ? 0 : groups * tokens * channels);
+  std::vector<Sum<T>> mask_sums(groups * channels);
+  std::vector<Sum<T>> position_sums(positions == nullptr ? 0 : groups * tokens * channels);
   Sum<T>* all_mask_sums = mask_sums.data();
   Sum<T>* all_position_sums = position_sums.data();
   torch::stable::parallel_for(0, groups, 1, [=](int64_t begin, int64_t end) {
@@ -210,7 +212,8 @@ std::tuple<Tensor, Tensor, Tensor> scatter_tokens_backward_cpu(const Tensor& gra
   const int64_t view_rows = grad.size(0), channels = grad.size(2), tokens = restore.size(2);
   Tensor x = torch::stable::new_empty(grads, {view_rows, prefix + visible, channels});
   Tensor mask_token = torch::stable::new_empty(grads, {channels});
-  Tensor position = positions ? torch::stable::new_empty(grads, {tokens, channels}) : torch::stable::new_empty(grads, {0});
+  Tensor position =
+      positions ? torch::stable::new_empty(grads, {tokens, channels}) : torch::stable::new_empty(grads, {0});
   for_floating_type(grad.scalar_type(), "scatter_tokens_backward", [&](auto zero) {
     using T = decltype(zero);
     scatter_backward(static_cast<const T*>(grads.const_data_ptr()), slots.const_data_ptr<int64_t>(),
