@@ -1,4 +1,4 @@
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,4 +10,13 @@ class BuildInfo(TypedDict):
     cuda_archs: list[str]
 
 def philox4x32(counter: NDArray[np.uint32], key: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
+def hog(
+    images: NDArray[Any],
+    cell: int = 8,
+    bins: int = 9,
+    patch: int = 16,
+    flavour: str = "dmjd",
+    norm: str = "layernorm",
+    layout: str = "nhwc",
+) -> NDArray[np.float32]: ...
 def build_info() -> BuildInfo: ...
