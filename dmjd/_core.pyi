@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,4 +23,13 @@ def disjoint_masks(
     smallest: int = 1,
     aspects: Sequence[int] = (),
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]: ...
+def hog(
+    images: NDArray[Any],
+    cell: int = 8,
+    bins: int = 9,
+    patch: int = 16,
+    flavour: str = "dmjd",
+    norm: str = "layernorm",
+    layout: str = "nhwc",
+) -> NDArray[np.float32]: ...
 def build_info() -> BuildInfo: ...

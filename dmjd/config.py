@@ -114,14 +114,15 @@ class MethodConfig:
 class TargetConfig:
     """What is predicted. ``norm``: none or patch for pixels; none, l2 or layernorm for HOG.
 
-    ``cell`` (HOG) is in pixels, half a patch if left out; ``unbiased`` (pixels) is the variance that MAE uses.
+    ``cell`` (HOG) is in pixels, half a patch if left out; ``flavour`` (HOG) says whose conventions, MaskFeat's go with
+    norm l2; ``unbiased`` (pixels) is the variance that MAE uses.
     """
 
     name: str = choice("hog", "pixels")
     norm: str = choice("layernorm", "none", "l2", "patch")
     cell: int | None = number(None, least=1)
     bins: int = positive(9)
-    flavour: str = choice("dmjd")
+    flavour: str = choice("dmjd", "maskfeat", "maskfeat_gauss", "skimage")
     unbiased: bool = True
 
 

@@ -30,12 +30,21 @@ NORMS = ("none", "l2", "layernorm")
 LAYOUTS = ("nhwc", "nchw")
 """Axis orders of the images."""
 
+VALUE_ORDER = {
+    "dmjd": ("row", "column", "bin", "channel"),
+    "maskfeat": ("channel", "bin", "row", "column"),
+    "maskfeat_gauss": ("channel", "bin", "row", "column"),
+    "skimage": ("channel", "row", "column", "bin"),
+}
+"""The axes of a patch's values, slowest first; row and column are those of a cell in its patch."""
+
 MAX_BINS = 180
 """A bin is one degree wide at least."""
 
 GAUSS_WINDOW = 16
 """Side in pixels of the window of maskfeat_gauss; its standard deviation is half of that."""
 
+_FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EPS = 1e-5
 _TINY_NORM = 1e-12  # of F.normalize, which MaskFeat calls
 
@@ -73,7 +82,7 @@ def _bin(rise: Tensor, run: Tensor, bins: int) -> Tensor:
 
 
 def _central(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences [-1, 0, 1] along rows and columns, 0 where a neighbour is missing: rise and run of the orientation."""
+    """Differences [-1, 0, 1] along rows and columns, 0 where a neighbour is missing: rise and run."""
     g_row, g_col = torch.zeros_like(x), torch.zeros_like(x)
     g_row[..., 1:-1, :] = x[..., 2:, :] - x[..., :-2, :]
     g_col[..., 1:-1] = x[..., 2:] - x[..., :-2]
@@ -81,7 +90,7 @@ def _central(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sobel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """MaskFeat's Sobel pair on the reflected image, [1, 0, -1] along columns first: rise and run of the orientation.
+    """MaskFeat's Sobel pair on the reflected image, [1, 0, -1] along columns first: rise and run.
 
     Sums are written out, since the order of their terms decides the last bit and a bit can decide the bin.
     """
@@ -108,15 +117,6 @@ def _normalise(histograms: Tensor, flavour: str, norm: str) -> Tensor:
     if norm == "layernorm":
         return F.layer_norm(histograms, histograms.shape[-1:], eps=_EPS)
     return histograms
-
-
-# Where (channel, row, column, bin) of [B, h, w, channel, row, column, bin] go within a patch.
-_ORDER = {
-    "dmjd": (4, 5, 6, 3),
-    "maskfeat": (3, 6, 4, 5),
-    "maskfeat_gauss": (3, 6, 4, 5),
-    "skimage": (3, 4, 5, 6),
-}
 
 
 @define(
@@ -151,8 +151,10 @@ def _reference(
 
     per_patch = patch // cell
     h, w = height // patch, width // patch
-    cells = histograms.reshape(batch, channels, h, per_patch, w, per_patch, bins).permute(0, 2, 4, 1, 3, 5, 6)
-    return cells.permute(0, 1, 2, *_ORDER[flavour]).reshape(batch, h * w, per_patch**2 * bins * channels)
+    axis = {"channel": 1, "row": 3, "column": 5, "bin": 6}
+    cells = histograms.reshape(batch, channels, h, per_patch, w, per_patch, bins)
+    tokens = cells.permute(0, 2, 4, *(axis[name] for name in VALUE_ORDER[flavour]))
+    return tokens.reshape(batch, h * w, per_patch**2 * bins * channels)
 
 
 def hog(
@@ -171,15 +173,15 @@ def hog(
 
     - ``"dmjd"`` (Ma et al.'s DMJD): ``[-1, 0, 1]`` differences along rows and columns, zero on the border rows and
       columns respectively; orientation ``degrees(atan2(g_row, g_col)) mod 180``, bin ``floor(orientation / (180 /
-      bins))``; mean of the magnitudes over a cell; values of a patch in the order (cell row, cell column, bin, channel).
-    - ``"skimage"``: the same numbers in scikit-image's order, one channel after the other: (channel, cell row, cell
-      column, bin). With ``norm="l2"`` a channel of a patch is what ``skimage.feature.hog(channel, bins, (cell, cell),
-      (1, 1), "L2")`` has for its cells, up to that function's float32 sums; its other blocks and norms are not offered.
+      bins))``; mean of the magnitudes over a cell.
+    - ``"skimage"``: the same numbers in scikit-image's order, one channel after the other. With ``norm="l2"`` these are
+      what ``skimage.feature.hog(channel, bins, (cell, cell), (1, 1), "L2")`` has for the cells of the patch, up to that
+      function's float32 sums; its other blocks and norms are not offered.
     - ``"maskfeat"`` (Wei et al., CVPR'22, SlowFast's code): Sobel on the image reflected by a pixel, orientation
-      ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell; order (channel,
-      bin, cell row, cell column). MaskFeat gives it images normalised by mean and std and uses ``norm="l2"``. A factor
-      and an offset per channel change nothing then, so raw 0..255 images serve as well. They serve better where
-      ``g_col`` is 0: the normalised image has a rounding error there instead, whose sign picks the first or last bin.
+      ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell. MaskFeat gives
+      it images normalised by mean and std and uses ``norm="l2"``. A factor and an offset per channel change nothing
+      then, so raw 0..255 images serve as well. They serve better where ``g_col`` is 0: the normalised image has a
+      rounding error there instead, whose sign picks the first or last bin.
     - ``"maskfeat_gauss"`` (MaskFeat in MMPreTrain): magnitudes are weighted by a Gaussian window of 16 pixels, standard
       deviation 8, unit sum, laid side by side over the image from its top left corner.
 
@@ -187,7 +189,8 @@ def hog(
     another target than one in 0..255.
 
     Args:
-        images: uint8 or floating; ``[B, H, W, C]`` or, with ``layout="nchw"``, ``[B, C, H, W]``.
+        images: ``[B, H, W, C]`` or, with ``layout="nchw"``, ``[B, C, H, W]``; uint8, float64, float32, float16 or
+            bfloat16, of any strides.
         cell: side of a cell in pixels, a divisor of ``patch``.
         bins: orientations in 180 degrees, at most :data:`MAX_BINS`.
         patch: side of a patch in pixels, a divisor of H and W.
@@ -196,18 +199,20 @@ def hog(
             MaskFeat ``h / max(sqrt(sum(h**2)), 1e-12)``; ``"layernorm"``, zero mean and unit (biased) variance with
             eps 1e-5, no affine (DMJD, "non-parametric LN").
         layout: one of :data:`LAYOUTS`.
-        out_dtype: of the result. The arithmetic is float64 for float64 images and float32 for all others.
+        out_dtype: of the result, a floating type of those. The arithmetic is float64 for float64 images and float32
+            for all others.
 
     Returns:
-        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order.
+        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order, the values of a patch as
+        :data:`VALUE_ORDER` has them.
 
     Raises:
         TypeError: if ``images`` is not uint8 or floating, or ``out_dtype`` not floating.
         ValueError: on any other shape, size or name.
     """
-    if images.dtype != torch.uint8 and not images.dtype.is_floating_point:
+    if images.dtype != torch.uint8 and images.dtype not in _FLOATING:
         raise TypeError(f"hog: images must be uint8 or floating, got {images.dtype}")
-    if not out_dtype.is_floating_point:
+    if out_dtype not in _FLOATING:
         raise TypeError(f"hog: out_dtype must be floating, got {out_dtype}")
     for name, value, allowed in (("flavour", flavour, FLAVOURS), ("norm", norm, NORMS), ("layout", layout, LAYOUTS)):
         if value not in allowed:

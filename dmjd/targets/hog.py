@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.ops.hog import FLAVOURS, NORMS, hog
+from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, hog
 
 _SHORTEST_CELL = 12  # pixels; below it nine orientations are not told apart by eye
 
 
 @dataclass(frozen=True)
 class HogTarget:
-    """HOG of the raw 0..255 image, in the order (cell row, cell column, bin, channel) within a patch.
+    """HOG of the raw 0..255 image. MaskFeat's own target is flavour maskfeat with norm l2, which raw pixels serve too.
 
     patch: side of a patch in pixels.
     channels: of the images.
@@ -36,6 +36,8 @@ class HogTarget:
         for name, count in (("patch", self.patch), ("channels", self.channels), ("bins", self.bins)):
             if count < 1:
                 raise ValueError(f"HogTarget: {name} must be at least 1, got {count}")
+        if self.bins > MAX_BINS:
+            raise ValueError(f"HogTarget: bins must be at most {MAX_BINS}, got {self.bins}")
         if self.cell_size < 1 or self.patch % self.cell_size:
             raise ValueError(f"HogTarget: cell must be a divisor of patch {self.patch}, got {self.cell_size}")
         for name, value, allowed in (("flavour", self.flavour, FLAVOURS), ("norm", self.norm, NORMS)):
@@ -76,14 +78,20 @@ class HogTarget:
                 f"HogTarget.render: values must be {[h * w, self.dim]} for grid {h} x {w}, got {list(values.shape)}"
             )
         per_patch = self.patch // self.cell_size
-        tokens = values.detach().float().cpu().nan_to_num().numpy()
-        cells = tokens.reshape(h, w, per_patch, per_patch, self.bins, self.channels).mean(-1).transpose(0, 2, 1, 3, 4)
+        sizes = {"row": per_patch, "column": per_patch, "bin": self.bins, "channel": self.channels}
+        order = VALUE_ORDER[self.flavour]
+        tokens = values.detach().float().cpu().nan_to_num().numpy().reshape(h, w, *(sizes[name] for name in order))
+        row, column, bins, channel = (2 + order.index(name) for name in sizes)
+        cells = tokens.transpose(0, row, 1, column, bins, channel).mean(-1)
         strength = np.maximum(cells.reshape(h * per_patch, w * per_patch, self.bins), 0)
         strength = strength / max(float(strength.max(initial=0)), np.finfo(np.float32).tiny)
 
         side = self.cell_size * math.ceil(_SHORTEST_CELL / self.cell_size)
         picture = np.zeros((h * per_patch, side, w * per_patch, side), np.float32)
-        for index, glyph in enumerate(_strokes(self.bins, side)):
+        strokes = _strokes(self.bins, side)
+        if self.flavour.startswith("maskfeat"):  # orientations from the row axis to the column axis
+            strokes = strokes.transpose(0, 2, 1)
+        for index, glyph in enumerate(strokes):
             # The brighter stroke wins where two cross; a sum would draw a bright dot in every cell centre.
             np.maximum(picture, strength[:, None, :, None, index] * glyph[None, :, None, :], out=picture)
         grey = np.rint(255 * picture).astype(np.uint8).reshape(h * per_patch * side, w * per_patch * side)

@@ -274,3 +274,5 @@ def test_bad_dtypes_are_named() -> None:
         hog(torch.zeros(1, 16, 16, 3, dtype=torch.int32))
     with pytest.raises(TypeError, match=r"out_dtype must be floating, got torch.uint8"):
         hog(torch.zeros(1, 16, 16, 3), out_dtype=torch.uint8)
+    with pytest.raises(TypeError, match=r"out_dtype must be floating, got torch.float8_e5m2"):
+        hog(torch.zeros(1, 16, 16, 3), out_dtype=torch.float8_e5m2)

@@ -26,7 +26,9 @@ def maskfeat(
     height, width, channels = image.shape
     pixels = np.pad(image, ((1, 1), (1, 1), (0, 0)), mode="reflect")
     sobel = np.array([[1, 0, -1], [2, 0, -2], [1, 0, -1]])
-    window = np.array([[math.exp(-((r - 7.5) ** 2 + (c - 7.5) ** 2) / (2 * 8**2)) for c in range(16)] for r in range(16)])
+    window = np.array(
+        [[math.exp(-((r - 7.5) ** 2 + (c - 7.5) ** 2) / (2 * 8**2)) for c in range(16)] for r in range(16)]
+    )
     window /= window.sum()
     cells = np.zeros((channels, bins, height // cell, width // cell))
     for channel in range(channels):
@@ -35,7 +37,9 @@ def maskfeat(
                 around = pixels[r : r + 3, c : c + 3, channel]
                 gx, gy = (around * sobel).sum(), (around * sobel.T).sum()
                 magnitude = math.sqrt(gx * gx + gy * gy) * (window[r % 16, c % 16] if gauss else 1)
-                cells[channel, math.floor(math.atan2(gx, gy) / math.pi * bins) % bins, r // cell, c // cell] += magnitude
+                cells[channel, math.floor(math.atan2(gx, gy) / math.pi * bins) % bins, r // cell, c // cell] += (
+                    magnitude
+                )
     if norm == "l2":
         cells = cells / np.maximum(np.sqrt((cells**2).sum(1, keepdims=True)), 1e-12)
     if norm == "layernorm":
@@ -85,7 +89,9 @@ def crosses(rise: Tensor, run: Tensor) -> Tensor:
 
 def middle_bins(images: Tensor, bins: int) -> Tensor:
     """The bin of the middle pixel of each image, by the op; images without a gradient there are in bin 0."""
-    values = hog(images, 1, bins, 3, norm="none", out_dtype=images.dtype if images.is_floating_point() else torch.float32)
+    values = hog(
+        images, 1, bins, 3, norm="none", out_dtype=images.dtype if images.is_floating_point() else torch.float32
+    )
     middle = values.reshape(-1, 9, bins)[:, 4]
     assert ((middle > 0).sum(-1) <= 1).all()
     return middle.argmax(-1)
@@ -135,7 +141,9 @@ def test_bins_of_gradients_on_and_beside_an_edge_equal_the_reference(bins: int, 
     run = torch.randn(2000, 1, generator=generator, dtype=dtype)
     tangents = torch.tensor([math.tan(math.pi * k / 180) for k in range(5, 90, 5)], dtype=dtype)
     rise = tangents * run
-    rise = torch.stack([rise, rise.nextafter(torch.full_like(rise, 9)), rise.nextafter(torch.full_like(rise, -9)), -rise])
+    rise = torch.stack(
+        [rise, rise.nextafter(torch.full_like(rise, 9)), rise.nextafter(torch.full_like(rise, -9)), -rise]
+    )
     run = run.expand(rise.shape)
     images = crosses(rise.flatten(), run.flatten())
     expected = reference("hog")(images, 1, bins, 3, "dmjd", "none", "nhwc", dtype).reshape(-1, 9, bins)[:, 4].argmax(-1)

@@ -122,7 +122,7 @@ def test_compiles_without_graph_breaks(dynamic: bool) -> None:
 
 
 def every_cell_one_byte_gradient() -> Tensor:
-    """uint8 ``[1, 4088, 4088, 1]``: in the middle of each of 511 x 511 cells of 8 pixels, another pair of differences."""
+    """uint8 ``[1, 4088, 4088, 1]``: 511 x 511 cells of 8 pixels, in the middle of each another pair of differences."""
     difference = torch.arange(-255, 256)
     cells = torch.zeros(511, 8, 511, 8, dtype=torch.uint8)
     cells[:, 2, :, 3] = difference.clamp(max=0).neg()[:, None].to(torch.uint8)

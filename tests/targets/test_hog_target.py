@@ -38,6 +38,8 @@ def test_target_is_the_op_on_the_raw_crop() -> None:
     assert torch.equal(HogTarget(16, 3)(images), hog(images, cell=8, bins=9, patch=16, norm="layernorm"))
     expected = hog(images, cell=4, bins=5, patch=16, norm="l2")
     assert torch.equal(HogTarget(16, 3, cell=4, bins=5, norm="l2")(images), expected)
+    expected = hog(images, flavour="maskfeat", norm="l2")
+    assert torch.equal(HogTarget(16, 3, flavour="maskfeat", norm="l2")(images), expected)
 
 
 @pytest.mark.parametrize(("patch", "cell", "factor"), [(16, None, 2), (16, 16, 1), (16, 4, 3), (4, 2, 6), (16, 1, 12)])
@@ -60,10 +62,20 @@ def step_edge(degrees: int) -> Tensor:
     return torch.where(position >= 0, 255, 0).to(torch.uint8)[None, :, :, None].expand(1, 32, 32, 3)
 
 
-@pytest.mark.parametrize("norm", ["none", "l2", "layernorm"])
+@pytest.mark.parametrize(
+    ("flavour", "norm"),
+    [
+        ("dmjd", "none"),
+        ("dmjd", "l2"),
+        ("dmjd", "layernorm"),
+        ("maskfeat", "l2"),
+        ("maskfeat_gauss", "l2"),
+        ("skimage", "l2"),
+    ],
+)
 @pytest.mark.parametrize("degrees", [0, 45, 90, 135])
-def test_strokes_run_along_the_edge(degrees: int, norm: str) -> None:
-    target = HogTarget(16, 3, norm=norm)
+def test_strokes_run_along_the_edge(degrees: int, flavour: str, norm: str) -> None:
+    target = HogTarget(16, 3, flavour=flavour, norm=norm)
     picture = target.render(target(step_edge(degrees))[0], (2, 2))[..., 0]
     assert picture.shape == (64, 64)
     cell = picture[16:32, 16:32].astype(
@@ -117,7 +129,8 @@ def test_a_flat_image_is_a_black_picture() -> None:
         ({"cell": 5}, "cell must be a divisor of patch 16, got 5"),
         ({"patch": 7}, "cell must be a divisor of patch 7, got 3"),
         ({"patch": 1}, "cell must be a divisor of patch 1, got 0"),
-        ({"flavour": "opencv"}, "flavour must be one of dmjd, got 'opencv'"),
+        ({"bins": 181}, "bins must be at most 180, got 181"),
+        ({"flavour": "opencv"}, "flavour must be one of dmjd, maskfeat, maskfeat_gauss, skimage, got 'opencv'"),
         ({"norm": "l1"}, "norm must be one of none, l2, layernorm, got 'l1'"),
     ],
 )
