@@ -17,7 +17,6 @@ from dmjd.ops.mask_plan import MaskPlan, mask_plan
 from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
 
-
 MAX_FAILURES = 10
 """As in BEiT, a view takes no more rectangles when this many attempts in a row hide nothing."""
 
