@@ -89,7 +89,7 @@ def oracle(sample: int, plan: MaskPlan, seed: int, epoch: int) -> list[list[int]
         quota = {False: plan.hidden if plan.regulation == "none" else new}
         quota[True] = plan.hidden - quota[False]
         mask_words = words(plan.units, Domain.MASK, view)
-        rank = sorted(range(plan.units), key=lambda unit, drawn=mask_words: (drawn[unit], unit))
+        rank = [unit for _, unit in sorted(zip(mask_words, range(plan.units), strict=True))]
         views.append(oracle_view(plan.grid, before, quota, plan, words(4 * 128, Domain.RECTANGLE, view), rank))
     return [sorted(hidden) for hidden in views]
 
