@@ -17,6 +17,7 @@ from dmjd.ops import disjoint_masks, mask_plan
 GRID = (14, 14)
 MAE = MaskSpec(views=1, mask_ratio=0.75, pattern="uniform")
 SIMMIM = MaskSpec(views=1)
+BEIT = MaskSpec(views=2, mask_ratio=0.38, pattern="beit")
 DMJD = MaskSpec()
 
 
@@ -52,6 +53,7 @@ def test_plan_is_mask_plans() -> None:
         pytest.param(MAE, (147 / 196, 147 / 196), (0.75, 0.75), id="MAE"),
         pytest.param(SIMMIM, (30 / 49, 30 / 49), (0.6, 0.6), id="SimMIM"),
         pytest.param(DMJD, (30 / 49, 1), (0.6, 1), id="DMJD"),
+        pytest.param(BEIT, (75 / 196, 150 / 196), (0.38, 0.76), id="BEiT with two views"),
         pytest.param(MaskSpec(pred_ratio=0.9), (30 / 49, 44 / 49), (0.6, 0.9), id="DMJD at m_pred .9"),
         pytest.param(MaskSpec(views=3, mask_ratio=0.2), (10 / 49, 30 / 49), (0.2, 0.6), id="three views cannot cover"),
         pytest.param(MaskSpec(views=4, mask_ratio=0.3), (15 / 49, 1), (0.3, 1), id="four views cover more than all"),
@@ -83,6 +85,10 @@ def test_count_is_what_was_asked_for(mask_ratio: float) -> None:
         MAE,
         DMJD,
         MaskSpec(views=3, mask_ratio=0.3, pred_ratio=0.7),
+        BEIT,
+        replace(BEIT, pred_ratio=0.5),
+        replace(BEIT, views=1, predict_ratio=0.2),
+        replace(BEIT, views=1, predict_ratio=0.8),
         MaskSpec(views=2, mask_ratio=0.75, regulation="complementary"),
         replace(MAE, predict_ratio=0.31),
         replace(SIMMIM, predict_ratio=0.83),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "cut.h"
@@ -47,12 +48,48 @@ DMJD_VECTORISED inline void find_eligible(const uint8_t* covered, const uint8_t*
   for (int unit = 0; unit < units; ++unit) eligible[unit] = (covered[unit] == wanted) & (hidden[unit] ^ 1);
 }
 
-// restore[t] = t's slot, from before[t], the hidden tokens ahead of t.
-DMJD_VECTORISED inline void write_slots(const uint8_t* hidden, const int* before, int tokens, int visible,
-                                        int64_t* restore) {
-  for (int token = 0; token < tokens; ++token) {
-    restore[token] = hidden[token] ? visible + before[token] : token - before[token];
+constexpr int kByte = 8;  // flags that are listed at once
+
+// at[byte]: the positions of its set bits in ascending order, then zeros.
+struct SetBits {
+  int32_t at[256][kByte] = {};
+
+  constexpr SetBits() {
+    for (int byte = 0; byte < 256; ++byte) {
+      for (int bit = 0, count = 0; bit < kByte; ++bit) {
+        if (byte >> bit & 1) at[byte][count++] = bit;
+      }
+    }
   }
+};
+
+inline constexpr SetBits kSetBits;
+
+inline void list_bits(int byte, int first, int32_t* out) {
+  int32_t ids[kByte];
+  for (int i = 0; i < kByte; ++i) ids[i] = kSetBits.at[byte][i] + first;
+  std::memcpy(out, ids, sizeof(ids));
+}
+
+// Lists the tokens whose flag is 0 and those whose flag is 1, without a branch that would be random. Reads flags, and
+// writes both lists, up to kByte beyond their ends.
+DMJD_VECTORISED inline void list_tokens(const uint8_t* hidden, int tokens, int32_t* shown, int32_t* gone) {
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "flag i must be byte i of the word");
+  int masked = 0;
+  for (int token = 0; token < tokens; token += kByte) {
+    uint64_t flags;
+    std::memcpy(&flags, hidden + token, sizeof(flags));
+    const int byte = static_cast<int>(flags * 0x0102040810204080u >> 56);  // bit i = flag i
+    list_bits(byte, token, gone + masked);
+    list_bits(byte ^ 255, token, shown + token - masked);
+    masked += static_cast<int>(flags * 0x0101010101010101u >> 56);  // their sum
+  }
+}
+
+// Slots from `first` on hold the listed tokens.
+DMJD_VECTORISED inline void write_list(const int32_t* list, int length, int first, int64_t* out, int64_t* restore) {
+  for (int i = 0; i < length; ++i) out[i] = list[i];
+  for (int i = 0; i < length; ++i) restore[list[i]] = first + i;
 }
 
 }  // namespace sampler
@@ -78,13 +115,12 @@ class MaskSampler {
         units_(plan.units()),
         words_(4 * static_cast<size_t>(blocks() + kPhiloxStep - 1)),
         covered_(units_),
-        hidden_(units_),
+        hidden_(units_ + sampler::kByte),
         eligible_(units_),
         unit_of_(plan.tokens()),
-        token_hidden_(plan.tokens()),
-        before_(plan.tokens()),
-        shown_(plan.tokens() + 1),
-        gone_(plan.tokens() + 1) {
+        token_hidden_(plan.tokens() + sampler::kByte),
+        shown_(plan.tokens() + 2 * sampler::kByte),
+        gone_(plan.tokens() + 2 * sampler::kByte) {
     for (int token = 0; token < plan.tokens(); ++token) unit_of_[token] = plan.unit_of(token);
   }
 
@@ -200,19 +236,10 @@ class MaskSampler {
       for (int token = 0; token < tokens; ++token) token_hidden_[token] = hidden_[unit_of_[token]];
       hidden = token_hidden_.data();
     }
-    int* before = before_.data();
-    int64_t *shown = shown_.data(), *gone = gone_.data();
-    // Every token goes to both lists and one of them moves on: which one is random, and a branch would not foresee it.
-    for (int token = 0, masked = 0; token < tokens; ++token) {
-      before[token] = masked;
-      shown[token - masked] = token;
-      gone[masked] = token;
-      masked += hidden[token];
-    }
-    std::copy_n(shown, visible, rows.visible);
-    std::copy_n(gone, plan_.masked(), rows.masked);
+    sampler::list_tokens(hidden, tokens, shown_.data(), gone_.data());
+    sampler::write_list(shown_.data(), visible, 0, rows.visible, rows.restore);
+    sampler::write_list(gone_.data(), plan_.masked(), visible, rows.masked, rows.restore);
     std::copy_n(hidden, tokens, rows.mask);
-    sampler::write_slots(hidden, before, tokens, visible, rows.restore);
   }
 
   const MaskPlan& plan_;
@@ -220,9 +247,8 @@ class MaskSampler {
   std::vector<uint32_t> words_;
   std::vector<uint8_t> covered_, hidden_, eligible_;  // 0 or 1 per unit
   std::vector<int> unit_of_;                          // of each token
-  std::vector<uint8_t> token_hidden_;
-  std::vector<int> before_;
-  std::vector<int64_t> shown_, gone_;
+  std::vector<uint8_t> token_hidden_;                 // 0 or 1 per token
+  std::vector<int32_t> shown_, gone_;
 };
 
 }  // namespace dmjd

@@ -94,7 +94,7 @@ class MaskPlan:
 
 
 def _smallest_rectangle(hidden: int) -> int:
-    """BEiT's 16 units, or a quarter of what a view hides where that is less: 16 of a 6 x 6 grid's 14 would never fit."""
+    """BEiT's 16 units, or a quarter of what a view hides where that is less: 16 of a 6 x 6 grid's 14 never fit."""
     return max(1, min(_SMALLEST_RECTANGLE, hidden // 4))
 
 

@@ -1,8 +1,11 @@
 """The disjoint sampler: K masked views per image, each hiding new ground (the paper's Sec. III-B).
 
-Which units a view hides is decided by sorting random words, one per (sample, view, unit), from ``philox.keyed_bits``:
-the hidden units are those of lowest rank within their quota, ties going to the lower unit. The result is a pure
-function of (seed, epoch, sample id, plan), so the same bits come out on every device and for every batch split.
+Which units a view hides is decided by random words, one per (sample, view, unit), from ``philox.keyed_bits``: the
+hidden units are those of lowest word within their quota, ties going to the lower unit. Quotas are of two kinds of units,
+those that no earlier view hid and those that one did. Under BEiT's pattern (Bao et al., ICLR 2022, Algorithm 1)
+rectangles are hidden first, unit by unit in raster order while the quota of their kind lasts, and lowest words fill what
+is left; all in integers. The result is a pure function of (seed, epoch, sample id, plan), so the same bits come out on
+every device and for every batch split.
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ from dmjd.ops.mask_plan import MaskPlan, mask_plan
 from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
 
-
 MAX_FAILURES = 10
 """As in BEiT, a view takes no more rectangles when this many attempts in a row hide nothing."""
 
 MAX_ATTEMPTS = 128
-"""Bound on the attempts of a view: native kernels draw their words ahead. A view has not been seen to need 100."""
+"""Bound on the attempts of a view, whose words the CUDA kernel draws ahead. No view was seen to need 100."""
 
 
 def _lowest(words: Tensor, eligible: Tensor, count: int | Tensor) -> Tensor:

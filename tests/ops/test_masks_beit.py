@@ -1,4 +1,4 @@
-"""BEiT's rectangles: equality with the definition on Python integers, exact counts, and masks that are in fact clustered.
+"""BEiT's rectangles: equality with the definition on Python integers, exact counts, masks that are in fact clustered.
 
 Attempt a of view k reads four words (area, aspect, top, left). The area is uniform between the smallest rectangle and
 what the view has still to hide, the aspect one of 64 ratios, the corner uniform; a rectangle is taken if it adds
@@ -8,6 +8,7 @@ before) lasts, and after ten failures in a row lowest words fill what is left.
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 from typing import Any
@@ -36,7 +37,12 @@ def pick(word: int, choices: int) -> int:
 
 
 def oracle_view(
-    units: tuple[int, int], before: set[int], quota: dict[bool, int], plan: MaskPlan, attempts: list[int], rank: list[int]
+    units: tuple[int, int],
+    before: set[int],
+    quota: dict[bool, int],
+    plan: MaskPlan,
+    attempts: list[int],
+    rank: list[int],
 ) -> set[int]:
     """What one view hides. ``quota[seen]`` units are taken among those that were (not) hidden ``before``."""
     rows, columns = units
@@ -83,7 +89,7 @@ def oracle(sample: int, plan: MaskPlan, seed: int, epoch: int) -> list[list[int]
         quota = {False: plan.hidden if plan.regulation == "none" else new}
         quota[True] = plan.hidden - quota[False]
         mask_words = words(plan.units, Domain.MASK, view)
-        rank = sorted(range(plan.units), key=lambda unit, drawn=mask_words: (drawn[unit], unit))
+        rank = [unit for _, unit in sorted(zip(mask_words, range(plan.units), strict=True))]
         views.append(oracle_view(plan.grid, before, quota, plan, words(4 * 128, Domain.RECTANGLE, view), rank))
     return [sorted(hidden) for hidden in views]
 
@@ -168,7 +174,7 @@ def test_aspect_ratios_are_symmetric_log_uniform_levels() -> None:
     step = -2 * math.log(0.3) / 64
     assert len(aspects) == 64
     assert logs[0] == pytest.approx(math.log(0.3) + step / 2, abs=1e-4)
-    assert [b - a for a, b in zip(logs, logs[1:], strict=False)] == pytest.approx([step] * 63, abs=1e-4)
+    assert [b - a for a, b in itertools.pairwise(logs)] == pytest.approx([step] * 63, abs=1e-4)
     assert [a + b for a, b in zip(logs, reversed(logs), strict=True)] == pytest.approx([0] * 64, abs=1e-4)
 
 
@@ -190,7 +196,9 @@ def test_grid_beyond_the_integer_arithmetic_is_refused() -> None:
 def test_compiles_whole_and_is_registered_soundly() -> None:
     plan = mask_plan(views=2, **BEIT)
     ids, epoch = torch.arange(3), torch.tensor(2)
-    compiled = torch.compile(lambda ids, epoch: draw_masks(ids, plan, seed=1, epoch=epoch), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda ids, epoch: draw_masks(ids, plan, seed=1, epoch=epoch), fullgraph=True, backend="eager"
+    )
     assert all(
         torch.equal(a, b) for a, b in zip(compiled(ids, epoch), draw_masks(ids, plan, seed=1, epoch=epoch), strict=True)
     )

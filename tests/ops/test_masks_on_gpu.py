@@ -22,7 +22,7 @@ def plans() -> Iterator[Any]:
     for grid, pattern, regulation, views, ratio in itertools.product(
         GRIDS, ("uniform", "block", "beit"), ("disjoint", "none", "complementary"), range(1, 5), (0.3, 0.75)
     ):
-        request = {"views": views, "mask_ratio": ratio, "pattern": pattern, "regulation": regulation}
+        request: dict[str, Any] = {"views": views, "mask_ratio": ratio, "pattern": pattern, "regulation": regulation}
         try:
             plan = mask_plan(grid, block=GRIDS[grid], **request)
         except ValueError:
@@ -79,7 +79,7 @@ def test_batches() -> None:
     whole = op(ids, key, plan)
     assert_same(op(ids, key, plan), whole)
     for part in (slice(0, 0), slice(7, 8), slice(3, None, 9)):
-        assert_same(op(ids[part], key, plan), whole.map(lambda field, part=part: field[:, part]))
+        assert_same(op(ids[part], key, plan), Views(*(field[:, part] for field in whole)))
 
 
 def test_too_many_views_are_refused() -> None:

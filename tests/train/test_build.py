@@ -107,6 +107,7 @@ IMPOSSIBLE = {
     "mask.count=16": ["mask", "count=16", "between 1 and 15"],
     "mask.predict_ratio=0.3": ["mask", "predict_ratio", "views=1"],
     "mask.regulation=complementary mask.views=3": ["mask", "2 <= views <= 2", "views=3"],
+    "mask=beit mask.views=2 mask.regulation=complementary": ["mask", "pattern='beit'", "'disjoint' or 'none'"],
     "mask.regulation=none mask.pred_ratio=.8": ["mask", "pred_ratio", "disjoint"],
     "target.norm=patch": ["target.norm", "layernorm, l2, none", "target.name=hog", "'patch'"],
     "target=pixels target.norm=l2": ["target.norm", "patch, none", "target.name=pixels", "'l2'"],
