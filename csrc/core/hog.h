@@ -37,8 +37,8 @@ DMJD_HD inline bool hog_mirrored(Real rise, Real run) {
   return (run == 0) | ((rise < 0) != (run < 0));  // not ||, which compilers would not vectorise
 }
 
-// Bin of atan2(rise, run) modulo 180 degrees: how many edges lie at or below it. An edge in the upper half mirrors one in
-// the lower, and what lies on it is beyond it seen from the other side: hence the strict comparison. Each product is
+// Bin of atan2(rise, run) modulo 180 degrees: how many edges lie at or below it. An edge in the upper half mirrors one
+// in the lower, and what lies on it is beyond it seen from the other side: hence the strict comparison. Each product is
 // rounded once and compared, so that contraction to fused multiply-adds cannot change the result.
 template <typename Real>
 DMJD_HD inline int hog_bin(Real rise, Real run, const HogEdges<Real>& edges, int bins) {
@@ -90,8 +90,8 @@ struct HogPlan {
   int cell, bins, patch;
   HogGradient gradient;
   HogNorm norm;
-  bool mean;              // of the magnitudes over a cell, else their sum
-  bool unit_norm;         // l2 as F.normalize has it
+  bool mean;       // of the magnitudes over a cell, else their sum
+  bool unit_norm;  // l2 as F.normalize has it
   int64_t cell_stride, bin_stride, channel_stride;  // of a value within its patch
 
   HogPlan(int64_t height, int64_t width, int64_t channels, int cell, int bins, int patch, const std::string& flavour,

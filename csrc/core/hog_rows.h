@@ -176,7 +176,8 @@ class HogRows {
       for (int cell_column = 0; cell_column < per_patch; ++cell_column) {
         for (int64_t c = 0; c < step_; ++c, sums += plan_.bins) {
           const HogScale<Real> scale = hog_scale(plan_, sums, plan_.bins, 1);
-          Value* values = out + patch * plan_.patch_values() + (cell_row * per_patch + cell_column) * plan_.cell_stride +
+          const int64_t cell = cell_row * per_patch + cell_column;
+          Value* values = out + patch * plan_.patch_values() + cell * plan_.cell_stride +
                           (channel + c) * plan_.channel_stride;
           for (int b = 0; b < plan_.bins; ++b) {
             values[b * plan_.bin_stride] = static_cast<Value>((sums[b] - scale.shift) * scale.factor);

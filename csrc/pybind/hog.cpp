@@ -83,7 +83,7 @@ void bind_hog(py::module_& m) {
         py::arg("flavour") = "dmjd", py::arg("norm") = "layernorm", py::arg("layout") = "nhwc",
         "Histogram of oriented gradients of every patch, as dmjd.ops.hog: images uint8 or float32 [B, H, W, C]\n"
         "(layout nhwc) or [B, C, H, W] (nchw), of any strides -> float32 [B, N, patch values].\n\n"
-        "One thread; releases the GIL. Raises TypeError for another dtype, ValueError for another shape, size or name.");
+        "One thread; releases the GIL. Raises TypeError for another dtype, ValueError for another shape or name.");
 }
 
 }  // namespace dmjd

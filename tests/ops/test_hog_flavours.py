@@ -73,6 +73,13 @@ def test_l2_does_not_see_offset_and_factor_of_a_channel(flavour: str) -> None:
     torch.testing.assert_close(hog(normalised.float(), flavour=flavour, norm="l2"), expected, rtol=0, atol=1e-6)
 
 
+def test_l2_of_faint_gradients_is_1_down_to_the_eps_of_normalize() -> None:
+    images = random_images(1, 16, 16, 1)
+    for faintness, norm in ((1e-8, 1.0), (1e-20, 0.0)):
+        values = hog(images * faintness, flavour="maskfeat", norm="l2", out_dtype=torch.float64).reshape(9, 4)
+        torch.testing.assert_close(values.norm(dim=0), torch.full((4,), norm).double(), rtol=0, atol=1e-3)
+
+
 def test_a_flat_image_has_no_direction() -> None:
     for norm in ("none", "l2", "layernorm"):
         values = hog(torch.full((1, 16, 16, 3), 0.3), flavour="maskfeat", norm=norm)

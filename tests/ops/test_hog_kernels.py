@@ -166,7 +166,7 @@ def test_cuda_bins_of_all_byte_gradients() -> None:
     for flavour in ("dmjd", "maskfeat"):
         expected = hog(images, 8, 9, 8, flavour, "none")
         got = hog(images.cuda(), 8, 9, 8, flavour, "none").cpu()
-        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-4)  # the weakest gradient, elsewhere, is 1 / 64
+        torch.testing.assert_close(got, expected, rtol=0, atol=5e-3)  # the weakest gradient in another bin: 1 / 64
 
 
 @pytest.mark.gpu
