@@ -110,7 +110,7 @@ struct Window {
   // Two channels a lane halve the loads. The gradient keeps twice as much per channel and would spill.
   static constexpr int kVec = !kBackward && sizeof(T) == 2 ? 2 : 1;
   static constexpr int kChannels = kLanes * kVec;
-  // About 32 thousand pixels and channels a warp: enough to forget the loading of weights, and few enough partial sums.
+  // Enough that loading weights does not count, and that partial sums are a few per cent of what is moved.
   static constexpr int kTokensPerBlock = 512 / kQ;
   // As many as registers allow: small windows spend more of their time waiting for neighbours.
   static constexpr int kBlocksPerMultiprocessor = kQ <= 2 ? 3 : 2;
