@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -320,6 +322,18 @@ def test_errors_name_the_argument() -> None:
         good.call(bias=good.bias[:47])
     with pytest.raises(ValueError, match="all tensors must be on x's device, cpu"):
         good.call(restore=good.restore.to("meta"))
+
+
+def test_example_equals_its_dense_block() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/masked_conv_block.py"))
+    block, x, views, grid, q = (example[name] for name in ("block", "x", "views", "grid", "q"))
+    # The dense block on a map of zeros where hidden, written with nothing of dmjd's.
+    shown = (~views.mask).flatten(0, 1).view(-1, *grid).repeat_interleave(q, 1).repeat_interleave(q, 2)
+    y = example["pixel_map"].flatten(1, 2).flatten(2, 3).repeat(2, 1, 1, 1)
+    y = block.expand(block.norm(y)) * shown.unsqueeze(-1)
+    y = block.project(block.depthwise(y.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(block(x, views), x + visible_blocks(y, q, views.visible))
+    assert all(parameter.grad is not None for parameter in block.parameters())
 
 
 @pytest.mark.gpu

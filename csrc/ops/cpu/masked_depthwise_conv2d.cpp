@@ -13,7 +13,7 @@
 
 // The baseline of x86-64 has vectors of four floats and no fused multiply-add; the loader picks what the machine has.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define DMJD_VECTORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#define DMJD_VECTORS __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
 #define DMJD_VECTORS
 #endif
@@ -25,7 +25,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int kLanes = 16;               // channels of a window
 constexpr int64_t kTokensPerChunk = 64;  // a chunk is one thread's work, and one partial sum of the weight's gradient
 constexpr int64_t kReduceGrain = 1 << 8;
 
@@ -38,18 +37,20 @@ struct SumOf<double> {
   using type = double;
 };
 
-// One pixel of a window. The compiler splits it into the vectors there are, where a loop might be left in scalars.
+// One pixel of a window: a few channels in a vector that the compiler splits if need be. Not wider than AVX2's, since
+// compilers split those through memory.
 template <typename Sum>
-struct alignas(kLanes * sizeof(Sum)) Lanes {  // said aloud: GCC 12 forgets it when it allocates a vector of them
-  typedef Sum Vector __attribute__((vector_size(kLanes * sizeof(Sum))));
+struct alignas(32) Lanes {  // said aloud: GCC 12 forgets it when it allocates a std::vector of them
+  static constexpr int kCount = 32 / sizeof(Sum);
+  typedef Sum Vector __attribute__((vector_size(32)));
   Vector of;
 
   // `count` channels from `from` on, zero behind.
   template <typename T>
   DMJD_INLINE void load(const T* from, int count) {
-    Sum wide[kLanes] = {};
-    if (count == kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) wide[lane] = static_cast<Sum>(from[lane]);
+    Sum wide[kCount] = {};
+    if (count == kCount) {
+      for (int lane = 0; lane < kCount; ++lane) wide[lane] = static_cast<Sum>(from[lane]);
     } else {
       for (int lane = 0; lane < count; ++lane) wide[lane] = static_cast<Sum>(from[lane]);
     }
@@ -58,10 +59,10 @@ struct alignas(kLanes * sizeof(Sum)) Lanes {  // said aloud: GCC 12 forgets it w
 
   template <typename T>
   DMJD_INLINE void store(T* to, int count) const {
-    Sum wide[kLanes];
+    Sum wide[kCount];
     std::memcpy(wide, &of, sizeof(of));
-    if (count == kLanes) {
-      for (int lane = 0; lane < kLanes; ++lane) to[lane] = static_cast<T>(wide[lane]);
+    if (count == kCount) {
+      for (int lane = 0; lane < kCount; ++lane) to[lane] = static_cast<T>(wide[lane]);
     } else {
       for (int lane = 0; lane < count; ++lane) to[lane] = static_cast<T>(wide[lane]);
     }
@@ -125,6 +126,9 @@ DMJD_INLINE void correlate(const Lanes<Sum>* window, const Lanes<Sum>* own, int 
 // What both directions know. `source` is what the window slides over: x forward, the result's gradient backward.
 template <typename T>
 struct Problem {
+  using Sum = typename SumOf<T>::type;
+  static constexpr int64_t kLanes = Lanes<Sum>::kCount;
+
   const T* source;
   const T* x;  // backward only
   T* result;   // the convolution, or grad_x
@@ -151,6 +155,7 @@ struct Problem {
 template <typename T, typename Sum>
 DMJD_VECTORS void slide(const Problem<T>& problem, int64_t chunk, const Lanes<Sum>* filter, const Lanes<Sum>* bias,
                         Lanes<Sum>* filter_sum) {
+  constexpr int64_t kLanes = Problem<T>::kLanes;
   const int q = problem.q, k = problem.k, half = k / 2, taps = k * k, pixels = q * q;
   const int width = q + k - 1, reach = (half + q - 1) / q, span = 2 * reach + 1;
   const int64_t channels = problem.channels;
@@ -192,6 +197,7 @@ DMJD_VECTORS void slide(const Problem<T>& problem, int64_t chunk, const Lanes<Su
 // The weight as [slices, taps]; its taps in reverse for a gradient.
 template <typename Sum>
 std::vector<Lanes<Sum>> make_filter(const Sum* weight, int64_t channels, int64_t taps, bool reverse) {
+  constexpr int64_t kLanes = Lanes<Sum>::kCount;
   std::vector<Lanes<Sum>> filter((channels + kLanes - 1) / kLanes * taps);
   for (int64_t channel = 0; channel < channels; ++channel) {
     for (int64_t tap = 0; tap < taps; ++tap) {
@@ -253,7 +259,7 @@ Tensor masked_depthwise_conv2d_cpu(const Tensor& x, const Tensor& visible, const
     const auto filter = make_filter(weights.const_data_ptr<Sum>(), problem.channels, problem.k * problem.k, false);
     std::vector<Lanes<Sum>> lane_bias(problem.slices());
     for (int64_t channel = 0; biases && channel < problem.channels; ++channel) {
-      lane_bias[channel / kLanes].of[channel % kLanes] = biases->const_data_ptr<Sum>()[channel];
+      lane_bias[channel / problem.kLanes].of[channel % problem.kLanes] = biases->const_data_ptr<Sum>()[channel];
     }
     torch::stable::parallel_for(0, problem.chunks(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
@@ -298,8 +304,8 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cpu(const Te
     Sum* const weight_out = grad_weight.mutable_data_ptr<Sum>();
     Sum* const bias_out = grad_bias.mutable_data_ptr<Sum>();
     for (int64_t channel = 0; channel < problem.channels; ++channel) {
-      const Lanes<Sum>* const sums = total.data() + channel / kLanes * (taps + 1);
-      const int lane = static_cast<int>(channel % kLanes);
+      const Lanes<Sum>* const sums = total.data() + channel / problem.kLanes * (taps + 1);
+      const int lane = static_cast<int>(channel % problem.kLanes);
       for (int64_t tap = 0; tap < taps; ++tap) weight_out[channel * taps + taps - 1 - tap] = sums[tap].of[lane];
       bias_out[channel] = sums[taps].of[lane];
     }

@@ -94,11 +94,12 @@ __device__ inline int neighbour(const Problem<T>& problem, int token, int dy, in
   const int view = token / problem.visible_per_view;
   const int place = static_cast<int>(problem.visible[token]);
   const int row = place / problem.grid_w + dy, column = place % problem.grid_w + dx;
-  if (row < 0 || row >= problem.grid_h || column < 0 || column >= problem.grid_w) return -1;
+  const bool inside = row >= 0 && row < problem.grid_h && column >= 0 && column < problem.grid_w;
   const int64_t start = static_cast<int64_t>(view) * problem.grid_h * problem.grid_w;
-  const int64_t slot = problem.restore[start + row * problem.grid_w + column];
-  if (slot < 0 || slot >= problem.visible_per_view) return -1;
-  return view * problem.visible_per_view + static_cast<int>(slot);
+  // Outside, place 0 stands in: without a branch, the loads of several look-ups are in flight together.
+  const int64_t slot = problem.restore[start + (inside ? row * problem.grid_w + column : 0)];
+  const bool seen = inside && slot >= 0 && slot < problem.visible_per_view;
+  return seen ? view * problem.visible_per_view + static_cast<int>(slot) : -1;
 }
 
 // Windows that reach the eight tokens around at most, their size known to the compiler.
@@ -109,8 +110,10 @@ struct Window {
   // Two channels a lane halve the loads. The gradient keeps twice as much per channel and would spill.
   static constexpr int kVec = !kBackward && sizeof(T) == 2 ? 2 : 1;
   static constexpr int kChannels = kLanes * kVec;
-  // About 32 thousand pixels and channels a warp: enough to forget the loading of weights, and few enough partial sums.
+  // Enough that loading weights does not count, and that partial sums are a few per cent of what is moved.
   static constexpr int kTokensPerBlock = 512 / kQ;
+  // As many as registers allow: small windows spend more of their time waiting for neighbours.
+  static constexpr int kBlocksPerMultiprocessor = kQ <= 2 ? 3 : 2;
 
   float filter[kTaps][kVec];
   float sum[kQ][kQ][kVec];
@@ -158,10 +161,11 @@ struct Window {
 };
 
 template <typename T, int kQ, int kK, bool kBackward>
-__global__ void __launch_bounds__(kThreads, 2) window_kernel(const Problem<T> problem) {
+__global__ void __launch_bounds__(kThreads, Window<T, kQ, kK, kBackward>::kBlocksPerMultiprocessor)
+    window_kernel(const Problem<T> problem) {
   using W = Window<T, kQ, kK, kBackward>;
   constexpr int kVec = W::kVec, kChannels = W::kChannels, kTaps = W::kTaps, kPixels = W::kPixels;
-  // First the weights of the block's channels, at last their gradients.
+  // First the weights of the block's channels and behind them their biases, at last their gradients.
   __shared__ float stage[(kTaps + 1) * kChannels];
   __shared__ int neighbours[W::kTokensPerBlock][9];
 
@@ -176,7 +180,12 @@ __global__ void __launch_bounds__(kThreads, 2) window_kernel(const Problem<T> pr
   for (int i = threadIdx.x; i < kChannels * kTaps; i += kThreads) {
     stage[i] = i < weights ? problem.weight[static_cast<int64_t>(first) * kTaps + i] : 0.0f;
   }
+  float* const biases = stage + kTaps * kChannels;
+  for (int i = threadIdx.x; !kBackward && i < kChannels; i += kThreads) {
+    biases[i] = problem.bias && first + i < channels ? problem.bias[first + i] : 0.0f;
+  }
   const int begin = chunk * W::kTokensPerBlock, count = min(W::kTokensPerBlock, problem.tokens - begin);
+#pragma unroll 4
   for (int i = threadIdx.x; i < count * 9; i += kThreads) {
     neighbours[i / 9][i % 9] = neighbour(problem, begin + i / 9, i % 9 / 3 - 1, i % 3 - 1);
   }
@@ -189,9 +198,6 @@ __global__ void __launch_bounds__(kThreads, 2) window_kernel(const Problem<T> pr
       window.filter[s][v] = stage[(lane * kVec + v) * kTaps + (kBackward ? kTaps - 1 - s : s)];
     }
   }
-  float bias[kVec];
-#pragma unroll
-  for (int v = 0; v < kVec; ++v) bias[v] = !kBackward && problem.bias ? problem.bias[channel + v] : 0.0f;
   if constexpr (kBackward) {
 #pragma unroll
     for (int s = 0; s <= kTaps; ++s) {
@@ -223,7 +229,9 @@ __global__ void __launch_bounds__(kThreads, 2) window_kernel(const Problem<T> pr
 #pragma unroll
     for (int pixel = 0; pixel < kPixels; ++pixel) {
 #pragma unroll
-      for (int v = 0; v < kVec; ++v) window.sum[pixel / kQ][pixel % kQ][v] = bias[v];
+      for (int v = 0; v < kVec; ++v) {
+        window.sum[pixel / kQ][pixel % kQ][v] = kBackward ? 0.0f : biases[lane * kVec + v];
+      }
     }
     window.template add<0, 0>(problem.source + here, stride);
     const auto pixels_of = [&](int n) {
