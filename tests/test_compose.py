@@ -123,7 +123,7 @@ BAD_WORDS = {
     "run=null": ["run", "not Optional"],
     "mask=null": ["mask", "block, uniform"],
     # outside the choices, or of the wrong sign
-    "mask.pattern=blok": ["mask.pattern", "block, uniform, beit", "'blok'"],
+    "mask.pattern=blok": ["mask.pattern", "block, uniform", "'blok'"],
     "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16'"],
     "resume=yes": ["resume", "auto, never", "'yes'"],
     "method.mim_loss=huber": ["method.mim_loss", "l1, mse, smooth_l1", "'huber'"],

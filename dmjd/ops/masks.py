@@ -1,11 +1,11 @@
 """The disjoint sampler: K masked views per image, each hiding new ground (the paper's Sec. III-B).
 
 Which units a view hides is decided by random words, one per (sample, view, unit), from ``philox.keyed_bits``: the
-hidden units are those of lowest word within their quota, ties going to the lower unit. Quotas are of two kinds of units,
-those that no earlier view hid and those that one did. Under BEiT's pattern (Bao et al., ICLR 2022, Algorithm 1)
-rectangles are hidden first, unit by unit in raster order while the quota of their kind lasts, and lowest words fill what
-is left; all in integers. The result is a pure function of (seed, epoch, sample id, plan), so the same bits come out on
-every device and for every batch split.
+hidden units are those of lowest word within their quota, ties going to the lower unit. Quotas are of two kinds of
+units, those that no earlier view hid and those that one did. Under BEiT's pattern (Bao et al., ICLR 2022, Algorithm 1)
+rectangles are hidden first, unit by unit in raster order while the quota of their kind lasts, and lowest words fill
+what is left; all in integers. The result is a pure function of (seed, epoch, sample id, plan), so the same bits come
+out on every device and for every batch split.
 """
 
 from __future__ import annotations
