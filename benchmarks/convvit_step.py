@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy
 import torch
 from pretrain_step import BATCHES, STEPS, WARMUP, measure
 
@@ -36,6 +37,7 @@ VARIANTS = {
 def official_step(folder: Path, size: str, batch: int) -> Callable[[int], None]:
     """One step of ``engine_pretrain.train_one_epoch`` over uint8 crops that are on the device."""
     sys.path.insert(0, str(folder))
+    numpy.float = float  # type: ignore[attr-defined]  # gone from numpy, and named in the official position table
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports timm by names that timm has deprecated
         models = importlib.import_module("models_dmjd")
@@ -100,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--official", type=Path)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", choices=tuple(VARIANTS), help="of our variants")
     parser.add_argument("cases", nargs="*", default=["base:128", "large:64"])
     arguments = parser.parse_args()
     rows = []
@@ -111,6 +114,8 @@ def main() -> None:
             rows.append({"case": case, "way": "official", **peer})
             show(rows[-1], peer)
         for way, words in VARIANTS.items():
+            if arguments.only and way not in arguments.only:
+                continue
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()

@@ -46,7 +46,12 @@ def to_official(
         state: of a ``MaskedImageModel`` with a ViT or ConViT encoder.
         positions, decoder_positions: ``[N, D]``, the ``positions`` buffers of encoder and decoder. A model with a cls
             token gets MAE's row of zeros for it.
+
+    Raises:
+        ValueError: if the encoder has mask tokens, which these layouts have no name for.
     """
+    if "encoder.mask_token" in state:
+        raise ValueError("the layouts of MAE, ConvMAE and DMJD have no place for an encoder's mask token")
     prefix = int("encoder.cls_token" in state)
     official = {_theirs(name): value for name, value in state.items()}
     for name, table in zip(POSITIONS, (positions, decoder_positions), strict=True):

@@ -15,6 +15,9 @@ PATTERNS = ("uniform", "block", "beit")
 REGULATIONS = ("disjoint", "none", "complementary")
 ROUNDINGS = ("exact", "official")
 
+MAX_VIEWS = 128
+"""Of one image, whose counts travel with the launch of a kernel."""
+
 _BILLION = 10**9
 
 _SMALLEST_RECTANGLE = 16
@@ -174,7 +177,7 @@ def mask_plan(
 
     Args:
         grid: (h, w) tokens.
-        views: K >= 1.
+        views: K, from 1 to 128.
         mask_ratio: m_corr, in (0, 1). A view hides ``ceil(m_corr * units)`` units, on exact decimals.
         pred_ratio: m_pred, the share of units hidden by at least one view; None takes the most that K views can cover.
         pattern: "uniform" (unit = one token), "block" (unit = ``block`` tokens) or "beit" (unit = one token; BEiT's
@@ -200,8 +203,8 @@ def mask_plan(
             raise ValueError(f"{name} must be two integers, got {pair}")
         for side in pair:
             _require_integers(**{name: side})
-    if views < 1:
-        raise ValueError(f"views must be at least 1, got {views}")
+    if not 1 <= views <= MAX_VIEWS:
+        raise ValueError(f"views must be between 1 and {MAX_VIEWS}, got {views}")
     if not 0 < mask_ratio < 1:
         raise ValueError(f"mask_ratio must be between 0 and 1, exclusive, got {mask_ratio}")
     if pred_ratio is not None and not 0 < pred_ratio <= 1:

@@ -191,13 +191,18 @@ def draw_masks(sample_ids: Tensor, plan: MaskPlan, *, seed: int | Tensor, epoch:
         seed, epoch: integers in ``[0, 2**32)``, or 0-d int64 tensors.
 
     Raises:
-        TypeError: if ``sample_ids`` is not int64. ValueError: if it is not one-dimensional, or a key is out of range.
+        TypeError: if ``sample_ids`` is not int64.
+        ValueError: if it is not one-dimensional, or a key is out of range or on a third device.
     """
     if sample_ids.dtype != torch.int64:
         raise TypeError(f"sample_ids must be int64, got {sample_ids.dtype}")
     if sample_ids.ndim != 1:
         raise ValueError(f"sample_ids must be one-dimensional [B], got shape {tuple(sample_ids.shape)}")
     key = make_key(seed, epoch)
+    if key.device.type != "cpu" and key.device != sample_ids.device:
+        raise ValueError(
+            f"seed and epoch must be on the CPU or on sample_ids' device, got {key.device}, {sample_ids.device}"
+        )
     return Views(*torch.ops.dmjd.disjoint_masks(sample_ids, key, *plan.op_arguments))
 
 

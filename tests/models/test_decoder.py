@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from dmjd.masking import MaskSpec
-from dmjd.models.decoder import MAEDecoder, VisibleBranch
+from dmjd.masking import MaskedViews, MaskSpec
+from dmjd.models.decoder import MAEDecoder, SelectiveBlock, VisibleBranch
 from dmjd.models.positions import sincos_positions
-from dmjd.ops.views import Views
+from dmjd.models.vit import layer_norm
 
 ENCODER_DIM, DIM, GRID = 24, 32, (3, 4)
 N = GRID[0] * GRID[1]
@@ -31,9 +32,28 @@ def make_decoder(prefix: int) -> MAEDecoder:
     return decoder.eval()
 
 
-def draw_views(views: int, batch: int) -> Views:
-    spec = MaskSpec(views=views, mask_ratio=0.6, pattern="uniform")
-    return spec.draw(torch.arange(batch), GRID, seed=0, epoch=0).views
+def timm_block(block: nn.Module) -> Block:
+    """timm's own block with the weights of ``block``: it computes every token."""
+    whole = Block(DIM, 4, 2.0, qkv_bias=True, norm_layer=layer_norm).to(next(block.parameters()).dtype)
+    whole.load_state_dict(block.state_dict(), strict=True)
+    return whole
+
+
+def draw(views: int, batch: int, kind: str = "hidden") -> MaskedViews:
+    """``kind``, what is predicted: "hidden" tokens, a "subset", "visible" ones too, or "any" in any order."""
+    ratio = {"subset": 0.3, "visible": 0.9}.get(kind)
+    spec = MaskSpec(views=views, mask_ratio=0.6, pattern="uniform", predict_ratio=ratio)
+    drawn = spec.draw(torch.arange(batch), GRID, seed=0, epoch=0)
+    if kind != "any":
+        return drawn
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.stack([torch.randperm(N, generator=generator)[:5] for _ in range(views * batch)])
+    return drawn._replace(predicted=ids.view(views, batch, 5))
+
+
+PREDICTED = pytest.mark.parametrize(
+    ("views", "kind"), [(1, "hidden"), (3, "hidden"), (1, "subset"), (1, "visible"), (2, "any")]
+)
 
 
 def random(*shape: int) -> Tensor:
@@ -41,14 +61,14 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize("views", [1, 2])
+@PREDICTED
 @torch.no_grad()
-def test_decoder_rebuilds_each_grid_by_hand(prefix: int, views: int) -> None:
-    decoder, drawn = make_decoder(prefix), draw_views(views, 3)
+def test_decoder_rebuilds_each_grid_by_hand(prefix: int, views: int, kind: str) -> None:
+    decoder, (drawn, predicted) = make_decoder(prefix), draw(views, 3, kind)
     visible = drawn.visible.shape[-1]
     tokens = random(views * 3, prefix + visible, ENCODER_DIM)
-    result = decoder(tokens, drawn)
-    assert result.shape == (views * 3, N, DIM)
+    result = decoder(tokens, drawn, predicted)
+    assert result.shape == (views * 3, predicted.shape[-1], DIM)
     positions = sincos_positions(GRID, DIM)
     for k in range(views):
         for b in range(3):
@@ -58,14 +78,36 @@ def test_decoder_rebuilds_each_grid_by_hand(prefix: int, views: int) -> None:
                 grid[token] = embedded[prefix + slot]
             x = torch.cat((embedded[:prefix], grid + positions))[None]  # the prefix has no position of its own
             for block in decoder.blocks:
-                x = block(x)
-            torch.testing.assert_close(result[k * 3 + b], decoder.norm(x)[0, prefix:], rtol=1e-5, atol=1e-5)
+                x = timm_block(block)(x)
+            expected = decoder.norm(x)[0, prefix:][predicted[k, b]]
+            torch.testing.assert_close(result[k * 3 + b], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+@PREDICTED
+def test_selecting_before_the_last_block_equals_selecting_after_it(prefix: int, views: int, kind: str) -> None:
+    block = SelectiveBlock(DIM, 4, 2.0, qkv_bias=True, norm_layer=layer_norm).double()
+    fill(block)
+    whole, ids = timm_block(block), draw(views, 2, kind).predicted
+    x = random(views * 2, prefix + N, DIM).double().requires_grad_()
+    some = block(x, ids, prefix)
+    rows = torch.arange(views * 2).unsqueeze(1)
+    selected = whole(x)[rows, prefix + ids.flatten(0, 1)]
+    cotangent = random(*selected.shape).double()
+    found = torch.autograd.grad((some * cotangent).sum(), [x, *block.parameters()])
+    expected = torch.autograd.grad((selected * cotangent).sum(), [x, *whole.parameters()])
+    names = ["x", *dict(block.named_parameters())]
+    assert names == ["x", *dict(whole.named_parameters())]
+    for name, ours, full in zip(["output", *names], [some, *found], [selected, *expected], strict=True):
+        assert ours.shape == full.shape, name
+        assert full.any(), name
+        assert (ours - full).abs().max().item() <= 1e-12 * full.abs().max().item(), name
 
 
 def test_prefix_takes_part_in_attention() -> None:
-    decoder, drawn = make_decoder(1), draw_views(1, 2)
+    decoder, (drawn, predicted) = make_decoder(1), draw(1, 2)
     tokens = random(2, 1 + drawn.visible.shape[-1], ENCODER_DIM).requires_grad_()
-    (decoder(tokens, drawn) ** 2).sum().backward()
+    (decoder(tokens, drawn, predicted) ** 2).sum().backward()
     assert tokens.grad is not None
     assert bool((tokens.grad[:, 0].abs().sum(dim=-1) > 0).all())
 
@@ -104,7 +146,7 @@ def test_visible_branch_equals_the_formula() -> None:
 
     def standardise(x: Tensor) -> Tensor:
         centred = x - x.mean(dim=-1, keepdim=True)
-        return centred / (centred.pow(2).mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+        return centred / (centred.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt()
 
     x = tokens
     for weight, bias, gain, shift in (weights[0:4], weights[4:8]):

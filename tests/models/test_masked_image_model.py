@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews, MaskSpec
+from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
-from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.vit import ViTEncoder
 
 DIM, PATCH, GRID, TARGET_DIM = 32, 4, (4, 4), 7
@@ -28,7 +29,7 @@ def make_encoder(*, class_token: bool = True, hidden: str = "drop") -> ViTEncode
     )
 
 
-def make_decoder(encoder: ViTEncoder) -> MAEDecoder:
+def make_decoder(encoder: Encoder) -> MAEDecoder:
     return MAEDecoder(
         encoder_dim=DIM,
         grid=GRID,
@@ -120,6 +121,7 @@ def test_biases_and_norms_start_neutral() -> None:
             assert torch.equal(module.weight, torch.ones_like(module.weight))
             assert torch.equal(module.bias, torch.zeros_like(module.bias))
     assert norms == 3 + 3 + 2  # encoder, decoder, visible branch
+    assert isinstance(model.encoder, ViTEncoder)
     bias = model.encoder.patch_embed.proj.bias  # MAE leaves this one at torch's default
     assert isinstance(bias, Tensor)
     assert 0 < bias.abs().max().item() <= 1 / math.sqrt(3 * PATCH * PATCH)
@@ -155,7 +157,8 @@ def test_decoder_layout_equals_its_parts(class_token: bool, views: int) -> None:
     assert model.visible_branch is not None
     prediction = model(images, masked_views)
     encoded = model.encoder(images, masked_views.views)
-    decoded = model.head(model.decoder(encoded, masked_views.views))
+    everything = torch.arange(N).expand(views, 3, N)
+    decoded = model.head(model.decoder(encoded, masked_views.views, everything))
     for row in range(views * 3):
         ids = masked_views.predicted[row // 3, row % 3]
         torch.testing.assert_close(prediction.masked[row], decoded[row, ids], rtol=1e-5, atol=1e-6)
@@ -244,3 +247,67 @@ def test_a_decoder_needs_the_encoder_to_drop_hidden_tokens() -> None:
     encoder = make_encoder(hidden="mask_token")
     with pytest.raises(ValueError, match="needs hidden='drop'"):
         MaskedImageModel(encoder, make_decoder(encoder), None, TARGET_DIM)
+
+
+def make_convvit(*, multi_scale: bool = True) -> MaskedImageModel:
+    torch.manual_seed(0)
+    encoder = ConViTEncoder(
+        image_size=(GRID[0] * 16, GRID[1] * 16),
+        in_chans=3,
+        embed_dims=(8, 12, DIM),
+        depths=(1, 1, 1),
+        mlp_ratios=(2, 2, 2),
+        num_heads=4,
+        multi_scale=multi_scale,
+    )
+    branch = VisibleBranch(encoder_dim=DIM, width=40, target_dim=TARGET_DIM)
+    return MaskedImageModel(encoder, make_decoder(encoder), branch, TARGET_DIM)
+
+
+def make_large_images() -> Tensor:
+    return torch.randn(3, 3, GRID[0] * 16, GRID[1] * 16, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def test_convvit_takes_the_place_of_vit() -> None:
+    model, images, masked_views = make_convvit(), make_large_images(), draw()
+    assert model.decoder is not None
+    assert model.visible_branch is not None
+    prediction = model(images, masked_views)
+    encoded = model.encoder(images, masked_views.views)
+    assert torch.equal(prediction.masked, model.head(model.decoder(encoded, *masked_views)))
+    assert torch.equal(prediction.visible, model.visible_branch(encoded))
+
+
+@torch.no_grad()
+def test_pixels_hidden_from_convvit_reach_neither_branch() -> None:
+    model, images, masked_views = make_convvit(), make_large_images(), draw()
+    clean = model(images, masked_views)
+    for k in range(2):
+        hidden = masked_views.views.mask[k].unflatten(-1, GRID)
+        pixels = hidden.repeat_interleave(16, -2).repeat_interleave(16, -1)
+        painted = model(images.masked_fill(pixels[:, None], 1e6), masked_views)
+        rows = slice(k * 3, k * 3 + 3)
+        assert torch.equal(painted.masked[rows], clean.masked[rows])
+        assert torch.equal(painted.visible[rows], clean.visible[rows])
+        assert not torch.equal(painted.masked, clean.masked)
+
+
+@pytest.mark.parametrize("multi_scale", [True, False])
+def test_every_parameter_of_convvit_learns(multi_scale: bool) -> None:
+    model = make_convvit(multi_scale=multi_scale)
+    prediction = model(make_large_images(), draw())
+    (prediction.masked.square().sum() + prediction.visible.square().sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()), name
+
+
+@pytest.mark.parametrize("kind", ["vit", "convvit"])
+def test_a_decoder_serves_one_image_size(kind: str) -> None:
+    model, images = (make_model("decoder"), make_images()) if kind == "vit" else (make_convvit(), make_large_images())
+    half = images[..., : images.shape[-1] // 2]
+    views = MaskSpec(views=1, mask_ratio=0.5, pattern="uniform").draw(torch.arange(3), (4, 2), seed=0, epoch=0)
+    model.encoder(half, views.views)
+    with pytest.raises(ValueError, match=r"the decoder was built for \(4, 4\) tokens, got \(4, 2\)"):
+        model(half, views)

@@ -82,16 +82,10 @@ def test_batches() -> None:
         assert_same(op(ids[part], key, plan), Views(*(field[:, part] for field in whole)))
 
 
-def test_too_many_views_are_refused() -> None:
-    plan = mask_plan((1, 300), views=200, mask_ratio=0.5, regulation="none")
-    with pytest.raises((RuntimeError, ValueError), match="at most 128 views"):
-        op(IDS.cuda(), make_key(0, 0), plan)
-
-
-def test_cuda_key_with_cpu_ids_is_refused() -> None:
+def test_a_key_on_another_device_is_refused() -> None:
     plan = mask_plan((14, 14), views=1, mask_ratio=0.6)
-    with pytest.raises((RuntimeError, ValueError), match="key must be on the CPU or on sample_ids' device"):
-        op(IDS, make_key(0, 0).cuda(), plan)
+    with pytest.raises(ValueError, match="seed and epoch must be on the CPU or on sample_ids' device"):
+        draw_masks(IDS, plan, seed=torch.tensor(0, device="cuda"), epoch=0)
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "block", "beit"])

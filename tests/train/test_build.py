@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
 
+import dmjd.train.loop as loop
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
@@ -14,6 +18,13 @@ from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, 
 BACKBONE = ("backbone.patch_size=4", "backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=4")
 DECODER = ("method.decoder.dim=32", "method.decoder.depth=1", "method.decoder.num_heads=2")
 SMALL = ("experiment=demo", "data=digits", *BACKBONE, *DECODER)
+CONVVIT = (  # after SMALL
+    "backbone.name=convvit",
+    "backbone.patch_size=16",
+    "backbone.class_token=false",
+    "backbone.conv_stages={embed_dims:[8,12],depths:[1,2]}",
+    "data.image_size=[64,96]",
+)
 
 
 def configure(*words: str) -> PretrainConfig:
@@ -49,9 +60,46 @@ def test_the_decoder_is_maes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) == 111_907_840 - positions
 
 
+# As the official models are published, less their two frozen tables of positions.
+TRAINABLE = {
+    "convmae_base": 115_041_408 - 196 * (768 + 512),
+    "convmae_dm_base": 115_041_408 - 196 * (768 + 512),
+    "dmjd_convvit_base_hog": 135_885_912 - 196 * (768 + 512),
+    "dmjd_convvit_base_hog_paper": 135_885_912 - 196 * (768 + 512),
+    "dmjd_convvit_large_hog": 375_193_944 - 196 * (1024 + 512),
+}
+
+
+@pytest.mark.parametrize(("experiment", "trainable"), TRAINABLE.items())
+def test_convvit_experiments_have_the_official_size(experiment: str, trainable: int) -> None:
+    config = configure(f"experiment={experiment}")
+    with torch.device("meta"):
+        objective = build_objective(config, build_tokenizer(config).dim)
+    assert sum(value.numel() for value in objective.parameters() if value.requires_grad) == trainable
+
+
+def test_the_official_sizes_are_those_written_down() -> None:
+    assert TRAINABLE["convmae_base"] == 114_790_528
+    assert TRAINABLE["dmjd_convvit_base_hog"] == 135_635_032
+    assert TRAINABLE["dmjd_convvit_large_hog"] == 374_892_888
+
+
 @pytest.mark.parametrize("words", [(), ("method=mae",), ("target=pixels", "method.visible_branch.enabled=false")])
-def test_methods_can_be_built(words: tuple[str, ...]) -> None:
-    build(configure(*SMALL, *words))
+@pytest.mark.parametrize("backbone", [(), CONVVIT], ids=["vit", "convvit"])
+def test_methods_can_be_built(words: tuple[str, ...], backbone: tuple[str, ...]) -> None:
+    build(configure(*SMALL, *words, *backbone))
+
+
+def test_a_convvit_has_the_stages_that_the_configuration_names() -> None:
+    words = ("backbone.mlp_ratio=3", "backbone.conv_stages.mlp_ratios=[2,5]", "backbone.multi_scale=false")
+    encoder: Any = build_objective(configure(*SMALL, *CONVVIT, *words), 36).model.encoder
+    assert encoder.embed_dims == (8, 12, 32)
+    assert [len(blocks) for blocks in (encoder.blocks1, encoder.blocks2, encoder.blocks3)] == [1, 2, 1]
+    widths = [blocks[0].mlp.fc1.weight.shape[0] for blocks in (encoder.blocks1, encoder.blocks2, encoder.blocks3)]
+    assert widths == [16, 60, 96]
+    assert encoder.blocks3[0].attn.num_heads == 4
+    assert encoder.stage1_output_decode is None
+    assert encoder.grid == (4, 6)
 
 
 def test_a_linear_head_reads_mask_tokens() -> None:
@@ -126,12 +174,55 @@ IMPOSSIBLE = {
 }
 
 
+IMPOSSIBLE_FOR_CONVVIT = {
+    "backbone.patch_size=8": ["backbone.patch_size must be 16", "backbone.name=convvit", "8"],
+    "backbone.class_token=true": ["backbone.class_token must be False", "backbone.name=convvit", "True"],
+    "backbone.hidden=mask_token": ["backbone.hidden must be drop", "backbone.name=convvit", "mask_token"],
+    "data.image_size=[64,72]": ["data.image_size", "64x72", "backbone.patch_size=16"],
+    "data.image_size=[64,48]": ["mask", "block 2x2", "4x3"],
+    "data.image_size=[32,32] mask.mask_ratio=.5": ["mask", "mask_ratio=0.5", "of 1 units"],
+    "mask.mask_ratio=.99": ["mask", "mask_ratio=0.99", "6 of 6"],
+    "backbone.conv_stages.embed_dims=[8]": ["backbone.conv_stages.embed_dims", "2 numbers", "[8]"],
+    "backbone.conv_stages.depths=[1,2,3]": ["backbone.conv_stages.depths", "2 numbers", "[1, 2, 3]"],
+    "backbone.conv_stages.depths=[-1,2]": ["backbone.conv_stages.depths", "at least 0", "-1"],
+    "backbone.conv_stages.mlp_ratios=[4,0]": ["backbone.conv_stages.mlp_ratios", "above 0", "0"],
+    "backbone.conv_stages.embed_dims=[8,0]": ["backbone.conv_stages.embed_dims", "above 0", "0"],
+    "method.decoder.name=linear": ["backbone", "method.decoder", "hidden='mask_token'"],
+}
+
+
 @pytest.mark.parametrize(("words", "parts"), IMPOSSIBLE.items(), ids=list(IMPOSSIBLE))
 def test_an_impossible_combination_is_answered_by_one_sentence(words: str, parts: list[str]) -> None:
+    assert_refused((*SMALL, *words.split()), parts)
+
+
+@pytest.mark.parametrize(("words", "parts"), IMPOSSIBLE_FOR_CONVVIT.items(), ids=list(IMPOSSIBLE_FOR_CONVVIT))
+def test_an_impossible_convvit_is_answered_by_one_sentence(words: str, parts: list[str]) -> None:
+    assert_refused((*SMALL, *CONVVIT, *words.split()), parts)
+
+
+def assert_refused(words: tuple[str, ...], parts: list[str]) -> None:
     # A value wrong on its own is refused while composing, a combination while building.
     with pytest.raises(ConfigError) as caught:
-        build(configure(*SMALL, *words.split()))
+        build(configure(*words))
     sentence = str(caught.value)
     assert "\n" not in sentence
     for part in parts:
         assert part in sentence, f"{sentence!r} lacks {part!r}"
+
+
+@pytest.mark.parametrize("experiment", ["dmjd_convvit_base_hog", "convmae_base"])
+def test_a_tiny_convvit_learns(
+    tmp_path: Path,
+    tiny: Callable[..., list[str]],
+    dmjd: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    experiment: str,
+) -> None:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)  # they take longer than the run
+    words = ("data.image_size=[64,64]", "batch_size=64", "log_every=7", "optim.base_lr=3e-2", "backbone.drop_path=0.1")
+    code, _, errors = dmjd("pretrain", *tiny(tmp_path / "run", f"experiment={experiment}", *CONVVIT, *words))
+    assert code == 0, errors
+    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert len(log) > 2
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]

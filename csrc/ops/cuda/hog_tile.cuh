@@ -317,6 +317,7 @@ template <HogGradient kGradient>
 void launch(const HogPlan& plan, const HogSource& source, const Tiling& tiling, int threads, const HogResult& result,
             cudaStream_t stream) {
   const int bytes = static_cast<int>(shared_bytes(tiling));
+  STD_TORCH_CHECK(static_cast<size_t>(bytes) <= kMaxSharedBytes, "hog: a tile that no block can hold");
   STD_CUDA_CHECK(cudaFuncSetAttribute(kernel<kGradient>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const uint32_t blocks = (tiling.units + tiling.units_per_block - 1) / tiling.units_per_block;
   kernel<kGradient><<<blocks, threads, bytes, stream>>>(plan, HogEdges<float>(kBins), HogWindow<float>(), tiling,
