@@ -59,11 +59,7 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
     if _is_finished(folder, recipe, folders):
         return [_saved(path) for path in folders.values()]
     try:
-        for path in (*folders.values(), folder / PARTS):
-            path.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / RECIPE, json.dumps(recipe, indent=1) + "\n")
-        for draft in (folder / PARTS).glob("*.tmp"):
-            draft.unlink(missing_ok=True)
+        _begin(folder, recipe, list(folders.values()))
         parts = {}
         for split, path in folders.items():
             jobs = _plan(split, source.splits[split], path, folder / PARTS, shard_mb * MEGABYTE, channels)
@@ -74,6 +70,16 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
     except OSError as error:
         raise _full(folder, error) from error
     return saved
+
+
+def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
+    """The folders and the recipe, and none of the drafts that a killed process has left."""
+    for path in (folder / PARTS, *folders):
+        path.mkdir(parents=True, exist_ok=True)
+    for path in {folder, folder / PARTS, *folders}:
+        for draft in path.glob("*.tmp"):
+            draft.unlink()
+    replace_file(folder / RECIPE, json.dumps(recipe, indent=1) + "\n")
 
 
 class _Job(NamedTuple):
@@ -113,16 +119,15 @@ def make_part(job: _Job) -> Part:
 
 
 def _check_use(folder: Path, parts: dict[str, list[Part]]) -> None:
-    """Refuse a split without a sample; where there is none at all, the destination is as it was."""
+    """Refuse a split without a sample; where there is none at all, the destination is left empty."""
     for split, made in parts.items():
         if any(part.shard.samples for part in made):
             continue
         if not any(part.shard.samples for others in parts.values() for part in others):
             shutil.rmtree(folder / PARTS)
             (folder / RECIPE).unlink()
-            for path in (*(folder / name for name in parts), folder):
-                if path.is_dir() and not any(path.iterdir()):
-                    path.rmdir()
+            for path in {folder / name for name in parts if (folder / name).is_dir()}:
+                path.rmdir()
         rejects = [line for part in made for line in part.rejects]
         raise DataError(
             f"none of the {len(rejects)} images of {split} can be used, "
@@ -181,7 +186,7 @@ def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str,
 def _check_destination(src: Path, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; give a folder for the shards")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / RECIPE).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not ((folder / RECIPE).is_file() or (folder / PARTS).is_dir()):
         raise DataError(f"{folder} holds something else than a build of shards; give an empty folder")
     if src.is_dir() and folder.resolve().is_relative_to(src.resolve()):
         raise DataError(f"{folder} lies within the source {src}, which would grow by it; give a folder outside")

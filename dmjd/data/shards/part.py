@@ -55,11 +55,11 @@ class Saved(NamedTuple):
     @property
     def sentence(self) -> str:
         """What to tell of it."""
-        made = f"{self.folder}: {self.samples} samples in {self.shards} shards"
+        made = f"{self.folder}: {self.samples} samples in {self.shards} shard(s)"
         if not self.rejects:
             return f"{made}, no image rejected"
         kinds = ", ".join(f"{count} {kind}" for kind, count in self.rejects.most_common())
-        return f"{made}; rejected {self.rejects.total()} images ({kinds}), listed in {self.folder / REJECTS}"
+        return f"{made}; rejected {sum(self.rejects.values())} image(s) ({kinds}), listed in {self.folder / REJECTS}"
 
 
 def reject(bad: BadImage) -> dict[str, str]:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.data.shards.index import MANIFEST, load
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
@@ -136,7 +137,14 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
     for split, paths in tars.items():
         listings = dict(each(list_tar, paths, workers, f"reading the tars of {split}"))
         splits[split] = [tar_item(path, sample) for number, path in enumerate(paths) for sample in listings[number]]
-    return Source("tars", _filled(splits), number_classes(item.label for items in splits.values() for item in items))
+    names = _named_classes(Path(tars["train"][0]).parent)
+    numbers = number_classes(item.label for items in splits.values() for item in items)
+    return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)
+
+
+def _named_classes(folder: Path) -> tuple[str, ...]:
+    """Those of the shard set that ``folder`` may be."""
+    return load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()
 
 
 def _from_folder(root: Path) -> Source:

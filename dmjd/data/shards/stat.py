@@ -24,7 +24,7 @@ def describe(shards: ShardSet) -> Iterator[str]:
     manifest, records = shards.manifest, shards.records
     total = sum(shard.bytes for shard in manifest.shards)
     yield f"source    {manifest.source}, written by dmjd {manifest.dmjd}"
-    yield f"samples   {manifest.samples} in {len(manifest.shards)} shards of {total / 1e6:.1f} MB together"
+    yield f"samples   {manifest.samples} in {len(manifest.shards)} shard(s) of {total / 1e6:.1f} MB together"
     yield f"channels  {manifest.channels}"
     yield f"labels    {_labels(records['label'], manifest.classes)}"
     if not len(records):

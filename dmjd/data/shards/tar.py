@@ -125,7 +125,7 @@ def tar_samples(path: str) -> Iterator[TarSample]:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 yield from _group(_members(tar))
-                end = tar.offset  # type: ignore[attr-defined]
+                end = tar.offset
         except tarfile.TarError as error:
             raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
         file.seek(end)
@@ -142,7 +142,7 @@ class _Member(NamedTuple):
 
 def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
     for info in tar:
-        tar.members = []  # a list of every header
+        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
         if not info.isreg() or info.issparse() or _META.match(info.name):
             continue
         content = b""

@@ -63,9 +63,10 @@ def _verify(words: _Words) -> Iterator[str]:
         yield from faults[:_SHOWN_FAULTS]
         if faults:
             raise DataError(
-                f"{shards.folder} has {len(faults)} faults, the first: {faults[0]}; restore what is damaged"
+                f"{shards.folder} has {len(faults)} fault(s), the first: {faults[0]}; restore what is damaged"
             )
-        yield f"{shards.folder}: {shards.manifest.samples} samples in {len(shards.manifest.shards)} shards, all intact"
+        total, tars = shards.manifest.samples, len(shards.manifest.shards)
+        yield f"{shards.folder}: {total} samples in {tars} shard(s), all intact"
 
 
 def _stat(words: _Words) -> Iterator[str]:
