@@ -104,10 +104,10 @@ def test_equal_builds_have_equal_bytes_and_a_finished_one_is_left_alone(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")} == times
 
 
-def test_processes_change_nothing(photos: Path, tmp_path: Path) -> None:
-    for workers in (1, 3):
-        build(str(photos), str(tmp_path / str(workers)), workers=workers)
-    assert content_of(tmp_path / "1") == content_of(tmp_path / "3")
+@pytest.mark.usefixtures("small_tars")
+def test_processes_change_nothing(photos: Path, finished: Path, tmp_path: Path) -> None:
+    build(str(photos), str(tmp_path / "shards"), workers=3, shard_mb=1)
+    assert content_of(tmp_path / "shards") == content_of(finished)
 
 
 # Interruptions
