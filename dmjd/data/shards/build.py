@@ -176,7 +176,7 @@ def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str,
     for split, items in source.splits.items():
         digest = hashlib.sha256()
         for item in items:
-            digest.update(repr((item.name, item.offset, item.size, item.label)).encode())
+            digest.update(json.dumps([item.name, item.offset, item.size, item.label]).encode())
         splits[split] = {"images": len(items), "listing_sha256": digest.hexdigest()}
     encoders = {"pillow": PIL.__version__, "jpeg": features.version("libjpeg_turbo"), "zlib": features.version("zlib")}
     options = {"source": f"{source.kind} {src}", "shard_mb": shard_mb, "channels": channels, "splits": splits}

@@ -168,7 +168,7 @@ def _without_exif(data: bytes) -> bytes:
     cuts = [
         (start, end)
         for marker, start, end in _jpeg_segments(data)
-        if marker == 0xE1 and data[start + 4 :][:4] == b"Exif"
+        if marker == 0xE1 and data[start + 4 : start + 8] == b"Exif"
     ]
     for start, end in reversed(cuts):
         data = data[:start] + data[end:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,9 +78,9 @@ def _expand(tars: Sequence[str]) -> list[str]:
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
         raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
-    twice = next((path for path in locations if locations.count(path) > 1), None)
-    if twice:
-        raise DataError(f"{twice} is given twice; give every tar once")
+    (most, times), *_ = Counter(locations).most_common(1)
+    if times > 1:
+        raise DataError(f"{most} is given {times} times; give every tar once")
     return locations
 
 

@@ -39,9 +39,12 @@ class Part(NamedTuple):
         """What :meth:`write` kept, or None where it did not come to that."""
         if not path.is_file():
             return None
-        with path.open("rb") as file:
-            head = json.loads(file.readline())
-            return cls(Shard(**head["shard"]), np.load(file), head["rejects"])
+        try:
+            with path.open("rb") as file:
+                head = json.loads(file.readline())
+                return cls(Shard(**head["shard"]), np.load(file, allow_pickle=False), head["rejects"])
+        except (ValueError, EOFError):  # what a computer without power leaves of a file
+            return None
 
 
 class Saved(NamedTuple):

@@ -42,9 +42,12 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
     progress = _Progress(label, len(jobs))
     workers = min(workers, len(jobs))
     if workers <= 1:
-        for number, job in enumerate(jobs):
-            yield number, work(job)
-            progress.advance()
+        try:
+            for number, job in enumerate(jobs):
+                yield number, work(job)
+                progress.advance()
+        finally:
+            progress.end()
         return
     # Not forked: the threads of this process could hold a lock at that moment.
     context = multiprocessing.get_context("forkserver")
@@ -57,6 +60,7 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
     except BrokenProcessPool as error:
         raise DataError(f"a worker was killed, perhaps for want of memory; try less than workers={workers}") from error
     finally:
+        progress.end()
         pool.shutdown(cancel_futures=True)
 
 
@@ -86,7 +90,12 @@ class _Progress:
         left = timedelta(seconds=round((now - self._begin) / self._done * (self._total - self._done)))
         line = f"{self._label} {self._done}/{self._total}  ETA {left}"
         if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="\n" if self._done == self._total else "", file=sys.stderr, flush=True)
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
         elif now - self._last >= LINE_SECONDS:
             self._last = now
             _log.info(line)
+
+    def end(self) -> None:
+        """Leave the line, so that what is said next has one of its own."""
+        if self._done and sys.stderr.isatty():
+            print(file=sys.stderr)

@@ -69,8 +69,8 @@ def find_source(src: str, workers: int = 1) -> Source:
 
     - ``*.tar`` in the folder, in its ``train`` and ``val`` or ``test``, or matched by ``src`` as a pattern: webdataset
       tars, labelled by their cls members. Classes are called by their numbers.
-    - ``annotations/*_train2017.json`` beside ``train2017``: COCO. The images that the annotations list, without labels:
-      an image has many objects. The annotations are no part of shards.
+    - ``annotations/*_train2017.json`` beside ``train2017`` or ``images/train2017``: COCO. The images that these
+      list, without labels: an image has many objects. The annotations are no part of shards.
     - ``images/training`` beside ``images/validation``: ADE20K of the scene parsing challenge. Labels are the scenes of
       ``sceneCategories.txt`` if that is there. The segmentation masks are no part of shards.
     - Any other folder is what ``data=folder`` takes it for, in the same order and with the same labels.
@@ -176,7 +176,9 @@ def _from_coco(root: Path) -> Source:
                 names = sorted(image["file_name"] for image in json.loads(path.read_bytes())["images"])
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
-            splits[split] = _stat([(str(root / f"{split}{year}" / name), _NO_LABEL) for name in names])
+            folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
+            folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+            splits[split] = _stat([(str(folder / name), _NO_LABEL) for name in names])
     return Source("coco", _filled(splits), ())
 
 

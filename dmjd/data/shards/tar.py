@@ -12,6 +12,7 @@ import os
 import re
 import tarfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -56,9 +57,9 @@ class TarWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:
-            if kind is None:
-                self._tar.close()
-            self._file.close()
+            with closing(self._file):
+                if kind is None:
+                    self._tar.close()
             if kind is None:
                 self._draft.replace(self._path)
         finally:

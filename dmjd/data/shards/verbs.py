@@ -19,16 +19,22 @@ class _Words(NamedTuple):
     places: list[str]
     keys: dict[str, str]
 
-    def number(self, key: str, default: int | None, *allowed: int) -> int | None:
-        """A positive integer, or one of ``allowed``."""
-        text = self.keys.get(key)
-        if text is None:
-            return default
-        value = int(text) if text.isdigit() else 0
-        if value < 1 or (allowed and value not in allowed):
-            what = " or ".join(map(str, allowed)) if allowed else "an integer above 0"
-            raise ConfigError(f"{key} must be {what}, got {text}")
+    @property
+    def workers(self) -> int | None:
+        return self.number("workers", 1) if "workers" in self.keys else None
+
+    @property
+    def channels(self) -> int:
+        value = self.number("channels", 3)
+        if value not in (1, 3):
+            raise ConfigError(f"channels must be 1 or 3, got {value}")
         return value
+
+    def number(self, key: str, default: int) -> int:
+        text = self.keys.get(key, str(default))
+        if not text.isdigit() or int(text) < 1:
+            raise ConfigError(f"{key} must be an integer above 0, got {text}")
+        return int(text)
 
     def flag(self, key: str) -> bool:
         text = self.keys.get(key, "false")
@@ -41,8 +47,7 @@ def _build(words: _Words) -> Iterator[str]:
     from dmjd.data.shards.build import build
 
     src, dst = words.places
-    workers, shard_mb = words.number("workers", None), words.number("shard_mb", 256) or 256
-    for saved in build(src, dst, workers, shard_mb, words.number("channels", 3, 1, 3) or 3):
+    for saved in build(src, dst, words.workers, words.number("shard_mb", 256), words.channels):
         yield saved.sentence
 
 
@@ -50,7 +55,7 @@ def _index(words: _Words) -> Iterator[str]:
     from dmjd.data.shards.in_place import index_tars
 
     *tars, dst = words.places
-    for saved in index_tars(tars, dst, words.number("workers", None), words.number("channels", 3, 1, 3) or 3):
+    for saved in index_tars(tars, dst, words.workers, words.channels):
         yield saved.sentence
 
 
@@ -58,15 +63,18 @@ def _verify(words: _Words) -> Iterator[str]:
     from dmjd.data.shards.index import load_splits
     from dmjd.data.shards.verify import verify
 
+    workers, decode, faults = words.workers, words.flag("decode"), list[str]()
     for shards in load_splits(words.places[0]).values():
-        faults = verify(shards, words.number("workers", None), words.flag("decode"))
-        yield from faults[:_SHOWN_FAULTS]
-        if faults:
-            raise DataError(
-                f"{shards.folder} has {len(faults)} fault(s), the first: {faults[0]}; restore what is damaged"
-            )
+        found = verify(shards, workers, decode)
+        faults += found
         total, tars = shards.manifest.samples, len(shards.manifest.shards)
-        yield f"{shards.folder}: {total} samples in {tars} shard(s), all intact"
+        state = f"{len(found)} fault(s)" if found else "all intact"
+        yield f"{shards.folder}: {total} samples in {tars} shard(s), {state}"
+    yield from faults[:_SHOWN_FAULTS]
+    if faults:
+        raise DataError(
+            f"{words.places[0]} has {len(faults)} fault(s), the first: {faults[0]}; restore what is damaged"
+        )
 
 
 def _stat(words: _Words) -> Iterator[str]:

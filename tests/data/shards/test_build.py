@@ -193,7 +193,7 @@ def test_a_full_disk_is_one_sentence_and_the_build_continues(
 
 
 @pytest.mark.usefixtures("small_tars")
-def test_a_finished_tar_that_is_gone_is_made_again(
+def test_a_finished_tar_that_is_damaged_is_made_again(
     photos: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -203,6 +203,8 @@ def test_a_finished_tar_that_is_gone_is_made_again(
     tars = sorted((tmp_path / "shards" / "train").glob("*.tar"))
     tars[0].unlink()
     tars[1].write_bytes(tars[1].read_bytes()[:-1])
+    note = tmp_path / "shards" / PARTS / f"{tars[2].stem}.part"
+    note.write_bytes(note.read_bytes()[:200])
     build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     assert content_of(tmp_path / "shards") == content_of(finished)
 
@@ -270,17 +272,18 @@ def test_a_pattern_picks_tars(photo: Photo, tmp_path: Path) -> None:
     assert saved.samples == 2
 
 
-def test_coco_is_what_its_annotations_list(photo: Photo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", [".", "images"])
+def test_coco_is_what_its_annotations_list(photo: Photo, tmp_path: Path, below: str) -> None:
     source = tmp_path / "coco"
     for split, names in (("train2017", ["2.jpg", "1.jpg"]), ("val2017", ["3.jpg"])):
-        (source / split).mkdir(parents=True)
+        (source / below / split).mkdir(parents=True)
         for name in names:
-            (source / split / name).write_bytes(photo(int(name[0])))
+            (source / below / split / name).write_bytes(photo(int(name[0])))
         listed = [{"file_name": name, "id": int(name[0])} for name in [*names, *["9.jpg"] * (split == "train2017")]]
         (source / "annotations").mkdir(exist_ok=True)
         (source / "annotations" / f"instances_{split}.json").write_text(json.dumps({"images": listed, "x": [0] * 99}))
         (source / "annotations" / f"captions_{split}.json").write_text(json.dumps({"images": listed}))
-    (source / "train2017" / "stray.jpg").write_bytes(photo(7))
+    (source / below / "train2017" / "stray.jpg").write_bytes(photo(7))
     train, val = build(str(source), str(tmp_path / "shards"), workers=1)
     assert (train.samples, dict(train.rejects), val.samples) == (2, {"missing": 1}, 1)
     assert image_bytes(load(train.folder), 0) == photo(1)

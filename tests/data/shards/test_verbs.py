@@ -75,7 +75,8 @@ def test_verify_fails_for_damage(dmjd: Command, finished: Path, tmp_path: Path) 
     tar.write_bytes(tar.read_bytes()[:-1])
     code, out, err = dmjd("shards", "verify", str(copy), "workers=1")
     assert code == 2
-    assert len(out.splitlines()) == 1
+    assert out.splitlines()[0] == f"{copy}: 4 samples in 1 shard(s), 1 fault(s)"
+    assert len(out.splitlines()) == 2
     assert err.startswith(f"error: {copy} has 1 fault(s), the first: {tar} has ")
 
 
