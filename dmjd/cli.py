@@ -104,6 +104,14 @@ def _export(words: Sequence[str]) -> None:
     print(f"{path}: timm computes the same features from it; the call is in {sidecar(path)}")
 
 
+def _shards(words: Sequence[str]) -> None:
+    """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
+    from dmjd.data.shards.verbs import run
+
+    for line in run(words):
+        print(line)
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "linprobe": _linprobe,
@@ -111,6 +119,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "report": _report,
     "ops": _ops,
     "export": _export,
+    "shards": _shards,
 }
 
 
@@ -148,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the last checkpoint is intact", file=sys.stderr)
+        print("interrupted; what was finished is intact", file=sys.stderr)
         return 130
     except RuntimeError as error:
         if type(error).__name__ != "NonFiniteLoss":
@@ -170,6 +179,10 @@ def _help(verb: str) -> str:
 
     if verb in SCHEMAS:
         lines += ["", *describe(verb)]
+    if verb == "shards":
+        from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
+
+        lines += ["", *(f"  dmjd shards {shard_verb.usage}" for shard_verb in SHARD_VERBS.values())]
     return "\n".join(lines)
 
 

@@ -19,6 +19,9 @@ import torch
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
 
+# For the server that `launch` forks from: set here, for the first test that needs a process of that kind starts it.
+multiprocessing.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "sklearn.datasets"])
+
 TINY = (
     "experiment=demo",
     "data=digits",
@@ -118,7 +121,6 @@ def launch() -> Callable[..., multiprocessing.process.BaseProcess]:
     seconds. ``prelude`` is Python run in the child first, to plant a fault. Its exit code is the command line's.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dmjd.cli", "dmjd.train.loop", "sklearn.datasets"])
 
     def start(words: list[str], prelude: str = "", **environment: str) -> multiprocessing.process.BaseProcess:
         source = [

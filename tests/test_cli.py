@@ -52,12 +52,12 @@ def refused(outcome: tuple[int, str, str], *parts: str) -> None:
 def test_help_lists_the_verbs(dmjd: Command, words: tuple[str, ...]) -> None:
     code, out, err = dmjd(*words)
     assert (code, err) == (0, "")
-    for verb in ("pretrain", "linprobe", "knn", "report", "ops"):
+    for verb in ("pretrain", "linprobe", "knn", "report", "ops", "shards"):
         (line,) = [line for line in out.splitlines() if line.split()[:1] == [verb]]
         assert len(line.split()) > 3, "a verb says what it does"
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "linprobe", "knn", "report", "ops"])
+@pytest.mark.parametrize("verb", ["pretrain", "linprobe", "knn", "report", "ops", "shards"])
 def test_every_verb_has_help(dmjd: Command, verb: str) -> None:
     code, out, err = dmjd(verb, "--help")
     assert (code, err) == (0, "")

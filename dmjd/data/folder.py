@@ -39,7 +39,7 @@ class ImageFolder:
 
     Layouts are ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone, which is then all "train". Within
     a split, images lie either all in class folders or all in the folder itself (no labels). Classes are numbered by the
-    sorted names of the training split's class folders.
+    sorted names of the training split's class folders, :attr:`classes`, which is empty where there are no labels.
 
     Args:
         root: the folder.
@@ -72,7 +72,8 @@ class ImageFolder:
         self._paths = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
         self._labels = np.array(labels, dtype=np.int64)
-        self.num_classes = len(classes) if labels[0] >= 0 else 0
+        self.classes = tuple(classes) if labels[0] >= 0 else ()
+        self.num_classes = len(self.classes)
         self._min_size = (1, 1) if check == "none" else min_size
         self.bad: Mapping[int, BadImage] = {} if check == "none" else self._check(decode=check == "decode")
         if exceeds(len(self.bad), len(self), max_bad_percent):

@@ -1,0 +1,219 @@
+"""``dmjd shards build``: a source of images becomes a set of shards.
+
+What goes into which tar is settled before any image is read, by the sizes of the files. So any number of processes can
+make the tars in any order, and a build that was killed ends with the bytes of one that was left alone. Each tar that is
+finished leaves a note in ``.parts``, which goes when the last is; ``build.json`` says what the build was of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import PIL
+from PIL import features
+
+from dmjd import __version__
+from dmjd.data.shards.encode import encode
+from dmjd.data.shards.index import MANIFEST, Shard, load
+from dmjd.data.shards.part import Part, Saved, as_records, count_rejects, record, reject, save_parts
+from dmjd.data.shards.pool import available_workers, each
+from dmjd.data.shards.sources import Item, Source, find_source
+from dmjd.data.shards.tar import TarWriter
+from dmjd.errors import BadImage, DataError, StorageError
+from dmjd.files import replace_file
+
+RECIPE = "build.json"
+PARTS = ".parts"
+MEGABYTE = 1_000_000
+
+_STEM_LENGTH = 80  # with the number and the ending a key fits the 100 characters of a tar header
+
+
+def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, channels: int = 3) -> list[Saved]:
+    """Build a set of shards at ``dst``, or ``dst/train`` and ``dst/val`` if the source is divided; continue if begun.
+
+    Args:
+        src: see :func:`dmjd.data.shards.sources.find_source`.
+        dst: a folder that is empty, not there yet, or holds a build of the same source with the same options.
+        workers: processes; all processors if left out.
+        shard_mb: megabytes of source images that share a tar.
+        channels: 1 or 3, what readers shall get; see :func:`dmjd.data.shards.encode.encode`.
+
+    Raises:
+        DataError: if the source is none or no image of it can be used, or the destination holds something else.
+        StorageError: if the destination cannot be written; what is finished stays.
+    """
+    workers = workers or available_workers()
+    folder = Path(dst).expanduser()
+    _check_destination(Path(src).expanduser(), folder)
+    source = find_source(src, workers)
+    recipe = _recipe(src, source, shard_mb, channels)
+    text = f"{source.kind} {src}"
+    divided = "val" in source.splits
+    folders = {split: folder / split if divided else folder for split in source.splits}
+    if _is_finished(folder, recipe, folders):
+        return [_saved(path) for path in folders.values()]
+    try:
+        _begin(folder, recipe, list(folders.values()))
+        parts = {}
+        for split, path in folders.items():
+            jobs = _plan(split, source.splits[split], path, folder / PARTS, shard_mb * MEGABYTE, channels)
+            parts[split] = _make_parts(jobs, workers, f"shards of {split}")
+        _check_use(folder, parts)
+        saved = [save_parts(path, parts[split], channels, source.classes, text) for split, path in folders.items()]
+        shutil.rmtree(folder / PARTS)
+    except OSError as error:
+        raise _full(folder, error) from error
+    return saved
+
+
+def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
+    """The folders and the recipe, and none of the drafts that a killed process has left."""
+    for path in (folder / PARTS, *folders):
+        path.mkdir(parents=True, exist_ok=True)
+    for path in {folder, folder / PARTS, *folders}:
+        for draft in path.glob("*.tmp"):
+            draft.unlink()
+    replace_file(folder / RECIPE, json.dumps(recipe, indent=1) + "\n")
+
+
+class _Job(NamedTuple):
+    """A tar to be made of ``items``; ``first`` is the number of the first in its split."""
+
+    items: list[Item]
+    first: int
+    tar: Path
+    parts: Path
+    channels: int
+
+    @property
+    def note(self) -> Path:
+        return self.parts / f"{self.tar.stem}.part"
+
+
+def make_part(job: _Job) -> Part:
+    """Write a tar, and then the note that it is finished."""
+    rows, rejects = [], []
+    try:
+        with TarWriter(job.tar, job.parts) as tar:
+            for number, item in enumerate(job.items, job.first):
+                try:
+                    image = encode(item.name, item.read(), job.channels)
+                except BadImage as bad:
+                    rejects.append(reject(bad))
+                    continue
+                offset = tar.add(_key(number, item.stem), item.label, image.data, image.ending)
+                rows.append(record(offset, image.data, item.label, image.height, image.width))
+        part = Part(Shard(job.tar.name, len(rows), tar.size, tar.sha256), as_records(rows), rejects)
+        if not rows:
+            job.tar.unlink()
+        part.write(job.note)
+    except OSError as error:
+        raise _full(job.tar, error) from error
+    return part
+
+
+def _check_use(folder: Path, parts: dict[str, list[Part]]) -> None:
+    """Refuse a split without a sample; where there is none at all, the destination is left empty."""
+    for split, made in parts.items():
+        if any(part.shard.samples for part in made):
+            continue
+        if not any(part.shard.samples for others in parts.values() for part in others):
+            shutil.rmtree(folder / PARTS)
+            (folder / RECIPE).unlink()
+            for path in {folder / name for name in parts if (folder / name).is_dir()}:
+                path.rmdir()
+        rejects = [line for part in made for line in part.rejects]
+        raise DataError(
+            f"none of the {len(rejects)} images of {split} can be used, "
+            f"the first, {rejects[0]['name']}, {rejects[0]['reason']}"
+        )
+
+
+def _key(number: int, stem: str) -> str:
+    """A sample's name in its tar: its number in the split and what is left of the file's name."""
+    return f"{number:09d}_{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:_STEM_LENGTH]}"
+
+
+def _make_parts(jobs: list[_Job], workers: int, label: str) -> list[Part]:
+    parts = {number: part for number, job in enumerate(jobs) if (part := _finished_part(job))}
+    missing = [number for number in range(len(jobs)) if number not in parts]
+    for position, part in each(make_part, [jobs[number] for number in missing], workers, label):
+        parts[missing[position]] = part
+    return [parts[number] for number in range(len(jobs))]
+
+
+def _finished_part(job: _Job) -> Part | None:
+    part = Part.read(job.note)
+    if part and part.shard.samples and not (job.tar.is_file() and job.tar.stat().st_size == part.shard.bytes):
+        return None
+    return part
+
+
+def _plan(split: str, items: list[Item], folder: Path, parts: Path, most_bytes: int, channels: int) -> list[_Job]:
+    """Runs of images whose files have up to ``most_bytes`` together, or that are one image."""
+    starts, filled = [0], 0
+    for number, item in enumerate(items):
+        size = max(item.size, 0)
+        if filled + size > most_bytes and number > starts[-1]:
+            starts.append(number)
+            filled = 0
+        filled += size
+    return [
+        _Job(items[start:end], start, folder / f"{split}-{number:06d}.tar", parts, channels)
+        for number, (start, end) in enumerate(zip(starts, [*starts[1:], len(items)], strict=True))
+    ]
+
+
+def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str, Any]:
+    """All that the bytes of a set depend on; encoders of another version may give other bytes."""
+    splits = {}
+    for split, items in source.splits.items():
+        digest = hashlib.sha256()
+        for item in items:
+            digest.update(json.dumps([item.name, item.offset, item.size, item.label]).encode())
+        splits[split] = {"images": len(items), "listing_sha256": digest.hexdigest()}
+    encoders = {"pillow": PIL.__version__, "jpeg": features.version("libjpeg_turbo"), "zlib": features.version("zlib")}
+    options = {"source": f"{source.kind} {src}", "shard_mb": shard_mb, "channels": channels, "splits": splits}
+    return {**options, "dmjd": __version__, **encoders}
+
+
+def _check_destination(src: Path, folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; give a folder for the shards")
+    if folder.is_dir() and any(folder.iterdir()) and not ((folder / RECIPE).is_file() or (folder / PARTS).is_dir()):
+        raise DataError(f"{folder} holds something else than a build of shards; give an empty folder")
+    if src.is_dir() and folder.resolve().is_relative_to(src.resolve()):
+        raise DataError(f"{folder} lies within the source {src}, which would grow by it; give a folder outside")
+
+
+def _is_finished(folder: Path, recipe: dict[str, Any], folders: dict[str, Path]) -> bool:
+    if not (folder / RECIPE).is_file():
+        return False
+    try:
+        begun = json.loads((folder / RECIPE).read_bytes())
+    except ValueError:
+        begun = {}
+    for key in recipe:
+        if begun.get(key) != recipe[key]:
+            what = "a list of files" if key == "splits" else f"{key}={begun.get(key)}"
+            now = "another now" if key == "splits" else f"{key}={recipe[key]} now"
+            raise DataError(
+                f"{folder} holds a build of {what}, and it is {now}; give another folder, or remove it first"
+            )
+    return not (folder / PARTS).exists() and all((path / MANIFEST).is_file() for path in folders.values())
+
+
+def _saved(folder: Path) -> Saved:
+    manifest = load(folder).manifest
+    return Saved(folder, manifest.samples, len(manifest.shards), count_rejects(folder))
+
+
+def _full(path: Path, error: OSError) -> StorageError:
+    reason = error.strerror or str(error)
+    return StorageError(f"cannot write {path}: {reason}; what is finished stays, and the same command continues")

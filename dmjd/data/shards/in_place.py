@@ -1,0 +1,93 @@
+"""``dmjd shards index``: tars that others wrote become a shard set where they are."""
+
+from __future__ import annotations
+
+import glob
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from dmjd.data.shards.encode import measure
+from dmjd.data.shards.index import MANIFEST, Shard
+from dmjd.data.shards.location import is_remote, local_copy, sha256
+from dmjd.data.shards.part import Part, Saved, as_records, record, reject, save_parts
+from dmjd.data.shards.pool import available_workers, each
+from dmjd.data.shards.sources import label_of, number_classes, tar_item
+from dmjd.data.shards.tar import tar_samples
+from dmjd.errors import BadImage, DataError
+
+
+def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channels: int = 3) -> list[Saved]:
+    """Write a manifest and an index of webdataset tars, and neither change nor move them.
+
+    Images that cannot be used are left out of the index and listed in ``rejects.jsonl``. No Exif block is taken out:
+    decoders that heed its orientation tag will see such an image turned.
+
+    Args:
+        tars: paths, patterns of paths, or URLs, which are downloaded one after another and not kept.
+        dst: a folder without a manifest; tars that lie in it are named relative to it.
+        workers: processes; all processors if left out.
+        channels: 1 or 3, what readers shall get.
+
+    Raises:
+        DataError: if a tar is missing, compressed or truncated, holds no image, or ``dst`` has a manifest.
+    """
+    folder = Path(dst).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder} is a file; give a folder for the index")
+    if (folder / MANIFEST).exists():
+        raise DataError(f"{folder} has a {MANIFEST} already; give another folder, or remove it first")
+    locations = _expand(tars)
+    parts = dict(each(index_tar, locations, workers or available_workers(), "tars"))
+    ordered = [_relative(parts[number], folder) for number in range(len(locations))]
+    if not any(part.shard.samples for part in ordered):
+        raise DataError(f"{', '.join(tars)} hold no image that can be used; give webdataset tars of images")
+    classes = number_classes(int(part.records["label"].max()) for part in ordered if part.shard.samples)
+    folder.mkdir(parents=True, exist_ok=True)
+    return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(tars)}")]
+
+
+def index_tar(location: str) -> Part:
+    """The part that a tar is, each of its images decoded once.
+
+    Raises:
+        DataError: if the tar is missing, compressed or truncated.
+    """
+    rows, rejects = [], []
+    try:
+        with local_copy(location) as path:
+            for sample in tar_samples(str(path)):
+                item = tar_item(str(path), sample)._replace(name=f"{location}: {sample.key}")
+                try:
+                    data = item.read()
+                    rows.append(record(item.offset, data, label_of(sample), *measure(item.name, data)))
+                except BadImage as bad:
+                    rejects.append(reject(bad))
+            with path.open("rb") as file:
+                shard = Shard(location, len(rows), path.stat().st_size, sha256(file))
+    except FileNotFoundError as error:
+        raise DataError(f"{location} is not there") from error
+    return Part(shard, as_records(rows), rejects)
+
+
+def _expand(tars: Sequence[str]) -> list[str]:
+    locations: list[str] = []
+    for tar in tars:
+        paths = [tar] if is_remote(tar) else sorted(glob.glob(str(Path(tar).expanduser()))) or [tar]
+        locations += paths
+    missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
+    if missing:
+        raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
+    (most, times), *_ = Counter(locations).most_common(1)
+    if times > 1:
+        raise DataError(f"{most} is given {times} times; give every tar once")
+    return locations
+
+
+def _relative(part: Part, folder: Path) -> Part:
+    if is_remote(part.shard.url):
+        return part
+    path, home = Path(part.shard.url).resolve(), folder.resolve()
+    url = str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
+    shard = Shard(url, part.shard.samples, part.shard.bytes, part.shard.sha256)
+    return part._replace(shard=shard)

@@ -1,0 +1,206 @@
+"""What a shard set is: ``manifest.json``, which says what there is, and ``index.npy``, which says where each sample is.
+
+The manifest is written last, so a folder without one holds no shard set. Readers take the image bytes of a sample at an
+offset of its tar and never parse a tar, so a truncated one cannot silently shorten an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dmjd import __version__
+from dmjd.data.shards.location import is_remote, join, open_binary, sha256
+from dmjd.errors import DataError
+from dmjd.files import replace_file
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+RECORDS = "index.npy"
+SPLITS = ("train", "val")
+
+INDEX = np.dtype(
+    [
+        ("shard", "<u4"),  # number in the manifest
+        ("offset", "<i8"),  # of the image's first byte in the tar
+        ("size", "<u4"),  # of the image in bytes
+        ("label", "<i4"),  # -1: none
+        ("crc32", "<u4"),  # zlib's, of the image's bytes
+        ("height", "<u2"),
+        ("width", "<u2"),
+    ]
+)
+Records = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar: ``url`` is relative to the manifest's folder, an absolute path, or a URL; ``bytes`` is the file's size."""
+
+    url: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``classes`` names the labels, and is empty where there are none; ``source`` says what the set was made from."""
+
+    shards: tuple[Shard, ...]
+    samples: int
+    channels: int
+    classes: tuple[str, ...]
+    index_sha256: str
+    source: str
+    dmjd: str = __version__
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the content, whatever the tars are called and wherever they are."""
+        content = [self.index_sha256, str(self.channels), *(shard.sha256 for shard in self.shards)]
+        return hashlib.sha256("\n".join(content).encode()).hexdigest()
+
+
+class ShardSet(NamedTuple):
+    """``records`` is a read-only array of :data:`INDEX` ``[samples]``, mapped from the disk where it lies there."""
+
+    folder: str
+    manifest: Manifest
+    records: Records
+
+    def location(self, shard: int) -> str:
+        """Path or URL of a tar."""
+        return join(self.folder, self.manifest.shards[shard].url)
+
+    def name(self, index: int) -> str:
+        """What to call a sample in a sentence."""
+        record = self.records[index]
+        return f"{self.location(int(record['shard']))}@{int(record['offset'])}"
+
+
+def save(
+    folder: Path,
+    shards: Sequence[Shard],
+    records: Records,
+    channels: int,
+    classes: Sequence[str],
+    source: str,
+) -> Manifest:
+    """Write the index and then the manifest; the tars are there already."""
+    buffer = io.BytesIO()
+    np.save(buffer, np.ascontiguousarray(records, dtype=INDEX), allow_pickle=False)
+    content = buffer.getvalue()
+    digest = hashlib.sha256(content).hexdigest()
+    manifest = Manifest(tuple(shards), len(records), channels, tuple(classes), digest, source)
+    _validate(str(folder / MANIFEST), manifest, records)
+    replace_file(folder / RECORDS, content)
+    replace_file(folder / MANIFEST, json.dumps({"format": FORMAT, **asdict(manifest)}, indent=1) + "\n")
+    return manifest
+
+
+def load(root: str | Path) -> ShardSet:
+    """The shard set in a folder, or below a URL.
+
+    Raises:
+        DataError: if there is none, its format is another one, or manifest and index do not fit together.
+    """
+    folder = str(root)
+    path = join(folder, MANIFEST)
+    try:
+        with open_binary(path) as file:
+            manifest = _parse(path, file.read())
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{folder} is no shard set, for it has no {MANIFEST}; make one with: dmjd shards build SRC {folder}"
+        ) from error
+    records = _load_records(join(folder, RECORDS), path, manifest)
+    _validate(path, manifest, records)
+    return ShardSet(folder, manifest, records)
+
+
+def load_splits(root: str | Path) -> dict[str, ShardSet]:
+    """The shard sets below ``root`` by split: those in ``train`` and ``val``, or the one of ``root`` as "train".
+
+    Raises:
+        DataError: as :func:`load` does.
+    """
+    found = {split: join(str(root), split) for split in SPLITS if _exists(join(join(str(root), split), MANIFEST))}
+    return {split: load(folder) for split, folder in (found or {"train": str(root)}).items()}
+
+
+def _exists(location: str) -> bool:
+    try:
+        open_binary(location).close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _parse(path: str, content: bytes) -> Manifest:
+    try:
+        fields: dict[str, Any] = json.loads(content)
+        number = fields.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DataError(f"{path} is damaged, or is no manifest of shards; restore it or build the set again") from error
+    if number != FORMAT:
+        raise DataError(f"{path} has format {number}, and this dmjd reads format {FORMAT}; build the set again")
+    try:
+        shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
+        manifest = Manifest(shards=shards, classes=tuple(fields.pop("classes")), **fields)
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path} lacks or has too many fields ({error}); restore it or build the set again") from error
+    return manifest
+
+
+def _load_records(location: str, manifest_path: str, manifest: Manifest) -> Records:
+    try:
+        with open_binary(location) as opened:
+            file = io.BytesIO(opened.read()) if is_remote(location) else opened
+            if sha256(file) != manifest.index_sha256:
+                raise DataError(f"{location} is not the index that {manifest_path} was written with; restore both")
+            if isinstance(file, io.BytesIO):
+                file.seek(0)
+                return np.load(file, allow_pickle=False)
+    except FileNotFoundError as error:
+        raise DataError(f"{location} is missing, though {manifest_path} is there; restore it") from error
+    return np.load(location, mmap_mode="r", allow_pickle=False)
+
+
+def _validate(path: str, manifest: Manifest, records: Records) -> None:
+    """Refuse what does not fit together, so that no reader has to doubt an offset."""
+    if records.dtype != INDEX or records.ndim != 1:
+        raise DataError(f"{path} has an index of other columns than this dmjd reads; build the set again")
+    if len(records) != manifest.samples:
+        raise DataError(f"{path} counts {manifest.samples} samples, and its index {len(records)}; build the set again")
+    counts = np.bincount(records["shard"], minlength=len(manifest.shards))
+    if len(counts) > len(manifest.shards):
+        raise DataError(f"{path} lists {len(manifest.shards)} shards, and its index knows more; build the set again")
+    if np.any(np.diff(records["shard"].astype(np.int64)) < 0):
+        raise DataError(f"{path} has an index that is not in the order of the shards; build the set again")
+    for shard, count in zip(manifest.shards, counts.tolist(), strict=True):
+        if shard.samples != count:
+            raise DataError(
+                f"{path} counts {shard.samples} samples in {shard.url}, and its index {count}; build the set again"
+            )
+    ends = records["offset"] + records["size"].astype(np.int64)
+    sizes = np.array([shard.bytes for shard in manifest.shards], dtype=np.int64)
+    outside = np.flatnonzero((records["offset"] < 0) | (ends > sizes[records["shard"]]))
+    if len(outside):
+        shard = manifest.shards[int(records["shard"][outside[0]])]
+        raise DataError(f"{path} has sample {outside[0]} end beyond the {shard.bytes} bytes of {shard.url}")
+    labels = records["label"]
+    if len(labels) and (labels.min() < -1 or labels.max() >= len(manifest.classes)):
+        raise DataError(
+            f"{path} names {len(manifest.classes)} classes, and its index has labels {labels.min()} to {labels.max()}"
+        )
+    if manifest.channels not in (1, 3):
+        raise DataError(f"{path} has channels={manifest.channels}, which must be 1 or 3")

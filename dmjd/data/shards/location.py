@@ -1,0 +1,61 @@
+"""Where a file of a shard set is: a path, or a URL that fsspec opens (http, s3, gs, ...)."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from dmjd.errors import DataError
+
+
+def is_remote(location: str) -> bool:
+    """Whether it is a URL and not a path."""
+    return "://" in location
+
+
+def join(folder: str, name: str) -> str:
+    """``name`` below ``folder``, or ``name`` itself where it is a URL or an absolute path."""
+    return name if is_remote(name) or name.startswith("/") else f"{folder.rstrip('/') or '/'}/{name}"
+
+
+def open_binary(location: str) -> BinaryIO:
+    """The file, open for reading and seekable.
+
+    Raises:
+        OSError: as ``open`` does; FileNotFoundError if there is none.
+        DataError: if fsspec lacks what the URL needs.
+    """
+    if not is_remote(location):
+        return Path(location).open("rb")
+    import fsspec  # comes with torch
+
+    try:
+        return cast(BinaryIO, fsspec.open(location, "rb").open())
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{location} cannot be opened: {error}") from error
+
+
+@contextmanager
+def local_copy(location: str) -> Iterator[Path]:
+    """A path to the file, or to a copy that goes with the end of the block; raises as opening it does."""
+    if not is_remote(location):
+        yield Path(location)
+        return
+    with tempfile.NamedTemporaryFile(suffix=Path(location).suffix) as copy:
+        with open_binary(location) as file:
+            shutil.copyfileobj(file, copy, 1 << 20)
+        copy.flush()
+        yield Path(copy.name)
+
+
+def sha256(file: BinaryIO) -> str:
+    """Digest of what is left to read."""
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()

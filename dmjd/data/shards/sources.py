@@ -1,0 +1,217 @@
+"""Where the images of a build come from: a folder, webdataset tars, COCO or ADE20K, told apart by what is there."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from dmjd.data.shards.index import MANIFEST, load
+from dmjd.data.shards.pool import each
+from dmjd.data.shards.tar import TarSample, tar_samples
+from dmjd.errors import BadImage, DataError
+
+_STAT_THREADS = 16  # a network file system makes them wait
+_NO_LABEL = -1
+_BAD_LABEL = -2
+
+
+class Item(NamedTuple):
+    """An image as it was found: ``size`` bytes at ``offset`` of the file ``path``; size -1 where there are none.
+
+    ``name`` is what a report calls it, ``stem`` what its key in a shard ends in, ``label`` -1 where there is none.
+    """
+
+    name: str
+    stem: str
+    path: str
+    offset: int
+    size: int
+    label: int
+
+    def read(self) -> bytes:
+        """Its bytes.
+
+        Raises:
+            BadImage: if it is missing, unreadable, another than when it was listed, or its label is none.
+        """
+        if self.size < 0:
+            raise BadImage(self.name, "missing", "is not there")
+        if self.label == _BAD_LABEL:
+            raise BadImage(self.name, "label", "has a cls member that is no class number")
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except FileNotFoundError as error:
+            raise BadImage(self.name, "missing", "is not there any more") from error
+        except OSError as error:
+            raise BadImage(self.name, "unreadable", f"cannot be read ({error.strerror})") from error
+        if len(data) < self.size:
+            raise BadImage(self.name, "truncated", f"ends after {len(data)} of {self.size} bytes")
+        return data
+
+
+class Source(NamedTuple):
+    """``splits`` holds "train" and maybe "val"; ``classes`` names the labels, of both splits."""
+
+    kind: str
+    splits: dict[str, list[Item]]
+    classes: tuple[str, ...]
+
+
+def find_source(src: str, workers: int = 1) -> Source:
+    """What is to be built from, with every image listed in a fixed order and none opened.
+
+    - ``*.tar`` in the folder, in its ``train`` and ``val`` or ``test``, or matched by ``src`` as a pattern: webdataset
+      tars, labelled by their cls members. Classes are called by their numbers.
+    - ``annotations/*_train2017.json`` beside ``train2017`` or ``images/train2017``: COCO. The images that these
+      list, without labels: an image has many objects. The annotations are no part of shards.
+    - ``images/training`` beside ``images/validation``: ADE20K of the scene parsing challenge. Labels are the scenes of
+      ``sceneCategories.txt`` if that is there. The segmentation masks are no part of shards.
+    - Any other folder is what ``data=folder`` takes it for, in the same order and with the same labels.
+
+    Args:
+        src: a folder, a tar, or a pattern of tars.
+        workers: processes that read tars.
+
+    Raises:
+        DataError: if there is nothing of that, or it is damaged.
+    """
+    root = Path(src).expanduser()
+    tars = _find_tars(root)
+    if tars:
+        return _from_tars(tars, workers)
+    if not root.is_dir():
+        raise DataError(f"{src} is neither a folder nor a tar; give a folder of images or of webdataset tars")
+    if list(root.glob("annotations/*_train20??.json")):
+        return _from_coco(root)
+    if (root / "images" / "training").is_dir():
+        return _from_ade(root)
+    return _from_folder(root)
+
+
+def _find_tars(root: Path) -> dict[str, list[str]]:
+    if not root.is_dir():
+        matches = [str(root)] if root.is_file() else sorted(glob.glob(str(root)))
+        return {"train": matches} if matches and all(".tar" in Path(path).name for path in matches) else {}
+    here = sorted(map(str, root.glob("*.tar")))
+    if here:
+        return {"train": here}
+    train = sorted(map(str, root.glob("train/*.tar")))
+    val = sorted(map(str, root.glob("val/*.tar"))) or sorted(map(str, root.glob("test/*.tar")))
+    if val and not train:
+        raise DataError(f"{root} has tars of a held-out split and none in train/; put the training tars there")
+    return {"train": train, "val": val} if val else {"train": train} if train else {}
+
+
+def list_tar(path: str) -> list[TarSample]:
+    """All samples of a tar; raises as :func:`dmjd.data.shards.tar.tar_samples` does."""
+    return list(tar_samples(path))
+
+
+def tar_item(path: str, sample: TarSample) -> Item:
+    """A sample of the tar at ``path`` as an image to be read."""
+    return Item(f"{path}: {sample.key}", Path(sample.key).name, path, sample.offset, sample.size, label_of(sample))
+
+
+def label_of(sample: TarSample) -> int:
+    """The class number in a cls member; -1 without one, and below that where it holds something else."""
+    if sample.label is None:
+        return _NO_LABEL
+    text = sample.label.strip()
+    return int(text) if text.isdigit() and len(text) < 10 else _BAD_LABEL
+
+
+def number_classes(labels: Iterable[int]) -> tuple[str, ...]:
+    """Names of classes that have only numbers."""
+    return tuple(map(str, range(max(labels, default=-1) + 1)))
+
+
+def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
+    splits = {}
+    for split, paths in tars.items():
+        listings = dict(each(list_tar, paths, workers, f"reading the tars of {split}"))
+        splits[split] = [tar_item(path, sample) for number, path in enumerate(paths) for sample in listings[number]]
+    names = _named_classes(Path(tars["train"][0]).parent)
+    numbers = number_classes(item.label for items in splits.values() for item in items)
+    return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)
+
+
+def _named_classes(folder: Path) -> tuple[str, ...]:
+    """Those of the shard set that ``folder`` may be."""
+    return load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()
+
+
+def _from_folder(root: Path) -> Source:
+    from dmjd.data.folder import ImageFolder  # imports torch, which workers do without
+
+    divided = any((root / name).is_dir() for name in ("val", "test"))
+    folders = {"train": ImageFolder(str(root), "train", channels=3, check="none")}
+    if divided:
+        folders["val"] = ImageFolder(str(root), "test", channels=3, check="none")
+    splits = {
+        split: _stat([(folder.name(index), folder.label(index)) for index in range(len(folder))])
+        for split, folder in folders.items()
+    }
+    return Source("folder", splits, folders["train"].classes)
+
+
+def _from_coco(root: Path) -> Source:
+    splits = {}
+    for split in ("train", "val"):
+        years = sorted({path.stem[-4:] for path in root.glob(f"annotations/*_{split}20??.json")})
+        if len(years) > 1:
+            raise DataError(
+                f"{root} has {split} images of {' and '.join(years)}; keep the annotations of one year there"
+            )
+        for year in years:
+            # Captions, instances and key points list the same images; instances are twenty times the size.
+            path = min(root.glob(f"annotations/*_{split}{year}.json"), key=lambda path: (path.stat().st_size, path))
+            try:
+                names = sorted(image["file_name"] for image in json.loads(path.read_bytes())["images"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
+            folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
+            folder = next((folder for folder in folders if folder.is_dir()), folders[0])
+            splits[split] = _stat([(str(folder / name), _NO_LABEL) for name in names])
+    return Source("coco", _filled(splits), ())
+
+
+def _from_ade(root: Path) -> Source:
+    scenes: dict[str, str] = {}
+    listing = root / "sceneCategories.txt"
+    if listing.is_file():
+        words = (line.split() for line in listing.read_text().splitlines())
+        scenes = {pair[0]: pair[1] for pair in words if len(pair) == 2}
+    classes = sorted(set(scenes.values()))
+    numbers = {name: number for number, name in enumerate(classes)}
+    splits = {}
+    for split, name in (("train", "training"), ("val", "validation")):
+        paths = sorted(path for path in (root / "images" / name).glob("*") if not path.name.startswith("."))
+        splits[split] = _stat([(str(path), numbers.get(scenes.get(path.stem, ""), _NO_LABEL)) for path in paths])
+    return Source("ade20k", _filled(splits), tuple(classes))
+
+
+def _filled(splits: dict[str, list[Item]]) -> dict[str, list[Item]]:
+    if not splits.get("train"):
+        raise DataError("the source has no training images; check its path")
+    return {split: items for split, items in splits.items() if items}
+
+
+def _stat(images: list[tuple[str, int]]) -> list[Item]:
+    def size(image: tuple[str, int]) -> int:
+        try:
+            return os.stat(image[0]).st_size
+        except OSError:
+            return -1
+
+    with ThreadPoolExecutor(_STAT_THREADS) as pool:
+        sizes = pool.map(size, images)
+        return [
+            Item(path, Path(path).stem, path, 0, size, label) for (path, label), size in zip(images, sizes, strict=True)
+        ]

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from skimage import data
+
+from dmjd.data.folder import ImageFolder
+from dmjd.data.shards.encode import Encoded, encode, measure
+from dmjd.errors import BadImage
+
+Photo = Callable[..., bytes]
+PHOTO = data.astronaut()[:64, :80]
+LARGE = data.astronaut()[:300, :280]
+
+
+def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def with_orientation(photo: Photo, number: int = 0) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return photo(number, exif=exif)
+
+
+def pixels_of_folder(tmp_path: Path, content: bytes) -> np.ndarray[Any, Any]:
+    """What ``data=folder`` makes of the file as it was found."""
+    (tmp_path / "image.jpg").write_bytes(content)
+    return ImageFolder(str(tmp_path), "train", channels=3, check="none").image(0)
+
+
+def pixels(encoded: Encoded) -> np.ndarray[Any, Any]:
+    with Image.open(io.BytesIO(encoded.data)) as image:
+        assert (image.height, image.width) == (encoded.height, encoded.width)
+        assert {"JPEG": "jpg", "PNG": "png"}[str(image.format)] == encoded.ending
+        assert image.mode in ("L", "RGB")
+        return np.asarray(image.convert("RGB"))
+
+
+def error(encoded: Encoded, tmp_path: Path, content: bytes) -> float:
+    """Mean difference from the pixels as they were found, of 255."""
+    return float(np.abs(pixels(encoded).astype(int) - pixels_of_folder(tmp_path, content)).mean())
+
+
+# JPEGs that pass
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 2, "quality": 40}, {"comment": b"x"}])
+def test_a_plain_jpeg_keeps_its_bytes(photo: Photo, options: dict[str, Any]) -> None:
+    content = photo(3, **options)
+    assert encode("x", content, 3) == (content, "jpg", 40, 56)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_grey_jpeg_keeps_its_bytes(channels: int) -> None:
+    content = saved(Image.fromarray(PHOTO).convert("L"), "JPEG")
+    assert encode("x", content, channels).data is content
+
+
+def test_an_orientation_tag_goes_and_pixels_stay(photo: Photo) -> None:
+    content, plain = with_orientation(photo), photo()
+    assert Image.open(io.BytesIO(content)).getexif()[0x0112] == 6
+    assert encode("x", content, 3) == (plain, "jpg", 40, 56)
+
+
+def test_a_damaged_exif_block_goes_too(photo: Photo) -> None:
+    content = with_orientation(photo)
+    broken = content.replace(b"II*\0" if b"II*\0" in content else b"MM\0*", b"\xff\xfe\xfd\xfc", 1)
+    assert broken != content
+    assert encode("x", broken, 3).data == photo()
+
+
+def test_other_blocks_stay(photo: Photo) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    content = photo(0, icc_profile=b"profile", comment=b"kept", dpi=(72, 72), exif=exif)
+    assert encode("x", content, 3).data == photo(0, icc_profile=b"profile", comment=b"kept", dpi=(72, 72))
+
+
+# Everything else becomes plain
+
+
+def test_a_cmyk_jpeg_becomes_rgb(tmp_path: Path) -> None:
+    content = saved(Image.fromarray(PHOTO).convert("CMYK"), "JPEG", quality=95)
+    encoded = encode("x", content, 3)
+    assert encoded.ending == "jpg"
+    assert error(encoded, tmp_path, content) < 2
+    assert encode("x", encoded.data, 3).data is encoded.data
+
+
+def test_a_jpeg_in_rgb_becomes_ycbcr(tmp_path: Path) -> None:
+    content = saved(Image.fromarray(PHOTO), "JPEG", quality=95, keep_rgb=True)
+    encoded = encode("x", content, 3)
+    assert encoded.data != content
+    assert error(encoded, tmp_path, content) < 2
+    assert encode("x", encoded.data, 3).data is encoded.data
+
+
+def odd_files() -> dict[str, bytes]:
+    rgb = Image.fromarray(PHOTO)
+    grey, alpha = rgb.convert("L"), rgb.copy()
+    alpha.putalpha(Image.fromarray(PHOTO[..., 0]))
+    wide = np.arange(64 * 80, dtype=np.uint16).reshape(64, 80) * 12
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return {
+        "16-bit grey PNG": saved(Image.fromarray(wide), "PNG"),
+        "RGBA PNG": saved(alpha, "PNG"),
+        "LA PNG": saved(alpha.convert("LA"), "PNG"),
+        "palette PNG": saved(rgb.convert("P"), "PNG"),
+        "palette PNG with transparency": saved(rgb.convert("P"), "PNG", transparency=bytes([0, 128, 255])),
+        "RGB PNG with a transparent colour": saved(rgb, "PNG", transparency=(0, 0, 0)),
+        "PNG with orientation": saved(rgb, "PNG", exif=exif),
+        "1-bit PNG": saved(rgb.convert("1"), "PNG"),
+        "GIF": saved(rgb, "GIF"),
+        "moving GIF": saved(rgb, "GIF", save_all=True, append_images=[grey.convert("RGB")]),
+        "BMP": saved(rgb, "BMP"),
+        "TIFF": saved(rgb, "TIFF", compression="tiff_lzw"),
+        "16-bit TIFF": saved(Image.fromarray(wide), "TIFF"),
+    }
+
+
+@pytest.mark.parametrize("name", odd_files())
+def test_a_small_lossless_image_becomes_a_plain_png_of_the_same_pixels(name: str, tmp_path: Path) -> None:
+    content = odd_files()[name]
+    encoded = encode("x", content, 3)
+    assert encoded.ending == "png"
+    np.testing.assert_array_equal(pixels(encoded), pixels_of_folder(tmp_path, content))
+    assert encode("x", encoded.data, 3).data is encoded.data, "what is plain once stays"
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_small_plain_png_keeps_its_bytes(mode: str) -> None:
+    content = saved(Image.fromarray(PHOTO).convert(mode), "PNG", dpi=(72, 72))
+    assert encode("x", content, 3) == (content, "png", 64, 80)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("PNG", {}), ("WEBP", {"quality": 95}), ("BMP", {}), ("TIFF", {})])
+def test_a_large_image_becomes_a_fine_jpeg(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    content = saved(Image.fromarray(LARGE), kind, **options)
+    encoded = encode("x", content, 3)
+    assert encoded.ending == "jpg"
+    assert error(encoded, tmp_path, content) < 2
+    with Image.open(io.BytesIO(encoded.data)) as image:
+        assert {sampling[1:3] for sampling in image.layer} == {(1, 1)}, "chroma has the resolution of luma"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["WEBP", "AVIF"])
+def test_a_lossy_format_becomes_a_jpeg_at_any_size(kind: str) -> None:
+    assert encode("x", saved(Image.fromarray(PHOTO), kind), 3).ending == "jpg"
+
+
+def test_one_channel_makes_what_is_encoded_anew_grey() -> None:
+    encoded = encode("x", saved(Image.fromarray(PHOTO), "BMP"), 1)
+    with Image.open(io.BytesIO(encoded.data)) as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(Image.fromarray(PHOTO).convert("L")))
+
+
+# What cannot be used
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (b"", "empty"),
+        (bytes(5000), "magic"),
+        (b"<!DOCTYPE html><html></html>", "magic"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "magic"),
+        (b"\xff\xd8\xff\xe0", "undecodable"),
+        (b"\x89PNG\r\n\x1a\n" + bytes(40), "undecodable"),
+    ],
+)
+def test_what_is_no_image_is_named_with_its_kind(content: bytes, kind: str) -> None:
+    for act in (lambda: encode("the name", content, 3), lambda: measure("the name", content)):
+        with pytest.raises(BadImage, match=r"^the name ") as caught:
+            act()
+        assert caught.value.kind == kind
+
+
+def test_a_jpeg_cut_anywhere_is_not_let_in(photo: Photo) -> None:
+    content = photo()
+    assert content.endswith(b"\xff\xd9")
+    for cut in range(len(content) - 2):
+        with pytest.raises(BadImage) as caught:
+            encode("x", content[:cut], 3)
+        assert caught.value.kind in ("empty", "truncated", "undecodable", "magic")
+
+
+def test_a_png_cut_within_its_pixels_is_not_let_in(photo: Photo) -> None:
+    content = photo(0, "PNG")
+    for cut in range(0, len(content) - 32, 37):
+        with pytest.raises(BadImage):
+            encode("x", content[:cut], 3)
+
+
+def test_32_bit_pixels_are_refused() -> None:
+    content = saved(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF")
+    with pytest.raises(BadImage, match="32 bits"):
+        encode("x", content, 3)
+
+
+def test_measure_gives_the_size_as_it_lies(photo: Photo) -> None:
+    assert measure("x", with_orientation(photo)) == (40, 56)
