@@ -6,7 +6,7 @@
     dmjd/_jpeg     pybind11       csrc/jpeg, where libjpeg-turbo >= 2.1 and its headers are found (libjpeg-turbo8-dev,
                                   libjpeg62-turbo-dev, libjpeg-turbo-devel); links that, nothing of torch
 
-Every op also has a PyTorch reference and Pillow decodes JPEG files too, so a library that cannot be built costs speed and
+Every op also has a PyTorch reference, and Pillow reads JPEG files too: a library that cannot be built costs speed and
 not function. Switches:
 
     DMJD_EXT    auto (default: what fails is left out, and said) | force (a failure is an error) | off (pure Python)

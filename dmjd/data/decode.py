@@ -2,24 +2,28 @@
 
 JPEG files are decoded by the first of these that is there, whose pixels are the same bit for bit:
 
-    dmjd._jpeg    only the region asked for, on libjpeg-turbo; also refuses files whose damage Pillow papers over
-    Pillow        everything, then cut
+    dmjd._jpeg    only the region asked for, on libjpeg-turbo; also refuses damage that the others paper over
+    torchcodec    whole colour images without EXIF data, whose orientation it would apply
+    Pillow        everything else: other formats, and JPEG files that are neither grey nor RGB nor common YCbCr
 
-All other formats, and the rare JPEG file that is neither grey nor RGB nor common YCbCr, are Pillow's. Always: the EXIF
-orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation is its first frame, and 16-bit grey
-keeps its high byte.
+Always: the EXIF orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation is its first frame,
+and 16-bit grey keeps its high byte.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
@@ -29,20 +33,32 @@ TOO_SMALL = "too small"
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 
-try:
-    from dmjd import _jpeg
-
-    _native = os.environ.get("DMJD_DISABLE_EXT", "0") in ("", "0")
-except ImportError:  # built without libjpeg-turbo, or it is not on this machine
-    _native = False
-
 # Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
 
 
+def _find_native() -> ModuleType | None:
+    """dmjd._jpeg, unless it was built without libjpeg-turbo, does not find it here, or DMJD_DISABLE_EXT=1 is set."""
+    if os.environ.get("DMJD_DISABLE_EXT", "0") in ("", "0"):
+        with suppress(ImportError):
+            return import_module("dmjd._jpeg")
+    return None
+
+
+def _find_torchcodec() -> Callable[..., Any] | None:
+    """torchcodec's ``decode_jpeg``; older ones have none, and one for another torch does not load."""
+    with suppress(ImportError, OSError, RuntimeError, AttributeError):
+        return import_module("torchcodec.decoders").decode_jpeg
+    return None
+
+
+_native = _find_native()
+_torchcodec = None if _native else _find_torchcodec()
+
+
 def jpeg_decoder() -> str:
-    """What decodes JPEG files here: "dmjd._jpeg" or "Pillow"."""
-    return "dmjd._jpeg" if _native else "Pillow"
+    """Which of the above decodes JPEG files here."""
+    return "dmjd._jpeg" if _native else "torchcodec" if _torchcodec else "Pillow"
 
 
 def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -> OpenImage:
@@ -61,12 +77,16 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
         if not data:
             raise EOFError("the file is empty")
         if _native and data.startswith(_JPEG_MAGIC):
-            height, width, plain = _jpeg.header(data)
+            height, width, plain = _native.header(data)
             # Pillow warns of larger ones, and refuses those that are so large that they must be an attack.
             if plain and height * width <= (Image.MAX_IMAGE_PIXELS or height * width):
                 _require(name, (height, width), min_size)
-                return _Jpeg(data, name, channels, (height, width))
-        return _Pillow(data, name, channels, min_size)
+                return _NativeJpeg(data, name, channels, (height, width))
+        image = Image.open(BytesIO(data))
+        _require_usable(image, name, min_size)
+        plain = image.format == "JPEG" and image.mode == "RGB" and "exif" not in image.info
+        decoder = _TorchcodecJpeg if _torchcodec and plain and channels == 3 else _PillowImage
+        return decoder(data, name, channels, image)
 
 
 def check_header(path: str, min_size: Size) -> None:
@@ -99,7 +119,7 @@ def mishaps(name: str) -> Iterator[None]:
         raise BadImage(name, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
 
 
-class _Jpeg:
+class _NativeJpeg:
     """See :class:`dmjd.data.dataset.OpenImage`."""
 
     def __init__(self, data: bytes, name: str, channels: int, size: Size) -> None:
@@ -107,19 +127,18 @@ class _Jpeg:
         self.size = size
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        assert _native is not None
         half = _half(box, at_least)
         with mishaps(self._name):
-            return _jpeg.decode_region(self._data, *(half or box), self._channels, scale=2 if half else 1)
+            return _native.decode_region(self._data, *(half or box), self._channels, scale=2 if half else 1)
 
 
-class _Pillow:
+class _PillowImage:
     """See :class:`dmjd.data.dataset.OpenImage`."""
 
-    def __init__(self, data: bytes, name: str, channels: int, min_size: Size) -> None:
-        self._data, self._name, self._mode = data, name, "L" if channels == 1 else "RGB"
-        self._image: Image.Image = Image.open(BytesIO(data))
-        _require_usable(self._image, name, min_size)
-        self.size = self._image.height, self._image.width
+    def __init__(self, data: bytes, name: str, channels: int, image: Image.Image) -> None:
+        self._data, self._name, self._mode, self._image = data, name, "L" if channels == 1 else "RGB", image
+        self.size = image.height, image.width
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
         image, half = self._image, _half(box, at_least)
@@ -138,6 +157,20 @@ class _Pillow:
         elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
             image = image.convert("RGBA")
         return image.convert(self._mode)
+
+
+class _TorchcodecJpeg(_PillowImage):
+    """An RGB image, of which Pillow decodes what torchcodec cannot: at half the size."""
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        assert _torchcodec is not None
+        if _half(box, at_least) is not None:
+            return super().region(box, at_least)
+        top, left, height, width = box
+        with mishaps(self._name):
+            whole = _torchcodec(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))  # [C, H, W], channels last
+        pixels: Pixels = whole.permute(1, 2, 0)[top : top + height, left : left + width].numpy()
+        return pixels
 
 
 def _half(box: Box, at_least: Size | None) -> Box | None:
