@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import BytesIO
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -104,8 +103,8 @@ def check_header(path: str, min_size: Size) -> None:
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path):
-        return Path(path).read_bytes()
+    with mishaps(path), open(path, "rb", buffering=0) as file:  # pathlib would intern the path, and a worker grow
+        return file.readall()
 
 
 @contextmanager
