@@ -155,13 +155,11 @@ def test_a_file_cut_anywhere_is_refused_whatever_the_region(decoder: str, progre
             assert caught.value.kind == "truncated"
 
 
-# A marker amid the data, or a word that no code begins with. Damage that happens to be code is found by checksums alone.
 @needs_native
-@pytest.mark.parametrize("damage", [b"\xff\xc4", b"\xff\x00" * 8])
-def test_damage_within_reach_of_the_region_is_refused_and_below_it_never_seen(damage: bytes) -> None:
+def test_damage_within_reach_of_the_region_is_refused_and_below_it_never_seen() -> None:
     file = bytearray(encode(noisy(256, 64), quality=95))
     at = len(file) * 3 // 4
-    file[at : at + len(damage)] = damage
+    file[at : at + 2] = b"\xff\xc4"  # a marker amid the data; other bytes are decoded into other pixels, silently
     image = open_image(bytes(file), "photo", 3)
     assert image.region((0, 0, 64, 64)).shape == (64, 64, 3)
     with pytest.raises(BadImage, match=r"photo cannot be read as an image \(Corrupt JPEG data: ") as caught:
