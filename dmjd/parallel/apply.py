@@ -4,13 +4,13 @@
 2. ``torch.compile``, per transformer block, around the checkpointed forward (the other way round loses the saving);
 3. sharding, which is the engine's.
 
-Both act on a module's ``forward`` in place, so parameter names, and with them checkpoints, do not change.
+Both leave a module's parameters where they are, so their names, and with them checkpoints, do not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -32,10 +32,21 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     for block in blocks(model):
         recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
         if isinstance(recomputed, nn.Module):
-            recomputed.forward = _recomputed(recomputed.forward)
+            recomputed.__class__ = _recomputing(type(recomputed))
         if config.compile:
             block.compile(fullgraph=True)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(checkpoint, forward, use_reentrant=False)
+@cache
+def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+    """``kind`` whose forward keeps its inputs alone.
+
+    One class for all blocks of a kind: to a compiler they remain the same code, where a forward wrapped for each
+    instance would be compiled for each, until it refuses.
+    """
+
+    class Recomputing(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *inputs: Any) -> Any:
+            return checkpoint(super().forward, *inputs, use_reentrant=False)
+
+    return Recomputing

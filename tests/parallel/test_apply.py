@@ -21,11 +21,11 @@ from dmjd.parallel.single import SingleEngine
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def make_objective(kind: str = "decoder") -> Objective:
+def make_objective(kind: str = "decoder", depth: int = 2) -> Objective:
     torch.manual_seed(0)
     hidden = "drop" if kind == "decoder" else "mask_token"
     encoder = ViTEncoder(
-        image_size=(16, 16), patch_size=4, in_chans=3, embed_dim=32, depth=2, num_heads=4, hidden=hidden
+        image_size=(16, 16), patch_size=4, in_chans=3, embed_dim=32, depth=depth, num_heads=4, hidden=hidden
     )
     decoder = MAEDecoder(
         encoder_dim=32, grid=encoder.grid, prefix_tokens=1, dim=32, depth=1, num_heads=4, mlp_ratio=2.0
@@ -114,6 +114,26 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
         kept[mode] = sum(sizes)
     assert kept["full"] < kept["none"] / 2
     assert kept["full"] < kept["mlp"] < 0.8 * kept["none"]
+
+
+@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
+def test_many_blocks_are_compiled_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More blocks than torch compiles versions of one function: those of a kind have to share theirs."""
+    plain, compiled = make_objective(depth=10), make_objective(depth=10)
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, **options: compile_module(block, backend="aot_eager", **options)
+    )
+    torch._dynamo.reset()
+    apply(compiled.model, EngineConfig(activation_checkpointing=mode, compile=True))
+    losses = [objective(*make_batch()).total for objective in (plain, compiled)]
+    for loss in losses:
+        loss.backward()
+    assert torch.allclose(*losses)
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
 @torch.no_grad()
