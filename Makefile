@@ -11,6 +11,7 @@ MAX_JOBS ?= 2
 # Where a compiler is at hand, a kernel that does not build is an error and not a fallback.
 DMJD_EXT ?= $(if $(shell command -v c++),force,auto)
 DMJD_CUDA ?= $(if $(shell command -v nvcc),force,auto)
+DMJD_JPEG ?= auto
 export MAX_JOBS
 
 BIN := $(VENV)/bin
@@ -32,14 +33,14 @@ $(INSTALLED): pyproject.toml setup.py
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install torch torchvision 'setuptools>=77' ninja
-	@DMJD_EXT=off DMJD_CUDA=off $(PIP) install --no-build-isolation --editable '.[train,eval,dev]'
+	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off $(PIP) install --no-build-isolation --editable '.[train,eval,dev]'
 	@touch $@
 
 # The compiler's command lines are kept in a log, which is shown when something fails.
 $(NATIVE): $(INSTALLED) $(SOURCES)
 	@echo "building the native libraries"
 	@mkdir -p build
-	@DMJD_EXT=$(DMJD_EXT) DMJD_CUDA=$(DMJD_CUDA) $(BIN)/python setup.py build_ext --inplace > build/native.log 2>&1 \
+	@DMJD_EXT=$(DMJD_EXT) DMJD_CUDA=$(DMJD_CUDA) DMJD_JPEG=$(DMJD_JPEG) $(BIN)/python setup.py build_ext --inplace > build/native.log 2>&1 \
 	    || { cat build/native.log; exit 1; }
 	@sed -n '/^dmjd: /p' build/native.log
 	@touch $@

@@ -3,11 +3,15 @@
     dmjd/_C_cpu    CPU kernels    LibTorch stable ABI, Python limited API: one binary for every torch >= 2.11
     dmjd/_C_cuda   CUDA kernels   the same, when torch has CUDA and a toolkit of its major version is found
     dmjd/_core     pybind11       csrc/core for numpy; tied to one Python minor version, links nothing of torch
+    dmjd/_jpeg     pybind11       csrc/jpeg, where libjpeg-turbo >= 2.1 and its headers are found (libjpeg-turbo8-dev,
+                                  libjpeg62-turbo-dev, libjpeg-turbo-devel); links that, nothing of torch
 
-Every op also has a PyTorch reference, so a library that cannot be built costs speed and not function. Switches:
+Every op also has a PyTorch reference, and Pillow reads JPEG files too: a library that cannot be built costs speed and
+not function. Switches:
 
     DMJD_EXT    auto (default: what fails is left out, and said) | force (a failure is an error) | off (pure Python)
     DMJD_CUDA   auto (default) | force | off, for the CUDA kernels alone
+    DMJD_JPEG   auto (default) | force | off, for dmjd/_jpeg alone
     TORCH_CUDA_ARCH_LIST (default below), MAX_JOBS, CUDA_HOME as in every torch extension
 
 torch is not a build requirement, since pip would download a second one of several gigabytes into its isolated build:
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,7 +36,7 @@ from setuptools.command.build_py import build_py
 
 TORCH_TARGET = "2.11"
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-CPU, CUDA, CORE = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._core"
+CPU, CUDA, CORE, JPEG = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._core", "dmjd._jpeg"
 # Without it torch compiles for the builder's own card, and fails where none is visible. Cubins for A100 and H100, which
 # also serve 8.x cards; newer ones compile the PTX when they load it.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
@@ -98,6 +103,25 @@ def why_no_cuda(torch_cuda: str | None, home: str | None) -> str | None:
     return None
 
 
+def why_no_jpeg() -> str | None:
+    """The reason for leaving dmjd._jpeg out, or None if nothing speaks against it."""
+    program = """
+        #include <cstdio>
+        #include <jpeglib.h>
+        static_assert(LIBJPEG_TURBO_VERSION_NUMBER >= 2001000);
+        int main() { jpeg_crop_scanline(nullptr, nullptr, nullptr); }
+    """
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    try:
+        command = [*compiler, "-std=c++17", "-fPIC", "-x", "c++", "-", "-ljpeg", "-o", os.devnull]
+        subprocess.run(command, input=program, capture_output=True, text=True, check=True)
+    except FileNotFoundError:
+        return "no C++ compiler found"
+    except subprocess.CalledProcessError:
+        return "libjpeg-turbo >= 2.1 with its headers is not found"
+    return None
+
+
 def kernel_library(
     extension_type: Callable[..., Extension], name: str, *patterns: str, **flags: list[str]
 ) -> Extension:
@@ -123,16 +147,16 @@ def kernel_library(
     )
 
 
-def numpy_module(include_paths: list[str]) -> Extension:
-    """The pybind11 module, with the pybind11 that torch brings along."""
+def numpy_module(name: str, pattern: str, include_paths: list[str], **options: Any) -> Extension:
+    """A pybind11 module, with the pybind11 that torch brings along."""
     return Extension(
-        CORE,
-        sorted(glob("csrc/pybind/*.cpp")),
+        name,
+        sorted(glob(pattern)),
         include_dirs=[path for path in include_paths if Path(path, "pybind11").is_dir()],
-        define_macros=[("DMJD_TORCH_TARGET", f'"{TORCH_TARGET}"')],
         extra_compile_args={"cxx": ["-O3", "-fvisibility=hidden"]},
         extra_link_args=["-Wl,-s"],
         language="c++",
+        **options,
     )
 
 
@@ -162,10 +186,11 @@ def build_command(base: type, required: set[str], cuda_macros: list[tuple[str, s
 
 def native_build() -> dict[str, Any]:
     """``ext_modules`` and the ``build_ext`` command, or nothing where the package stays pure Python."""
-    ext, cuda = switch("DMJD_EXT"), switch("DMJD_CUDA")
+    ext, cuda, jpeg = switch("DMJD_EXT"), switch("DMJD_CUDA"), switch("DMJD_JPEG")
     if ext == "off":
-        if cuda == "force":
-            raise NativeBuildError("DMJD_CUDA=force needs DMJD_EXT=auto or force, got DMJD_EXT=off")
+        for name, value in (("DMJD_CUDA", cuda), ("DMJD_JPEG", jpeg)):
+            if value == "force":
+                raise NativeBuildError(f"{name}=force needs DMJD_EXT=auto or force, got DMJD_EXT=off")
         return {}
     home = find_cuda_home()
     if home is not None:
@@ -182,7 +207,7 @@ def native_build() -> dict[str, Any]:
             f"native libraries need torch >= {TORCH_TARGET} in the environment that builds them ({found}): "
             "`pip install torch`, then `pip install --no-build-isolation .`"
         )
-        if "force" in (ext, cuda):
+        if "force" in (ext, cuda, jpeg):
             raise NativeBuildError(reason)
         say(f"installing pure Python, with a PyTorch reference for every op; {reason}")
         return {}
@@ -203,9 +228,19 @@ def native_build() -> dict[str, Any]:
         raise NativeBuildError(f"DMJD_CUDA=force, but {no_cuda}")
     else:
         say(f"no CUDA kernels: {no_cuda}")
-    extensions.append(numpy_module(cpp_extension.include_paths()))
+    includes = cpp_extension.include_paths()
+    target = ("DMJD_TORCH_TARGET", f'"{TORCH_TARGET}"')
+    extensions.append(numpy_module(CORE, "csrc/pybind/*.cpp", includes, define_macros=[target]))
+    no_jpeg = "DMJD_JPEG=off" if jpeg == "off" else why_no_jpeg()
+    if no_jpeg is None:
+        extensions.append(numpy_module(JPEG, "csrc/jpeg/*.cpp", includes, libraries=["jpeg"]))
+    elif jpeg == "force":
+        raise NativeBuildError(f"DMJD_JPEG=force, but {no_jpeg}")
+    else:
+        say(f"no native JPEG decoder: {no_jpeg}")
 
-    required = {CPU, CUDA, CORE} if ext == "force" else {CUDA} if cuda == "force" else set()
+    required = {CPU, CUDA, CORE, JPEG} if ext == "force" else set()
+    required |= {name for name, value in ((CUDA, cuda), (JPEG, jpeg)) if value == "force"}
     command = build_command(cpp_extension.BuildExtension, required, cuda_macros)
     return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}
 

@@ -12,6 +12,41 @@ from dmjd.errors import BadImage, ConfigError
 
 Split = Literal["train", "test"]
 Pixels = npt.NDArray[np.uint8]
+Size = tuple[int, int]
+"""Height, width."""
+Box = tuple[int, int, int, int]
+"""Top, left, height, width; inside the image."""
+
+
+class OpenImage(Protocol):
+    """One image whose size is known and whose pixels are still to be decoded."""
+
+    @property
+    def size(self) -> Size: ...
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        """uint8 ``[h, w, C]``: the pixels of ``box``.
+
+        ``at_least`` allows fewer where decoding them is cheaper: a box of twice that size or more, in both directions,
+        may come back half as large, and moved by less than a pixel to where the halves begin.
+
+        Raises:
+            BadImage: if they cannot be decoded.
+        """
+        ...
+
+
+class InMemory:
+    """An :class:`OpenImage` of uint8 ``[H, W, C]``."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self._pixels = pixels
+        self.size: Size = (pixels.shape[0], pixels.shape[1])
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        """See :class:`OpenImage`; shares memory."""
+        top, left, height, width = box
+        return self._pixels[top : top + height, left : left + width]
 
 
 class ImageDataset(Protocol):
@@ -32,6 +67,10 @@ class ImageDataset(Protocol):
         ...
 
     def __len__(self) -> int: ...
+
+    def open(self, index: int) -> OpenImage:
+        """One image, for a part of it. Raises BadImage if it cannot be used, as may reading its pixels."""
+        ...
 
     def image(self, index: int) -> Pixels:
         """uint8 ``[H, W, C]``; H and W may differ between images. Raises BadImage if this one cannot be used."""
@@ -74,6 +113,10 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self._images)
 
+    def open(self, index: int) -> OpenImage:
+        """See :class:`ImageDataset`."""
+        return InMemory(self.image(index))
+
     def image(self, index: int) -> Pixels:
         """See :class:`ImageDataset`."""
         pixels: Pixels = self._images[index]
@@ -111,6 +154,9 @@ class EvenSubset:
 
     def __len__(self) -> int:
         return self._count
+
+    def open(self, index: int) -> OpenImage:
+        return self._dataset.open(self._original(index))
 
     def image(self, index: int) -> Pixels:
         return self._dataset.image(self._original(index))

@@ -1,24 +1,18 @@
-"""A folder of image files, with or without class folders, as people have it on disk.
-
-Pixels are those of Pillow: the EXIF orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation
-is its first frame, and 16-bit grey keeps its high byte.
-"""
+"""A folder of image files, with or without class folders, as people have it on disk."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 
-from dmjd.data.dataset import Pixels, Split
+from dmjd.data.dataset import OpenImage, Pixels, Split
+from dmjd.data.decode import TOO_SMALL, check_header, open_image, read_bytes
 from dmjd.data.quarantine import exceeds
 from dmjd.errors import BadImage, DataError
 
@@ -28,10 +22,6 @@ ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
 _CHECK_THREADS = 16  # opening files waits for the disk or the network far more than for the processor
 _CHECK_CHUNK = 256
-_TOO_SMALL = "too small"
-
-# Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
-warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
 
 
 class ImageFolder:
@@ -82,9 +72,15 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def open(self, index: int) -> OpenImage:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        path = self.name(index)
+        return open_image(read_bytes(path), path, self.channels, self._min_size)
+
     def image(self, index: int) -> Pixels:
         """See :class:`dmjd.data.dataset.ImageDataset`."""
-        return _decode(self.name(index), self.channels, self._min_size)
+        opened = self.open(index)
+        return opened.region((0, 0, *opened.size))
 
     def label(self, index: int) -> int:
         """See :class:`dmjd.data.dataset.ImageDataset`."""
@@ -99,16 +95,26 @@ class ImageFolder:
     def _check(self, decode: bool) -> dict[int, BadImage]:
         def inspect(start: int) -> list[tuple[int, BadImage]]:
             indices = range(start, min(start + _CHECK_CHUNK, len(self)))
-            found = ((index, _inspect(self.name(index), self.channels, self._min_size, decode)) for index in indices)
+            found = ((index, self._inspect(index, decode)) for index in indices)
             return [(index, bad) for index, bad in found if bad is not None]
 
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
             return dict(chain.from_iterable(pool.map(inspect, range(0, len(self), _CHECK_CHUNK))))
 
+    def _inspect(self, index: int, decode: bool) -> BadImage | None:
+        try:
+            if decode:
+                self.image(index)
+            else:
+                check_header(self.name(index), self._min_size)
+        except BadImage as error:
+            return error.copy()
+        return None
+
     def _too_many_bad(self, max_bad_percent: float) -> DataError:
         bad = list(self.bad.values())
         option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
-        broken = [image for image in bad if image.kind != _TOO_SMALL]
+        broken = [image for image in bad if image.kind != TOO_SMALL]
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             return DataError(f"{broken[0].name}{more} {broken[0].fault}; remove or replace what is broken{option}")
@@ -140,7 +146,7 @@ def _list(folder: str) -> list[tuple[str, bool]]:
         with os.scandir(folder) as entries:
             return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
     except OSError as error:
-        raise DataError(f"folder {folder} cannot be listed ({_reason(error)})") from error
+        raise DataError(f"folder {folder} cannot be listed ({error.strerror or error})") from error
 
 
 def _walk(folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
@@ -170,64 +176,3 @@ def _assign_labels(folder: str, paths: list[str], classes: list[str]) -> list[in
     if unknown is not None:
         raise DataError(f"class folder {os.path.join(folder, unknown)} has no counterpart in the training split")
     return [numbers[name] for name in names]
-
-
-@contextmanager
-def _open(path: str, min_size: tuple[int, int]) -> Iterator[Image.Image]:
-    """The image, until the end of the block, for all of which BadImage is what any mishap becomes."""
-    try:
-        with open(path, "rb") as file:
-            if not os.fstat(file.fileno()).st_size:
-                raise EOFError("the file is empty")
-            with Image.open(file) as image:
-                if image.mode in ("I", "F"):
-                    raise ValueError("its pixels have 32 bits; convert it to 8 bits")
-                if image.height < min_size[0] or image.width < min_size[1]:
-                    size, least = f"{image.height}x{image.width}", f"{min_size[0]}x{min_size[1]}"
-                    raise BadImage(path, _TOO_SMALL, f"({size}) cannot fill the {least} crop (height x width)")
-                yield image
-    except BadImage:
-        raise
-    except Exception as error:  # damaged files make Pillow's decoders raise almost anything
-        raise BadImage(path, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
-
-
-def _decode(path: str, channels: int, min_size: tuple[int, int]) -> Pixels:
-    with _open(path, min_size) as opened:
-        image: Image.Image = opened
-        if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
-            image = image.convert("RGBA")
-        pixels = np.array(image.convert("L" if channels == 1 else "RGB"))
-    return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def _inspect(path: str, channels: int, min_size: tuple[int, int], decode: bool) -> BadImage | None:
-    try:
-        if decode:
-            _decode(path, channels, min_size)
-        else:
-            with _open(path, min_size):
-                pass
-    except BadImage as error:
-        return error.copy()
-    return None
-
-
-def _kind(error: Exception) -> str:
-    """As :class:`dmjd.errors.BadImage` tells them apart."""
-    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return "missing"
-    if isinstance(error, OSError) and error.errno:  # Pillow's own OSErrors have no number
-        return "unreadable"
-    truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
-    return "truncated" if truncated else "undecodable"
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "not a format that Pillow knows"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import Range, crop_and_resize, draw_crops, evaluation_view
-from dmjd.data.dataset import ImageDataset
+from dmjd.data.crops import CropDraws, Range, crop_and_resize, evaluation_view
+from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
@@ -52,7 +53,7 @@ class StepBatches:
         batch_size: unique images per step, over all processes.
         size: (height, width) of the crops.
         seed: of the run, in ``[0, 2**32)``.
-        scale, ratio: as for :func:`dmjd.data.crops.draw_crops`.
+        scale, ratio: as for :class:`dmjd.data.crops.CropDraws`.
         augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
 
@@ -111,16 +112,19 @@ class StepBatches:
         if self._order[0] != epoch:
             self._order = epoch, epoch_order(len(self._dataset), key)
         sample_ids = self._order[1][number * self._batch_size + self._offset :][: self._part]
-        samples = [read_sample(self._dataset, index, self._seed) for index in sample_ids.tolist()]
-        images = [sample.image for sample in samples]
-        if self._augment:
-            heights, widths = torch.tensor([image.shape[:2] for image in images]).unbind(1)
-            boxes = draw_crops(heights, widths, sample_ids, key, self._scale, self._ratio).tolist()
-            crops = [crop_and_resize(image, tuple(box), self._size) for image, box in zip(images, boxes, strict=True)]
-        else:
-            crops = [evaluation_view(image, self._size) for image in images]
+        draws = CropDraws(sample_ids, key, self._scale, self._ratio)
+        samples = [
+            read_sample(self._dataset, index, self._seed, partial(self._view, draws, row))
+            for row, index in enumerate(sample_ids.tolist())
+        ]
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
-        return _collate(crops, sample_ids, [sample.label for sample in samples]), substitutions
+        batch = _collate([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
+        return batch, substitutions
+
+    def _view(self, draws: CropDraws, row: int, image: OpenImage) -> Tensor:
+        if self._augment:
+            return crop_and_resize(image, draws.box(row, *image.size), self._size)
+        return evaluation_view(image, self._size)
 
 
 class EvaluationBatches:
@@ -148,7 +152,7 @@ class EvaluationBatches:
         start = range(len(self))[number] * self._batch_size
         sample_ids = torch.arange(start, min(start + self._batch_size, len(self._dataset)))
         views = [
-            evaluation_view(self._dataset.image(index), self._size, self._crop_pct) for index in sample_ids.tolist()
+            evaluation_view(self._dataset.open(index), self._size, self._crop_pct) for index in sample_ids.tolist()
         ]
         return _collate(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 

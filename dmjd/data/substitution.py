@@ -7,13 +7,14 @@ of another sample moves; pixels and label are the substitute's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from dmjd.data.dataset import ImageDataset, Pixels
+from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.errors import BadImage, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
@@ -31,29 +32,29 @@ class Substitution:
 
 
 class Sample(NamedTuple):
-    """What a batch takes: pixels uint8 ``[H, W, C]`` and their label, and whether they stand in for others."""
+    """What a batch takes: a view, uint8 ``[h, w, C]``, and its label, and whether they stand in for others."""
 
-    image: Pixels
+    view: Tensor
     label: int
     substitution: Substitution | None
 
 
-def read_sample(dataset: ImageDataset, index: int, seed: int) -> Sample:
-    """Image ``index``, or its substitute.
+def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[OpenImage], Tensor]) -> Sample:
+    """What ``view`` makes of image ``index``, or of its substitute.
 
     Raises:
         DataError: if the candidates are bad too.
     """
     try:
-        return Sample(dataset.image(index), dataset.label(index), None)
+        return Sample(view(dataset.open(index)), dataset.label(index), None)
     except BadImage as error:
         bad = error.copy()
     for candidate in _candidates(index, len(dataset), seed):
         try:
-            image = dataset.image(candidate)
+            pixels = view(dataset.open(candidate))
         except BadImage:  # counted when its own turn comes
             continue
-        return Sample(image, dataset.label(candidate), Substitution(index, bad, dataset.name(candidate)))
+        return Sample(pixels, dataset.label(candidate), Substitution(index, bad, dataset.name(candidate)))
     raise DataError(f"{bad}, as no image drawn to take its place can be used either")
 
 

@@ -17,6 +17,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.upload import Uploader
 from dmjd.errors import ConfigError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, mean_losses
@@ -157,18 +158,18 @@ class Pretraining:
     def play(self) -> None:
         """The whole run."""
         device, stop = self.engine.device, self.total_steps
-        pin = device.type == "cuda"
+        pin, upload = device.type == "cuda", Uploader(device)
         loader = make_loader(self.batches, self.position.step, stop, self.config.workers, pin, self.quarantine)
         self.engine.module.train()
         rehearsed = self.world.size == 1
         for batch in self.journal.clock.waiting(loader):
             if not rehearsed:
-                self._forward_backward(batch.to(device))
+                self._forward_backward(upload(batch))
                 self.engine.discard()
                 # DDP lays its buckets out anew after the first backward, and the layout decides in which order three or
                 # more ranks are added. From here on it is the same in every launch.
                 rehearsed = True
-            losses, rates = self._forward_backward(batch.to(device))
+            losses, rates = self._forward_backward(upload(batch))
             result = self._update()
             self._observe(batch, losses, rates, result)
             self.position.step += 1

@@ -9,7 +9,8 @@ from PIL import Image
 from skimage import data
 from torch import Tensor
 
-from dmjd.data.crops import ATTEMPTS, crop_and_resize, draw_crops, evaluation_view
+from dmjd.data.crops import ATTEMPTS, CropDraws, Range, crop_and_resize, evaluation_view
+from dmjd.data.dataset import InMemory
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
 
 KEY = make_key(3, 1)
@@ -35,6 +36,19 @@ def random_resized_crop(
     return [(height - h) // 2, (width - w) // 2, h, w]
 
 
+def draw_boxes(
+    heights: Tensor,
+    widths: Tensor,
+    ids: Tensor,
+    key: Tensor,
+    scale: Range = (0.2, 1.0),
+    ratio: Range = (3 / 4, 4 / 3),
+) -> Tensor:
+    draws = CropDraws(ids, key, scale, ratio)
+    sizes = enumerate(zip(heights.tolist(), widths.tolist(), strict=True))
+    return torch.tensor([draws.box(row, height, width) for row, (height, width) in sizes])
+
+
 def mixed_sizes(count: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = np.random.default_rng(0).integers(1, 600, (2, count))
     return torch.from_numpy(sizes[0]), torch.from_numpy(sizes[1]), torch.arange(count) * 7 + 5
@@ -47,18 +61,17 @@ def test_boxes_equal_a_scalar_implementation_of_torchvisions_rule(
     scale: tuple[float, float], ratio: tuple[float, float]
 ) -> None:
     heights, widths, ids = mixed_sizes(2000)
-    boxes = draw_crops(heights, widths, ids, KEY, scale, ratio)
+    boxes = draw_boxes(heights, widths, ids, KEY, scale, ratio)
     uniforms = keyed_uniform(ids, 4 * ATTEMPTS, key=KEY, domain=Domain.CROP).tolist()
     sizes = zip(heights.tolist(), widths.tolist(), uniforms, strict=True)
     expected = [random_resized_crop(h, w, u, scale, ratio) for h, w, u in sizes]
-    assert boxes.dtype == torch.int64
     assert boxes.tolist() == expected
 
 
 def test_boxes_lie_inside_even_where_no_attempt_fits() -> None:
     heights, widths, ids = mixed_sizes(2000)
     heights[:500], widths[500:1000] = 2, 1  # extreme shapes take the central fallback
-    top, left, height, width = draw_crops(heights, widths, ids, KEY, (0.9, 1.0), (3 / 4, 4 / 3)).unbind(1)
+    top, left, height, width = draw_boxes(heights, widths, ids, KEY, (0.9, 1.0), (3 / 4, 4 / 3)).unbind(1)
     assert (torch.stack([top, left]) >= 0).all()
     assert (torch.stack([height, width]) >= 1).all()
     assert (top + height <= heights).all()
@@ -78,7 +91,7 @@ def test_area_log_ratio_and_position_are_uniform() -> None:
     # would be off by 0.075 and the ratio instead of its logarithm by 0.072: each is found with power > 0.999.
     n, side = 4000, 10_000
     size = torch.full((n,), side)
-    boxes = draw_crops(size, size, torch.arange(n), KEY, (0.2, 0.7), (3 / 4, 4 / 3))
+    boxes = draw_boxes(size, size, torch.arange(n), KEY, (0.2, 0.7), (3 / 4, 4 / 3))
     top, left, height, width = boxes.double().unbind(1)
     limit = 1.63 / math.sqrt(n)
     assert kolmogorov_smirnov(height * width / side**2, 0.2, 0.7) < limit
@@ -89,14 +102,14 @@ def test_area_log_ratio_and_position_are_uniform() -> None:
 
 def test_a_box_depends_on_its_sample_and_epoch_only() -> None:
     heights, widths, ids = mixed_sizes(301)
-    boxes = draw_crops(heights, widths, ids, KEY)
+    boxes = draw_boxes(heights, widths, ids, KEY)
     order = torch.from_numpy(np.random.default_rng(1).permutation(301))
-    assert torch.equal(draw_crops(heights[order], widths[order], ids[order], KEY), boxes[order])
+    assert torch.equal(draw_boxes(heights[order], widths[order], ids[order], KEY), boxes[order])
     for batch in (1, 7, 64):
         parts = zip(*(torch.split(column, batch) for column in (heights, widths, ids)), strict=True)
-        assert torch.equal(torch.cat([draw_crops(h, w, i, KEY) for h, w, i in parts]), boxes)
+        assert torch.equal(torch.cat([draw_boxes(h, w, i, KEY) for h, w, i in parts]), boxes)
     for other in (make_key(3, 2), make_key(4, 1)):
-        changed = (draw_crops(heights, widths, ids, other) != boxes).any(dim=1)
+        changed = (draw_boxes(heights, widths, ids, other) != boxes).any(dim=1)
         small = torch.minimum(heights, widths) < 50
         elongated = torch.maximum(heights, widths) > 2 * torch.minimum(heights, widths)  # often the one central box
         assert changed[~small & ~elongated].all()
@@ -108,7 +121,7 @@ def test_resampling_is_pillows_bicubic(box: tuple[int, int, int, int], channels:
     top, left, height, width = box
     image = PHOTO[..., :channels]
     pillow = Image.fromarray(image.squeeze())
-    ours = crop_and_resize(image, box, (224, 192))
+    ours = crop_and_resize(InMemory(image), box, (224, 192))
     assert (ours.dtype, ours.shape) == (torch.uint8, (224, 192, channels))
 
     cropped = pillow.crop((left, top, left + width, top + height)).resize((192, 224), Image.Resampling.BICUBIC)
@@ -119,12 +132,14 @@ def test_resampling_is_pillows_bicubic(box: tuple[int, int, int, int], channels:
 
 
 def test_a_box_of_the_right_size_is_only_cut_out() -> None:
-    np.testing.assert_array_equal(crop_and_resize(PHOTO, (5, 6, 224, 192), (224, 192)).numpy(), PHOTO[5:229, 6:198])
-    np.testing.assert_array_equal(crop_and_resize(PHOTO, (0, 0, 512, 512), (512, 512)).numpy(), PHOTO)
+    np.testing.assert_array_equal(
+        crop_and_resize(InMemory(PHOTO), (5, 6, 224, 192), (224, 192)).numpy(), PHOTO[5:229, 6:198]
+    )
+    np.testing.assert_array_equal(crop_and_resize(InMemory(PHOTO), (0, 0, 512, 512), (512, 512)).numpy(), PHOTO)
 
 
 def test_the_evaluation_view_of_an_image_of_the_right_size_is_the_image() -> None:
-    np.testing.assert_array_equal(evaluation_view(PHOTO, (512, 512)).numpy(), PHOTO)
+    np.testing.assert_array_equal(evaluation_view(InMemory(PHOTO), (512, 512)).numpy(), PHOTO)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +158,7 @@ def test_the_evaluation_view_is_the_centre_of_pillows_resize(
     image = PHOTO[: shape[0], : shape[1]]
     whole = np.asarray(Image.fromarray(image).resize(resized[::-1], Image.Resampling.BICUBIC)).astype(int)
     top, left = (resized[0] - size[0]) // 2, (resized[1] - size[1]) // 2
-    view = evaluation_view(image, size, crop_pct)
+    view = evaluation_view(InMemory(image), size, crop_pct)
     assert view.shape == (*size, 3)
     assert np.abs(view.numpy() - whole[top : top + size[0], left : left + size[1]]).max() <= 1
 
@@ -151,4 +166,4 @@ def test_the_evaluation_view_is_the_centre_of_pillows_resize(
 @pytest.mark.parametrize("crop_pct", [0.0, 1.01, -1.0])
 def test_a_crop_pct_outside_its_range_is_refused(crop_pct: float) -> None:
     with pytest.raises(ValueError, match=r"crop_pct must be in \(0, 1\]"):
-        evaluation_view(PHOTO, (32, 32), crop_pct)
+        evaluation_view(InMemory(PHOTO), (32, 32), crop_pct)

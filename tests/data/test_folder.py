@@ -133,9 +133,10 @@ def test_bytes_that_are_no_image_are_named_once_with_a_count(tmp_path: Path) -> 
 def test_a_truncated_jpeg_passes_headers_fails_decode_and_is_named_when_read(tmp_path: Path) -> None:
     path = truncated_jpeg(tmp_path / "cut.jpg")
     folder = ImageFolder(str(tmp_path), "train", channels=3, check="header")
-    with pytest.raises(DataError, match=r"cut\.jpg cannot be read as an image \(.*truncated"):
+    with pytest.raises(BadImage, match=r"cut\.jpg cannot be read as an image \(") as caught:
         folder.image(0)
-    with pytest.raises(DataError, match=r"cut\.jpg cannot be read as an image \(.*truncated"):
+    assert caught.value.kind == "truncated"
+    with pytest.raises(DataError, match=r"cut\.jpg cannot be read as an image \("):
         ImageFolder(str(tmp_path), "train", channels=3, check="decode")
     path.unlink()
     with pytest.raises(DataError, match=r"cut\.jpg cannot be read as an image \(No such file"):
@@ -218,7 +219,7 @@ def test_every_kind_of_bad_file_is_told_apart_and_the_reason_given(tmp_path: Pat
     (tmp_path / "loop.png").unlink()
     (tmp_path / "loop.png").symlink_to("loop.png")
     expected = [
-        ("truncated", "cannot be read as an image (image file is truncated"),
+        ("truncated", "cannot be read as an image ("),
         ("missing", "cannot be read as an image (No such file or directory)"),
         ("truncated", "cannot be read as an image (the file is empty)"),
         ("unreadable", "cannot be read as an image (Too many levels of symbolic links)"),

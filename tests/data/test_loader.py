@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import crop_and_resize, draw_crops, evaluation_view
-from dmjd.data.dataset import Pixels
+from dmjd.data.crops import CropDraws, crop_and_resize, evaluation_view
+from dmjd.data.dataset import InMemory, OpenImage, Pixels
 from dmjd.data.loader import BatchLoader, EvaluationBatches, StepBatches, epoch_order, evaluation_loader, make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.errors import BadImage, ConfigError, DataError
@@ -40,6 +40,9 @@ class Noise:
 
     def __len__(self) -> int:
         return self.count
+
+    def open(self, index: int) -> OpenImage:
+        return InMemory(self.image(index))
 
     def image(self, index: int) -> Pixels:
         if index in self.broken:
@@ -89,10 +92,9 @@ def test_a_batch_is_the_keyed_crops_of_its_images() -> None:
     assert (batch.images.dtype, batch.images.shape) == (torch.uint8, (7, *SIZE, 3))
     assert batch.images.is_contiguous()
     for row, index in enumerate(ids.tolist()):
-        image = dataset.image(index)
-        size = torch.tensor([image.shape[0]]), torch.tensor([image.shape[1]])
-        box = draw_crops(*size, ids[row : row + 1], make_key(9, 1), (0.5, 0.9), (0.8, 1.25))[0].tolist()
-        assert torch.equal(batch.images[row], crop_and_resize(image, tuple(box), SIZE))
+        image = dataset.open(index)
+        box = CropDraws(ids[row : row + 1], make_key(9, 1), (0.5, 0.9), (0.8, 1.25)).box(0, *image.size)
+        assert torch.equal(batch.images[row], crop_and_resize(image, box, SIZE))
 
 
 def test_the_samples_of_an_epoch_do_not_depend_on_the_batch_size() -> None:
@@ -107,7 +109,7 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_batch_size() -> None:
 def test_without_augmentation_a_batch_holds_evaluation_views() -> None:
     batch = StepBatches(Noise(10), batch_size=4, size=SIZE, seed=0, augment=False)[3]
     for index, image in zip(batch.sample_ids.tolist(), batch.images, strict=True):
-        assert torch.equal(image, evaluation_view(Noise(10).image(index), SIZE))
+        assert torch.equal(image, evaluation_view(Noise(10).open(index), SIZE))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -184,10 +186,9 @@ def test_a_substitute_is_cropped_by_the_draw_of_the_place_it_takes() -> None:
         for item in substitutions:
             row = batch.sample_ids.tolist().index(item.sample_id)
             source = int(item.substitute.removeprefix("noise/").removesuffix(".png"))
-            image, key = dataset.image(source), make_key(1, step // batches.steps_per_epoch)
-            size = torch.tensor([image.shape[0]]), torch.tensor([image.shape[1]])
-            box = draw_crops(*size, torch.tensor([item.sample_id]), key, (0.5, 0.9), (0.8, 1.25))[0].tolist()
-            assert torch.equal(batch.images[row], crop_and_resize(image, tuple(box), SIZE))
+            image, key = dataset.open(source), make_key(1, step // batches.steps_per_epoch)
+            box = CropDraws(torch.tensor([item.sample_id]), key, (0.5, 0.9), (0.8, 1.25)).box(0, *image.size)
+            assert torch.equal(batch.images[row], crop_and_resize(image, box, SIZE))
             assert batch.labels[row] == dataset.label(source)
             seen += 1
     assert seen >= 4
@@ -323,7 +324,7 @@ def test_evaluation_shows_every_image_once_in_order(workers: int) -> None:
         assert torch.cat([batch.sample_ids for batch in batches]).tolist() == list(range(11))
         assert torch.cat([batch.labels for batch in batches]).tolist() == [index % 5 for index in range(11)]
         images = torch.cat([batch.images for batch in batches])
-        assert all(torch.equal(images[i], evaluation_view(dataset.image(i), SIZE, 0.9)) for i in range(11))
+        assert all(torch.equal(images[i], evaluation_view(dataset.open(i), SIZE, 0.9)) for i in range(11))
 
 
 def test_evaluation_batches_end() -> None:

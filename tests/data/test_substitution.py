@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from dmjd.data.dataset import ArrayDataset, Pixels
-from dmjd.data.substitution import read_sample
+from dmjd.data.dataset import ArrayDataset, OpenImage, Pixels
+from dmjd.data.substitution import Sample
+from dmjd.data.substitution import read_sample as read_view
 from dmjd.errors import BadImage, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
@@ -29,6 +30,13 @@ class Numbers(ArrayDataset):
         return super().image(index)
 
 
+def read_sample(dataset: Numbers, index: int, seed: int) -> Sample:
+    def pixel(image: OpenImage) -> torch.Tensor:
+        return torch.from_numpy(image.region((0, 0, 1, 1)))
+
+    return read_view(dataset, index, seed, pixel)
+
+
 def candidates(index: int, count: int, seed: int) -> list[int]:
     """The documented rule: lane by lane, a uniform word picks among the images other than the bad one."""
     others = [number for number in range(count) if number != index]
@@ -41,7 +49,7 @@ def candidates(index: int, count: int, seed: int) -> list[int]:
 def test_a_sound_image_is_itself_and_nothing_else_is_read(index: int) -> None:
     dataset = Numbers(100, broken=())
     sample = read_sample(dataset, index, seed=4)
-    assert (sample.image.item(), sample.label, sample.substitution) == (index, index, None)
+    assert (sample.view.item(), sample.label, sample.substitution) == (index, index, None)
     assert dataset.asked == [index]
 
 
@@ -50,7 +58,7 @@ def test_a_bad_image_gives_its_place_to_the_first_candidate_of_its_own_stream(in
     dataset = Numbers(100, broken=[index])
     sample = read_sample(dataset, index, seed=4)
     expected = candidates(index, 100, seed=4)[0]
-    assert sample.image.item() == sample.label == expected
+    assert sample.view.item() == sample.label == expected
     assert sample.substitution is not None
     assert (sample.substitution.sample_id, sample.substitution.substitute) == (index, f"numbers[{expected}]")
     assert (sample.substitution.bad.name, sample.substitution.bad.kind) == (f"numbers[{index}]", "truncated")

@@ -10,6 +10,7 @@ import torch
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
+from dmjd.data.upload import Uploader
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import alone
@@ -95,13 +96,14 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
 
 def test_a_step_never_waits_for_the_device() -> None:
     engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0", "backbone.drop_path=0.1"))
+    upload = Uploader(engine.device)
     batch = Batch(*(field.pin_memory() for field in random_batch()))
     pending = None
     for step in range(4):
         if step:  # the first builds the optimizer's state
             torch.cuda.set_sync_debug_mode("error")
         try:
-            prepared = prepare(batch.to(engine.device), epoch=0)
+            prepared = prepare(upload(batch), epoch=0)
             with engine.micro_batch(last=True):
                 losses = engine.module(*prepared.inputs)
                 engine.backward(losses.total)

@@ -1,0 +1,241 @@
+"""How many training images does one core read, decode and crop, and what does a worker weigh?
+
+    python benchmarks/loader.py [--images 200] [--rounds 7] [--json FOLDER]
+
+Images are JPEG files of ImageNet's size (500 x 375 or 375 x 500, quality 94, about 110 kB), cut at the start from
+scikit-image's photographs with the noise of a sensor added. Ways to make batches of 64 crops of 224 x 224:
+
+    MAE               Pillow, torchvision's RandomResizedCrop (bicubic), flip, ToTensor, Normalize, from a folder
+    webdataset        the same transform on webdataset's pipeline, from tars
+    dmjd, K views     dmjd.data.StepBatches from the folder, and masks for K views; the device flips and normalises
+
+Times are those the processor spends on one thread, so other processes of the machine disturb them little, as medians
+over rounds in which all ways take turns. Memory is what one worker process has for itself (USS), at the start and at
+the end of an epoch over a folder of many links to small files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+import torchvision
+import webdataset
+from PIL import Image
+from skimage import data
+from timing import Table, device_name
+from torchvision import transforms
+from torchvision.datasets import ImageFolder as TorchvisionFolder
+
+from dmjd.data import decode
+from dmjd.data.folder import ImageFolder
+from dmjd.data.loader import StepBatches
+from dmjd.masking import MaskSpec
+
+BATCH, CROP, GRID = 64, (224, 224), (14, 14)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+NOISE, QUALITY = 10.0, 94
+LINKS = 30_000
+
+Epoch = Callable[[], Iterable[Any]]
+
+
+def photograph(rng: np.random.Generator) -> bytes:
+    height, width = (375, 500) if rng.random() < 0.75 else (500, 375)
+    source = Image.fromarray(getattr(data, str(rng.choice(["astronaut", "coffee", "chelsea", "rocket"])))())
+    scale = max(height / source.height, width / source.width) * rng.uniform(1, 1.4)
+    source = source.resize((int(source.width * scale) + 1, int(source.height * scale) + 1), Image.Resampling.LANCZOS)
+    left, top = (int(rng.integers(0, room + 1)) for room in (source.width - width, source.height - height))
+    pixels = np.asarray(source.crop((left, top, left + width, top + height)))
+    file = io.BytesIO()
+    noisy = np.clip(pixels + rng.normal(0, NOISE, pixels.shape), 0, 255).astype(np.uint8)
+    Image.fromarray(noisy).save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
+
+
+def write_images(root: Path, count: int) -> float:
+    """A folder of two classes and the same images in a tar; returns their mean size in kB."""
+    rng = np.random.default_rng(0)
+    files = [photograph(rng) for _ in range(count)]
+    with webdataset.TarWriter(str(root / "images.tar")) as tar:
+        for number, file in enumerate(files):
+            path = root / "folder" / f"class{number % 2}" / f"{number:05d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(file)
+            tar.write({"__key__": f"{number:05d}", "jpg": file, "cls": number % 2})
+    return sum(map(len, files)) / count / 1000
+
+
+def mae_transform() -> Callable[[Image.Image], torch.Tensor]:
+    return transforms.Compose(
+        [
+            transforms.RandomResizedCrop(CROP, scale=(0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+
+
+def mae_epoch(root: Path) -> Epoch:
+    folder = TorchvisionFolder(str(root / "folder"), mae_transform())
+    return lambda: torch.utils.data.DataLoader(folder, BATCH, shuffle=True, drop_last=True)
+
+
+def webdataset_epoch(root: Path) -> Epoch:
+    pipeline = webdataset.WebDataset(str(root / "images.tar"), shardshuffle=False).shuffle(100).decode("pilrgb")
+    batches = pipeline.to_tuple("jpg", "cls").map_tuple(mae_transform(), int).batched(BATCH, partial=False)
+    return lambda: batches
+
+
+def our_epoch(root: Path, views: int) -> Epoch:
+    batches = StepBatches(ImageFolder(str(root / "folder"), "train", 3), BATCH, CROP, seed=0)
+    spec = MaskSpec(views=views, mask_ratio=0.6 if views < 4 else 0.75)
+
+    def epoch() -> Iterator[Any]:
+        for step in range(batches.steps_per_epoch):
+            batch = batches[step]
+            yield batch, spec.draw(batch.sample_ids, GRID, seed=0, epoch=0)
+
+    return epoch
+
+
+def seconds_per_image(epoch: Epoch, clock: Callable[[], float]) -> float:
+    start, count = clock(), 0
+    for _ in epoch():
+        count += BATCH
+    return (clock() - start) / count
+
+
+def forget(folder: Path) -> None:
+    """Drop the files of ``folder`` from the page cache, as far as the file system lets us."""
+    for path in folder.rglob("*.jpg"):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_files(folder: Path) -> float:
+    start = time.process_time()
+    paths = list(map(str, folder.rglob("*.jpg")))
+    for path in paths:
+        decode.read_bytes(path)
+    return (time.process_time() - start) / len(paths)
+
+
+def private_mib() -> float:
+    """What only this process has in memory."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
+
+
+def worker_memory(make: Callable[[], tuple[int, Callable[[int], Any]]]) -> tuple[float, float]:
+    """MiB at a thirtieth and at the end of an epoch, in a forked worker as torch's loader has them."""
+    count, item = make()
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        gc.collect()  # else the first collection, which writes to every object of the process, would look like growth
+        order = np.random.default_rng(0).permutation(count)
+        sizes = []
+        for number, index in enumerate(order.tolist()):
+            item(index)
+            if number + 1 in (count // 30, count):
+                sizes.append(private_mib())
+        os.write(writer, " ".join(map(str, sizes)).encode())
+        os._exit(0)
+    os.wait()
+    start, end = map(float, os.read(reader, 100).split())
+    return start, end
+
+
+def measure_memory(table: Table, root: Path) -> None:
+    (root / "small" / "class0").mkdir(parents=True)
+    original = root / "small" / "class0" / "original.jpg"
+    Image.new("RGB", (24, 24)).save(original)
+    for number in range(LINKS):
+        folder = root / "small" / f"class{number // 1000}"
+        folder.mkdir(exist_ok=True)
+        os.link(original, folder / f"{'a_name_as_long_as_those_of_imagenet'}_{number:06d}.jpg")
+
+    def torchvisions() -> tuple[int, Callable[[int], Any]]:
+        folder = TorchvisionFolder(str(root / "small"))
+        return len(folder), folder.__getitem__
+
+    def ours() -> tuple[int, Callable[[int], Any]]:
+        folder = ImageFolder(str(root / "small"), "train", 3, check="none")
+        return len(folder), lambda index: (folder.image(index), folder.label(index))
+
+    for way, make in (("torchvision's ImageFolder", torchvisions), ("dmjd", ours)):
+        begin = time.perf_counter()
+        start, end = worker_memory(make)
+        microseconds = (time.perf_counter() - begin) * 1e6 / LINKS
+        growth = (end - start) * 2**20 / LINKS
+        notes = f"worker's own memory {start:.1f} -> {end:.1f} MiB, {growth:.0f} bytes an image"
+        table.add(f"memory, {LINKS} tiny files", way, microseconds, notes=notes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--images", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table("loader", device_name("cpu"))
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        case = f"JPEG {write_images(root, options.images):.0f} kB, one thread"
+        native, torchcodec = decode._native, decode._find_torchcodec()
+        mae = f"MAE's chain (Pillow {PIL.__version__}, torchvision {torchvision.__version__})"
+        theirs = {mae: mae_epoch(root), f"webdataset {webdataset.__version__}": webdataset_epoch(root)}
+        ways: dict[str, tuple[Epoch, Any, Any]] = {way: (epoch, native, None) for way, epoch in theirs.items()}
+        ways |= {"dmjd, 1 view, Pillow decodes": (our_epoch(root, 1), None, None)}
+        if torchcodec:
+            ways["dmjd, 1 view, torchcodec decodes"] = our_epoch(root, 1), None, torchcodec
+        if native:
+            for views in (1, 2, 4):
+                ways[f"dmjd, {views} view{'s'[: views - 1]}, dmjd._jpeg decodes"] = our_epoch(root, views), native, None
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        reads = []
+        for _ in range(options.rounds):
+            reads.append(read_files(root / "folder"))
+            for way, (epoch, *decoders) in ways.items():
+                decode._native, decode._torchcodec = decoders
+                times[way].append(seconds_per_image(epoch, time.process_time))
+        base = median(times[mae])
+        for way, taken in times.items():
+            # Of each round a ratio: what slows the machine for a while slows both.
+            ratio = median(mine / other for mine, other in zip(times[mae], taken, strict=True))
+            notes = (
+                f"{1 / median(taken):.0f} images/s, {ratio:.2f} x MAE"
+                if taken is not times[mae]
+                else f"{1 / base:.0f} images/s"
+            )
+            table.add(case, way, median(taken) * 1e6, notes=notes)
+        table.add(case, "reading alone", median(reads) * 1e6)
+        decode._native, decode._torchcodec = native, None if native else torchcodec
+        for cache in ("cold", "warm"):
+            if cache == "cold":
+                forget(root / "folder")
+            wall = seconds_per_image(our_epoch(root, 1), time.perf_counter)
+            table.add(
+                f"{cache} page cache, wall time of one pass", f"dmjd, {decode.jpeg_decoder()} decodes", wall * 1e6
+            )
+        measure_memory(table, root)
+    if options.json:
+        table.save(options.json)
+
+
+if __name__ == "__main__":
+    main()

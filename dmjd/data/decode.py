@@ -1,0 +1,210 @@
+"""Image files as bytes, and as much of their pixels as a crop needs.
+
+JPEG files are decoded by the first of these that is there, whose pixels are the same bit for bit:
+
+    dmjd._jpeg    only the region asked for, on libjpeg-turbo; also refuses damage that the others paper over
+    torchcodec    whole colour images without EXIF data, whose orientation it would apply
+    Pillow        everything else: other formats, and JPEG files that are neither grey nor RGB nor common YCbCr
+
+Always: the EXIF orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation is its first frame,
+and 16-bit grey keeps its high byte.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from io import BytesIO
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from dmjd.data.dataset import Box, OpenImage, Pixels, Size
+from dmjd.errors import BadImage
+
+TOO_SMALL = "too small"
+
+_JPEG_MAGIC = b"\xff\xd8\xff"
+
+# Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
+warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
+
+
+def _find_native() -> ModuleType | None:
+    """dmjd._jpeg, unless it was built without libjpeg-turbo, does not find it here, or DMJD_DISABLE_EXT=1 is set."""
+    if os.environ.get("DMJD_DISABLE_EXT", "0") in ("", "0"):
+        with suppress(ImportError):
+            return import_module("dmjd._jpeg")
+    return None
+
+
+def _find_torchcodec() -> Callable[..., Any] | None:
+    """torchcodec's ``decode_jpeg``; older ones have none, and one for another torch does not load."""
+    with suppress(ImportError, OSError, RuntimeError, AttributeError):
+        return import_module("torchcodec.decoders").decode_jpeg
+    return None
+
+
+_native = _find_native()
+_torchcodec = None if _native else _find_torchcodec()
+
+
+def jpeg_decoder() -> str:
+    """Which of the above decodes JPEG files here."""
+    return "dmjd._jpeg" if _native else "torchcodec" if _torchcodec else "Pillow"
+
+
+def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -> OpenImage:
+    """The image in ``data``, of which only the header is read yet.
+
+    Args:
+        data: a whole file of any format that Pillow knows.
+        name: what to call it in a sentence.
+        channels: 1 (grey) or 3 (RGB), to which its pixels are converted.
+        min_size: (height, width) it may not fall short of.
+
+    Raises:
+        BadImage: if it is empty, too small, or not an image.
+    """
+    with mishaps(name):
+        if not data:
+            raise EOFError("the file is empty")
+        if _native and data.startswith(_JPEG_MAGIC):
+            height, width, plain = _native.header(data)
+            # Pillow warns of larger ones, and refuses those that are so large that they must be an attack.
+            if plain and height * width <= (Image.MAX_IMAGE_PIXELS or height * width):
+                _require(name, (height, width), min_size)
+                return _NativeJpeg(data, name, channels, (height, width))
+        image = Image.open(BytesIO(data))
+        _require_usable(image, name, min_size)
+        plain = image.format == "JPEG" and image.mode == "RGB" and "exif" not in image.info
+        decoder = _TorchcodecJpeg if _torchcodec and plain and channels == 3 else _PillowImage
+        return decoder(data, name, channels, image)
+
+
+def check_header(path: str, min_size: Size) -> None:
+    """Read what comes before the pixels of the file ``path``.
+
+    Raises:
+        BadImage: as :func:`open_image`.
+    """
+    with mishaps(path), open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise EOFError("the file is empty")
+        with Image.open(file) as image:
+            _require_usable(image, path, min_size)
+
+
+def read_bytes(path: str) -> bytes:
+    """The file ``path``. Raises BadImage if it is missing or cannot be read."""
+    with mishaps(path), open(path, "rb", buffering=0) as file:  # pathlib would intern the path, and a worker grow
+        return file.readall()
+
+
+@contextmanager
+def mishaps(name: str) -> Iterator[None]:
+    """BadImage is what any mishap with the image ``name`` becomes within this block."""
+    try:
+        yield
+    except BadImage:
+        raise
+    except Exception as error:  # damaged files make Pillow's decoders raise almost anything
+        raise BadImage(name, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
+
+
+class _NativeJpeg:
+    """See :class:`dmjd.data.dataset.OpenImage`."""
+
+    def __init__(self, data: bytes, name: str, channels: int, size: Size) -> None:
+        self._data, self._name, self._channels = data, name, channels
+        self.size = size
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        assert _native is not None
+        half = _half(box, at_least)
+        with mishaps(self._name):
+            return _native.decode_region(self._data, *(half or box), self._channels, scale=2 if half else 1)
+
+
+class _PillowImage:
+    """See :class:`dmjd.data.dataset.OpenImage`."""
+
+    def __init__(self, data: bytes, name: str, channels: int, image: Image.Image) -> None:
+        self._data, self._name, self._mode, self._image = data, name, "L" if channels == 1 else "RGB", image
+        self.size = image.height, image.width
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        image, half = self._image, _half(box, at_least)
+        with mishaps(self._name):
+            if half is not None and image.format == "JPEG":
+                image = Image.open(BytesIO(self._data))  # another, since what has been drafted stays small
+                image.draft(None, (image.width // 2, image.height // 2))
+                box = half
+            top, left, height, width = box
+            pixels = np.array(self._converted(image.crop((left, top, left + width, top + height))))
+        return pixels.reshape(height, width, -1)
+
+    def _converted(self, image: Image.Image) -> Image.Image:
+        if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
+            image = image.convert("RGBA")
+        return image.convert(self._mode)
+
+
+class _TorchcodecJpeg(_PillowImage):
+    """An RGB image, of which Pillow decodes what torchcodec cannot: at half the size."""
+
+    def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        assert _torchcodec is not None
+        if _half(box, at_least) is not None:
+            return super().region(box, at_least)
+        top, left, height, width = box
+        with mishaps(self._name):
+            whole = _torchcodec(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))  # [C, H, W], channels last
+        pixels: Pixels = whole.permute(1, 2, 0)[top : top + height, left : left + width].numpy()
+        return pixels
+
+
+def _half(box: Box, at_least: Size | None) -> Box | None:
+    """``box`` in an image of half the size, if there it still has ``at_least`` pixels."""
+    if at_least is None or box[2] < 2 * at_least[0] or box[3] < 2 * at_least[1]:
+        return None
+    top, left, height, width = box
+    return top // 2, left // 2, height // 2, width // 2
+
+
+def _require_usable(image: Image.Image, name: str, min_size: Size) -> None:
+    if image.mode in ("I", "F"):
+        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+    _require(name, (image.height, image.width), min_size)
+
+
+def _require(name: str, size: Size, least: Size) -> None:
+    if size[0] < least[0] or size[1] < least[1]:
+        sizes = f"({size[0]}x{size[1]}) cannot fill the {least[0]}x{least[1]} crop"
+        raise BadImage(name, TOO_SMALL, f"{sizes} (height x width)")
+
+
+def _kind(error: Exception) -> str:
+    """As :class:`dmjd.errors.BadImage` tells them apart."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return "missing"
+    if isinstance(error, OSError) and error.errno:  # Pillow's own OSErrors have no number
+        return "unreadable"
+    truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
+    return "truncated" if truncated else "undecodable"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not a format that Pillow knows"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
