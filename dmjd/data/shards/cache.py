@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -57,8 +57,8 @@ class ShardCache:
             finally:
                 os.close(file)
 
-    def fetch(self, url: str, shard: Shard, keep: Collection[Shard] = ()) -> None:
-        """Have a shard here, evicting others, but none of ``keep`` as long as the budget allows it.
+    def fetch(self, url: str, shard: Shard, keep: Callable[[], Collection[Shard]] = tuple) -> None:
+        """Have a shard here, evicting others, but none of those that ``keep`` then gives if others suffice.
 
         Raises:
             DataError: if it cannot be fetched, or the folder cannot be written to.
@@ -71,9 +71,10 @@ class ShardCache:
             with _locked(path.with_suffix(_DRAFT)) as draft:
                 if path.exists():  # somebody was faster
                     return
-                self._evict(shard.bytes, {self._path(kept) for kept in keep})
+                self._evict(shard.bytes, keep())
                 fetch(url, shard, draft, self._patience)
                 draft.replace(path)
+                self._evict(0, [shard, *keep()])  # what others have fetched in the meantime counts as well
         except OSError as error:
             raise DataError(
                 f"{self._folder} cannot be written to ({error.strerror or error}); set data.cache to a folder that can"
@@ -82,13 +83,13 @@ class ShardCache:
     def _path(self, shard: Shard) -> Path:
         return self._folder / f"{shard.sha256}{_ENDING}"
 
-    def _evict(self, room: int, keep: Collection[Path]) -> None:
+    def _evict(self, room: int, keep: Collection[Shard]) -> None:
         """Make room for so many bytes. Who reads an evicted file reads on."""
-        found = []
+        found, kept = [], {self._path(shard) for shard in keep}
         for path in self._folder.glob(f"*{_ENDING}"):
             with suppress(FileNotFoundError):  # another process evicts as well
                 status = path.stat()
-                found.append((path in keep, status.st_mtime_ns, path, status.st_size))
+                found.append((path in kept, status.st_mtime_ns, path, status.st_size))
         excess = sum(size for *_, size in found) + room - self.budget
         for _, _, path, size in sorted(found):
             if excess <= 0:

@@ -108,15 +108,15 @@ class ShardDataset:
 
     def _check(self, max_bad_percent: float) -> dict[int, BadImage]:
         (height, width), records = self._min_size, self._records
-        small = np.flatnonzero((records["height"] < height) | (records["width"] < width)).tolist()
+        small = np.flatnonzero((records["height"] < height) | (records["width"] < width))
         if exceeds(len(small), len(self), max_bad_percent):
             more = f", nor can {len(small) - 1} more" if len(small) > 1 else ""
             option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
             raise DataError(
-                f"{self.name(small[0])} {self._too_small(small[0])}{more}; lower data.image_size, or set "
+                f"{self.name(int(small[0]))} {self._too_small(int(small[0]))}{more}; lower data.image_size, or set "
                 f"data.check=none to have small images enlarged{option}"
             )
-        return {index: BadImage(self.name(index), TOO_SMALL, self._too_small(index)) for index in small}
+        return {index: BadImage(self.name(index), TOO_SMALL, self._too_small(index)) for index in small.tolist()}
 
     def _too_small(self, index: int) -> str:
         record, (height, width) = self._records[index], self._min_size

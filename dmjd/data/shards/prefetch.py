@@ -54,12 +54,13 @@ class Prefetch:
         self._change = threading.Condition()
         self._step = self._stop = 0
         self._closed = False
+        self._live: tuple[Shard, ...] = ()  # fetched, or on their way, and not read to the end
         self._slots = threading.Semaphore(_FETCHES)
 
     def start(self, step: int, stop: int) -> None:
         """Begin to fetch for steps ``step .. stop - 1``; after loaders have forked, which threads do not survive."""
         self._step, self._stop = step, stop
-        threading.Thread(target=self._schedule, daemon=True).start()
+        threading.Thread(target=self._schedule, name="shards-plan", daemon=True).start()
 
     def reach(self, step: int) -> None:
         """Steps before ``step`` are done: what they alone have read may go."""
@@ -78,7 +79,7 @@ class Prefetch:
             self._change.wait_for(lambda: self._closed or true())
 
     def _schedule(self) -> None:
-        shards, live = self._shards.manifest.shards, dict[int, int]()  # the last step of what is here or on its way
+        shards, live = self._shards.manifest.shards, dict[int, int]()  # last steps
 
         def has_room(need: _Need) -> bool:
             for number in [number for number, last in live.items() if last < self._step]:
@@ -92,12 +93,13 @@ class Prefetch:
             if self._closed:
                 return
             live[need.shard] = need.last
-            keep = [shards[number] for number in live]
-            threading.Thread(target=self._fetch, args=(need.shard, keep), daemon=True).start()
+            self._live = tuple(shards[number] for number in live)
+            threading.Thread(target=self._fetch, args=(need.shard,), name="shards-fetch", daemon=True).start()
 
-    def _fetch(self, number: int, keep: list[Shard]) -> None:
+    def _fetch(self, number: int) -> None:
+        shard = self._shards.manifest.shards[number]
         try:
-            self._cache.fetch(self._shards.location(number), self._shards.manifest.shards[number], keep)
+            self._cache.fetch(self._shards.location(number), shard, lambda: self._live)
         except DataError as error:
             _log.warning("no shards are fetched ahead any more: %s", error)
             self.close()
