@@ -99,7 +99,7 @@ class Journal:
         needed = workers_needed(workers, seconds, waited)
         advice = f"workers={needed} would hide it"
         if needed > processors:
-            advice += f", but this process may use {processors} processors only; smaller images or more of them help"
+            advice += f", but this process may use {processors} processor(s) only; take more, or smaller image files"
         logger.warning(
             "%.0f %% of the time goes into waiting for data, with workers=%d; %s",
             100 * waited / seconds,
