@@ -22,7 +22,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
@@ -162,6 +161,8 @@ class _TorchcodecJpeg(_PillowImage):
     """An RGB image, of which Pillow decodes what torchcodec cannot: at half the size."""
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
+        import torch  # here, since the rest of this module serves processes that do without it
+
         assert _torchcodec is not None
         if _half(box, at_least) is not None:
             return super().region(box, at_least)
