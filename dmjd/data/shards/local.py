@@ -17,7 +17,7 @@ _MOST_OPEN = 1024
 class OpenFiles:
     """Reads parts of files by path, and keeps the files last read open.
 
-    A process that inherits it, or gets it by pickle, opens its own.
+    Processes may share them by fork, for ``pread`` moves no position; one that gets this by pickle opens its own.
 
     Args:
         capacity: files open at a time; by default 1024 or half of what the system allows, whichever is less.
@@ -26,7 +26,6 @@ class OpenFiles:
     def __init__(self, capacity: int | None = None) -> None:
         self._capacity = capacity or min(_MOST_OPEN, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 1))
         self._files: OrderedDict[str, int] = OrderedDict()
-        self._owner = os.getpid()
 
     def read(self, path: str, offset: int, size: int) -> bytes:
         """Bytes ``offset .. offset + size - 1``, or fewer where the file ends before. Raises OSError."""
@@ -40,8 +39,6 @@ class OpenFiles:
         return read_part(self._open(path), offset, size)
 
     def _open(self, path: str) -> int:
-        if self._owner != os.getpid():
-            self._files, self._owner = OrderedDict(), os.getpid()  # the parent closes what it has opened
         if path in self._files:
             self._files.move_to_end(path)
             return self._files[path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import multiprocessing
 import os
@@ -113,6 +114,13 @@ def server() -> Iterator[Server]:
                 left.join(10)
         running.shutdown()
         thread.join()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 # One download
@@ -265,6 +273,24 @@ def test_a_process_killed_amid_a_download_blocks_nobody(server: Server, tmp_path
     assert server.requests["a"] == 2
 
 
+def test_who_has_waited_for_a_draft_that_is_gone_locks_the_next_one(server: Server, tmp_path: Path) -> None:
+    draft = tmp_path / f"{shard('a').sha256}.part"
+    server.faults = ["stall"]
+    with draft.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = threading.Thread(
+            target=ShardCache(tmp_path, 9 * SIZE, QUICK).fetch, args=(server.url("a"), shard("a"))
+        )
+        waiting.start()
+        time.sleep(0.1)
+        draft.rename(tmp_path / "evicted at once")
+    wait_for(lambda: server.requests["a"] == 1)
+    with draft.open("rb") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    waiting.join()
+    assert [path.name for path in tmp_path.glob("*.tar")] == [f"{shard('a').sha256}.tar"]
+
+
 def test_threads_that_read_while_others_evict_get_the_right_bytes(server: Server, tmp_path: Path) -> None:
     cache, names, wrong = ShardCache(tmp_path, 2 * SIZE, QUICK), "abcd", list[str]()
 
@@ -296,13 +322,6 @@ def remote_set(server: Server) -> ShardSet:
     records["height"] = records["width"] = 64
     manifest = Manifest(tuple(shard(name) for name in NAMES), 120, 3, (), "", "test")
     return ShardSet(server.url(""), manifest, records)
-
-
-def wait_for(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def shards_read(steps: range, epoch: int = 0) -> list[str]:
