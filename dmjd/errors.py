@@ -28,7 +28,8 @@ class BadImage(DataError):
     """One image of a data set that cannot be used. Training may put another in its place; any other DataError stops it.
 
     name: what its data set calls it.
-    kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small.
+    kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small; in shards also empty,
+        magic (other bytes, which are no image) and crc (other bytes).
     fault: what is wrong with it, as the rest of a sentence that begins with its name.
     """
 

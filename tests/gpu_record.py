@@ -97,7 +97,12 @@ def complaint(path: Path = RECORD, root: Path = ROOT, expected: Sequence[str] = 
     tests: dict[str, str] = facts["tests"]
     if facts["sha256"] != fingerprint(root):
         return f"csrc/ or dmjd/ops changed since the GPU tests ran on {facts['card']} ({facts['date']}): {REFRESH}"
-    failed = [name for name, outcome in tests.items() if outcome != "passed" and not outcome.startswith("skipped")]
+    # A file that could not be read where the card is stands without "::"; what it hides has no recorded outcome below.
+    failed = [
+        name
+        for name, outcome in tests.items()
+        if "::" in name and outcome != "passed" and not outcome.startswith("skipped")
+    ]
     if failed:
         return f"on {facts['card']} {len(failed)} of {len(tests)} GPU tests failed, such as {failed[0]}: {REFRESH}"
     unknown = [name for name in expected if name not in tests]

@@ -82,13 +82,14 @@ def test_built_files_do_not_count(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "sentence"),
     [
-        ({"a": "passed", "b": "failed"}, "on Card 1 of 2 GPU tests failed, such as b: on a machine"),
-        ({"b": "passed"}, "1 GPU tests have no recorded outcome, such as a: on a machine"),
-        ({"a": "skipped: no card"}, "no GPU test has run on Card: on a machine"),
+        ({"f::a": "passed", "f::b": "failed"}, "on Card 1 of 2 GPU tests failed, such as f::b: on a machine"),
+        ({"f::b": "passed"}, "1 GPU tests have no recorded outcome, such as f::a: on a machine"),
+        ({"f": "failed", "f::b": "passed"}, "1 GPU tests have no recorded outcome, such as f::a: on a machine"),
+        ({"f::a": "skipped: no card"}, "no GPU test has run on Card: on a machine"),
     ],
 )
 def test_a_record_that_proves_nothing_is_refused(checkout: Path, tests: dict[str, str], sentence: str) -> None:
-    assert gpu_record.complaint(written(checkout, tests=tests), checkout, ["a"]).startswith(sentence)
+    assert gpu_record.complaint(written(checkout, tests=tests), checkout, ["f::a"]).startswith(sentence)
 
 
 def test_without_a_record_the_command_that_makes_one_is_named(checkout: Path) -> None:

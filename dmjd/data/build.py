@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from functools import cache
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Literal, cast
 
 from dmjd.config import DataConfig
@@ -12,7 +14,14 @@ from dmjd.data.dataset import ImageDataset, Split
 from dmjd.data.digits import Digits
 from dmjd.data.folder import Check, ImageFolder
 from dmjd.data.idx import DEBIAN_FOLDER, FashionMnist, has_fashion_mnist
-from dmjd.data.loader import StepBatches
+from dmjd.data.loader import Ahead, StepBatches
+from dmjd.data.shards.cache import GIB, ShardCache
+from dmjd.data.shards.dataset import ShardDataset
+from dmjd.data.shards.index import ShardSet, load_splits
+from dmjd.data.shards.local import check_files
+from dmjd.data.shards.location import is_remote
+from dmjd.data.shards.plan import shard_plan
+from dmjd.data.shards.prefetch import Prefetch
 from dmjd.errors import ConfigError, DataError
 
 _log = logging.getLogger("dmjd")
@@ -47,10 +56,29 @@ def training_batches(
     """
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
     ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
-    return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world)
+    plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
+    return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world, plan=plan)
+
+
+def fetch_ahead(
+    dataset: ImageDataset, batch_size: int, seed: int, rank: int, world: int, local_rank: int, local_world: int
+) -> Ahead | None:
+    """What fetches shards from afar for all processes of this host, in the first of them; None where there is nothing.
+
+    Args:
+        dataset, batch_size, seed, rank, world: as for :func:`training_batches`.
+        local_rank, local_world: which of how many processes of this host, which have consecutive ranks, this is.
+    """
+    if not isinstance(dataset, ShardDataset) or dataset.cache is None or local_rank % local_world:
+        return None
+    part = batch_size // world
+    columns = rank * part, min(rank + local_world, world) * part
+    return Prefetch(dataset.cache, dataset.shards, shard_plan(dataset.sizes, batch_size), seed, columns)
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:
+    if config.name == "shards":
+        return _shards(config, split)
     if config.root is not None and not Path(config.root).expanduser().is_dir():
         raise DataError(f"data.root={config.root} is not a folder")
     if config.name == "fashion_mnist":
@@ -71,7 +99,45 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
             return FashionMnist(config.root, split, config.pad)
         _warn_of_digits()
         return Digits(split)
-    raise ConfigError(f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits or folder")
+    raise ConfigError(f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits, folder or shards")
+
+
+def _shards(config: DataConfig, split: Split) -> ShardDataset:
+    if config.root is None:
+        raise DataError("data.name=shards needs data.root, what dmjd shards build has made, or its URL")
+    if config.check == "decode":
+        raise ConfigError(
+            "data.check=decode is for folders, since shards are checked when they are built; "
+            f"to check them again: dmjd shards verify {config.root} decode=true"
+        )
+    root = config.root if is_remote(config.root) else str(Path(config.root).expanduser())
+    splits = load_splits(root)
+    name = "val" if split == "test" else "train"
+    if name not in splits:
+        raise DataError(f"{root} has no shards of {name}, only of {', '.join(splits)}; build them from such a source")
+    shards = splits[name]
+    if not shards.manifest.samples:
+        raise DataError(f"{shards.folder} holds no samples; build it again")
+    cache = _shard_cache(config, shards)
+    if config.check == "none":
+        return ShardDataset(shards, cache)
+    check_files(shards)
+    return ShardDataset(shards, cache, (config.image_size[0], config.image_size[1]), config.max_bad_percent)
+
+
+def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
+    remote = [shard for number, shard in enumerate(shards.manifest.shards) if is_remote(shards.location(number))]
+    if not remote:
+        return None
+    budget, largest = round(config.cache_gib * GIB), max(shard.bytes for shard in remote)
+    if budget < largest:
+        raise ConfigError(
+            f"data.cache_gib={config.cache_gib:g} is less than one shard of {shards.folder}, which has "
+            f"{largest / GIB:.3g} GiB"
+        )
+    # TMPDIR is what a scheduler sets to the disk of a node.
+    folder = Path(config.cache).expanduser() if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
+    return ShardCache(folder, budget)
 
 
 @cache  # once per process, not once per split

@@ -33,6 +33,46 @@ def epoch_order(count: int, key: Tensor) -> Tensor:
     return bits.argsort(stable=True)
 
 
+class Plan(Protocol):
+    """Which samples make which batch of an epoch."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def order(self, key: Tensor, start: int, stop: int) -> Tensor:
+        """Integers ``[steps_per_epoch, stop - start]``: samples of columns ``start .. stop - 1`` of every batch, a pure
+        function of ``key`` (seed and epoch)."""
+        ...
+
+
+class Ahead(Protocol):
+    """Something that makes ready what steps will read."""
+
+    def start(self, step: int, stop: int) -> None:
+        """Steps ``step .. stop - 1`` will be read; no worker is forked any more."""
+        ...
+
+    def reach(self, step: int) -> None:
+        """Steps before ``step`` have been read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Shuffle:
+    """The plan of a data set that is read equally fast in any order: :func:`epoch_order`, cut into batches."""
+
+    def __init__(self, count: int, batch_size: int) -> None:
+        self._count = count
+        self._batch_size = batch_size
+        self.steps_per_epoch = count // batch_size
+
+    def order(self, key: Tensor, start: int, stop: int) -> Tensor:
+        """See :class:`Plan`."""
+        whole = epoch_order(self._count, key)[: self.steps_per_epoch * self._batch_size]
+        return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop]
+
+
 class Batches(Protocol):
     """Batches by number: what a loader may compute in any process."""
 
@@ -45,8 +85,8 @@ class StepBatches:
     """``batches[step]``: the training batch of a step, the same in every process and after every restart.
 
     An epoch is a random order of the data set cut into ``steps_per_epoch`` batches; the remainder, other images each
-    epoch, is dropped. An image that cannot be used has another in its place (:mod:`dmjd.data.substitution`), so a batch
-    has its size whatever the state of the files; :meth:`load` says which.
+    epoch, is dropped. ``plan`` says which order. An image that cannot be used has another in its place
+    (:mod:`dmjd.data.substitution`), so a batch has its size whatever the state of the files; :meth:`load` says which.
 
     Args:
         dataset: where images come from.
@@ -56,6 +96,7 @@ class StepBatches:
         scale, ratio: as for :class:`dmjd.data.crops.CropDraws`.
         augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
+        plan: of batches of this size; a :class:`Shuffle` if left out.
 
     Raises:
         ConfigError: if the data set is smaller than a batch, ``world`` does not divide a batch, or ``scale`` or
@@ -73,6 +114,7 @@ class StepBatches:
         augment: bool = True,
         rank: int = 0,
         world: int = 1,
+        plan: Plan | None = None,
     ) -> None:
         assert 0 <= rank < world
         if not 1 <= batch_size <= len(dataset):
@@ -85,11 +127,11 @@ class StepBatches:
             raise ConfigError(f"the crop scale must be 0 < least <= greatest <= 1, got {scale[0]} and {scale[1]}")
         if not 0 < ratio[0] <= ratio[1]:
             raise ConfigError(f"the crop ratio must be 0 < least <= greatest, got {ratio[0]} and {ratio[1]}")
-        self.steps_per_epoch = len(dataset) // batch_size
+        self._plan = plan or Shuffle(len(dataset), batch_size)
+        self.steps_per_epoch = self._plan.steps_per_epoch
         self._dataset = dataset
-        self._batch_size = batch_size
-        self._part = batch_size // world
-        self._offset = rank * self._part
+        part = batch_size // world
+        self._columns = rank * part, (rank + 1) * part
         self._size = size
         self._seed = seed
         self._scale = scale
@@ -110,8 +152,8 @@ class StepBatches:
         epoch, number = divmod(step, self.steps_per_epoch)
         key = make_key(self._seed, epoch)
         if self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(self._dataset), key)
-        sample_ids = self._order[1][number * self._batch_size + self._offset :][: self._part]
+            self._order = epoch, self._plan.order(key, *self._columns)
+        sample_ids = self._order[1][number].long()
         draws = CropDraws(sample_ids, key, self._scale, self._ratio)
         samples = [
             read_sample(self._dataset, index, self._seed, partial(self._view, draws, row))
@@ -168,7 +210,8 @@ def _collate(views: list[Tensor], sample_ids: Tensor, labels: list[int]) -> Batc
 class BatchLoader:
     """Batches ``start .. stop - 1`` in order, computed ahead by ``workers`` processes (0: in this one).
 
-    Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises.
+    Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises. ``ahead``
+    is told how far they are.
     """
 
     def __init__(
@@ -179,9 +222,11 @@ class BatchLoader:
         workers: int,
         pin_memory: bool,
         quarantine: Quarantine | None = None,
+        ahead: Ahead | None = None,
     ) -> None:
-        self._start = start
+        self._start, self._stop = start, stop
         self._quarantine = quarantine
+        self._ahead = ahead
         # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
         self._loader = DataLoader(
             _ErrorsAsItems(batches),
@@ -197,15 +242,27 @@ class BatchLoader:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Batch]:
-        for number, item in enumerate(self._loader, self._start):
-            if isinstance(item, DataError):
-                raise item
-            batch, substitutions = item
-            if self._quarantine is not None:
-                self._quarantine.add(number, substitutions)
-            elif substitutions:
-                raise substitutions[0].bad
-            yield batch
+        items = iter(self._loader)
+        if self._ahead is not None:
+            self._ahead.start(self._start, self._stop)
+        try:
+            for number, item in enumerate(items, self._start):
+                if self._ahead is not None:
+                    self._ahead.reach(number)
+                yield self._admit(number, item)
+        finally:
+            if self._ahead is not None:
+                self._ahead.close()
+
+    def _admit(self, number: int, item: tuple[Batch, Sequence[Substitution]] | DataError) -> Batch:
+        if isinstance(item, DataError):
+            raise item
+        batch, substitutions = item
+        if self._quarantine is not None:
+            self._quarantine.add(number, substitutions)
+        elif substitutions:
+            raise substitutions[0].bad
+        return batch
 
 
 def make_loader(
@@ -215,13 +272,14 @@ def make_loader(
     workers: int,
     pin_memory: bool,
     quarantine: Quarantine | None = None,
+    ahead: Ahead | None = None,
 ) -> BatchLoader:
     """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
 
     With a ``quarantine`` bad images are listed and have others in their place, until there are too many; without one
     the first raises.
     """
-    return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine)
+    return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead)
 
 
 def evaluation_loader(

@@ -22,12 +22,13 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class World:
-    """Rank ``rank`` of ``size``; ``local_rank`` counts within the host and picks the CUDA device."""
+    """Rank ``rank`` of ``size``; ``local_rank`` of ``local_size`` counts within the host and picks the CUDA device."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
+    local_size: int = 1
 
     @property
     def is_main(self) -> bool:
@@ -123,4 +124,4 @@ def join_world(device: torch.device, engine: str) -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    return World(rank, size, local_rank, device)
+    return World(rank, size, local_rank, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -6,6 +6,8 @@ for byte; what the machine decides (images a second, waiting, wall time) is in `
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -14,10 +16,15 @@ from typing import Any
 
 from dmjd.config import PretrainConfig
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Stopwatch, Window
+from dmjd.train.metrics import RunLog, Stopwatch, Window, workers_needed
 from dmjd.train.progress import Progress
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.trackers import Trackers
+
+WAIT_WARNING = 0.1
+"""The part of a lap spent in waiting for data that is worth a warning."""
+
+logger = logging.getLogger("dmjd")
 
 
 class Journal:
@@ -35,6 +42,7 @@ class Journal:
         self._steps_per_epoch = steps_per_epoch
         self._window = Window()
         self._offsets = {"log": 0, "timing": 0}
+        self._laps, self._warned = 0, False
         self._lap_step = 0  # the window may hold steps of an earlier launch, whose time this one did not take
         self._log: RunLog | None = None
         self._timing: RunLog | None = None
@@ -79,6 +87,25 @@ class Journal:
         if self._timing is not None and self._trackers is not None:
             self._timing.write(timing)
             self._trackers.scalars(timing, step)
+            self._watch_waiting(seconds, waited)
+
+    def _watch_waiting(self, seconds: float, waited: float) -> None:
+        """Say once a launch that loading is what takes the time, and what would help."""
+        self._laps += 1
+        if self._laps == 1 or self._warned or waited < WAIT_WARNING * seconds:  # the first lap starts the workers
+            return
+        self._warned = True
+        workers, processors = self._config.workers, len(os.sched_getaffinity(0))
+        needed = workers_needed(workers, seconds, waited)
+        advice = f"workers={needed} would hide it"
+        if needed > processors:
+            advice += f", but this process may use {processors} processor(s) only; take more, or smaller image files"
+        logger.warning(
+            "%.0f %% of the time goes into waiting for data, with workers=%d; %s",
+            100 * waited / seconds,
+            workers,
+            advice,
+        )
 
     def note(self, step: int, row: Mapping[str, float]) -> None:
         """One line of the log, which goes to the trackers as well."""

@@ -14,9 +14,10 @@ from torch import nn
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import build_dataset, training_batches
+from dmjd.data.build import build_dataset, fetch_ahead, training_batches
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.upload import Uploader
 from dmjd.errors import ConfigError
 from dmjd.masking import measured_rates
@@ -35,7 +36,7 @@ from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.schedules import cosine
-from dmjd.train.state import Position, RandomState, Registry
+from dmjd.train.state import DataIdentity, Position, RandomState, Registry
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -116,6 +117,8 @@ class Pretraining:
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
         self.registry.add("random", self.random)
+        if isinstance(self.dataset, ShardDataset):
+            self.registry.add("data", DataIdentity(self.dataset.fingerprint))
         if self.ema is not None:
             self.registry.add("ema", self.ema)
         self.registry.check_complete(self)
@@ -128,7 +131,8 @@ class Pretraining:
         own = self.world.on_main(lambda: checkpoint.newest(run.checkpoints))
         if own is not None:
             self.engine.load(own)
-            self.registry.load_state_dict(checkpoint.read_loop_state(own))
+            state = checkpoint.read_loop_state(own)
+            self.world.together(lambda: self.registry.load_state_dict(state))
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
         self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
@@ -159,7 +163,10 @@ class Pretraining:
         """The whole run."""
         device, stop = self.engine.device, self.total_steps
         pin, upload = device.type == "cuda", Uploader(device)
-        loader = make_loader(self.batches, self.position.step, stop, self.config.workers, pin, self.quarantine)
+        world, config = self.world, self.config
+        ranks = world.rank, world.size, world.local_rank, world.local_size
+        ahead = fetch_ahead(self.dataset, config.batch_size, config.seed, *ranks)
+        loader = make_loader(self.batches, self.position.step, stop, config.workers, pin, self.quarantine, ahead)
         self.engine.module.train()
         rehearsed = self.world.size == 1
         for batch in self.journal.clock.waiting(loader):

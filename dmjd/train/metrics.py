@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -51,6 +52,18 @@ class Stopwatch:
             finally:
                 self._waited += time.perf_counter() - begin
             yield item
+
+
+def workers_needed(workers: int, seconds: float, waited: float) -> int:
+    """How many loader processes would hide the loading of data, if each added one is as fast as those there are.
+
+    Args:
+        workers: there were; 0 loads within the process that trains.
+        seconds, waited: as :meth:`Stopwatch.lap` gives them, of a stretch that waited for data again and again.
+    """
+    busy = max(seconds - waited, 1e-9)
+    # So many processes keep pace with a step of `seconds`; without waiting a step takes `busy`.
+    return math.ceil(workers * seconds / busy) if workers else math.ceil(waited / busy)
 
 
 class Window:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from dmjd.errors import ConfigError
 from dmjd.parallel.world import World
 
 
@@ -63,6 +64,24 @@ class Position:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step = state["step"]
+
+
+class DataIdentity:
+    """What a run learns from, of data sets that can tell. It does not change: a checkpoint of other data is refused."""
+
+    def __init__(self, fingerprint: str) -> None:
+        self._fingerprint = fingerprint
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fingerprint": self._fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError if the data are others."""
+        if state["fingerprint"] != self._fingerprint:
+            raise ConfigError(
+                f"the run was started with the shards of manifest {state['fingerprint'][:12]}, and data.root now has "
+                f"those of {self._fingerprint[:12]}; give the former back, or name another folder with run="
+            )
 
 
 class RandomState:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Stopwatch, Window
+from dmjd.train.metrics import RunLog, Stopwatch, Window, workers_needed
 
 
 def numbers(value: float, vis: float | None = None) -> StepNumbers:
@@ -170,3 +170,17 @@ except StorageError as error:
     content = (tmp_path / "log.jsonl").read_bytes()
     assert content.endswith(b"}\n")
     assert done.stdout.startswith(f"{len(content)} cannot write")
+
+
+@pytest.mark.parametrize(
+    ("workers", "seconds", "waited", "needed"),
+    [
+        (2, 10.0, 5.0, 4),  # two workers deliver in 10 s what 5 s of work ask for
+        (4, 10.0, 1.0, 5),
+        (8, 10.0, 0.0, 8),
+        (0, 10.0, 9.0, 9),  # 9 s of loading within this process, for 1 s of work
+        (0, 10.0, 2.0, 1),
+    ],
+)
+def test_workers_that_would_hide_the_loading(workers: int, seconds: float, waited: float, needed: int) -> None:
+    assert workers_needed(workers, seconds, waited) == needed

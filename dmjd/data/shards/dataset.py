@@ -1,0 +1,136 @@
+"""A shard set as a data set."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from dmjd.data.dataset import OpenImage, Pixels
+from dmjd.data.decode import TOO_SMALL, open_image
+from dmjd.data.quarantine import exceeds
+from dmjd.data.shards.cache import ShardCache
+from dmjd.data.shards.index import ShardSet
+from dmjd.data.shards.local import OpenFiles
+from dmjd.data.shards.location import is_remote
+from dmjd.errors import BadImage, DataError
+
+
+class ShardDataset:
+    """The samples of a set in the order of its index; each is read by offset, and is what its crc32 says or is bad.
+
+    Workers share the pages of the index, and nothing in a worker grows with the number of samples.
+
+    Args:
+        shards: the set.
+        cache: where shards that lie behind a URL are kept; None if none does.
+        min_size: (height, width) of the crop, which no image may fall short of.
+        max_bad_percent: of the images may be smaller; they stay, are named in :attr:`bad`, and raise when read.
+
+    Raises:
+        DataError: if more are smaller.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        cache: ShardCache | None,
+        min_size: tuple[int, int] = (1, 1),
+        max_bad_percent: float = 0.0,
+    ) -> None:
+        manifest = shards.manifest
+        self.shards = shards
+        self.channels = manifest.channels
+        self.classes = manifest.classes
+        self.num_classes = len(manifest.classes)
+        self.fingerprint = manifest.fingerprint
+        self._records = shards.records.view(np.ndarray)  # numpy's memmap adds microseconds to every look
+        self.cache = cache
+        self._files = OpenFiles()
+        self._min_size = min_size
+        self.bad: Mapping[int, BadImage] = self._check(max_bad_percent)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Samples of every shard, int64 ``[shards]``."""
+        return np.array([shard.samples for shard in self.shards.manifest.shards], dtype=np.int64)
+
+    def open(self, index: int) -> OpenImage:
+        """See :class:`dmjd.data.dataset.ImageDataset`.
+
+        Raises:
+            BadImage: of kind missing, unreadable, truncated (its shard ends before it does), empty (no bytes, or a hole
+                of zeros), magic or crc (other bytes: no image, or another one), undecodable, or too small.
+            DataError: if its shard cannot be fetched.
+        """
+        return open_image(self._read(index), self.name(index), self.channels, self._min_size)
+
+    def image(self, index: int) -> Pixels:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        opened = self.open(index)
+        return opened.region((0, 0, *opened.size))
+
+    def label(self, index: int) -> int:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        return int(self._records["label"][index])
+
+    def name(self, index: int) -> str:
+        """Its tar, and at which byte of it."""
+        record = self._records[range(len(self))[index]]
+        return f"{self.shards.location(int(record['shard']))}@{int(record['offset'])}"
+
+    def _read(self, index: int) -> bytes:
+        record = self._records[range(len(self))[index]]
+        shard, offset, size, crc32 = (int(record[field]) for field in ("shard", "offset", "size", "crc32"))
+        location = self.shards.location(shard)
+        try:
+            if is_remote(location):
+                assert self.cache is not None, "a set with URLs comes with a cache"
+                data = self.cache.read(location, self.shards.manifest.shards[shard], offset, size)
+            else:
+                data = self._files.read(location, offset, size)
+        except FileNotFoundError as error:
+            raise BadImage(self.name(index), "missing", "is not there, for its tar is missing") from error
+        except OSError as error:
+            raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
+        if len(data) < size:
+            raise BadImage(self.name(index), "truncated", f"is cut at {len(data)} of {size} bytes, as its tar is")
+        if zlib.crc32(data) != crc32 or not size:
+            raise BadImage(self.name(index), *_describe(data))
+        return data
+
+    def _check(self, max_bad_percent: float) -> dict[int, BadImage]:
+        (height, width), records = self._min_size, self._records
+        small = np.flatnonzero((records["height"] < height) | (records["width"] < width))
+        if exceeds(len(small), len(self), max_bad_percent):
+            more = f", nor can {len(small) - 1} more" if len(small) > 1 else ""
+            option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
+            raise DataError(
+                f"{self.name(int(small[0]))} {self._too_small(int(small[0]))}{more}; lower data.image_size, or set "
+                f"data.check=none to have small images enlarged{option}"
+            )
+        return {index: BadImage(self.name(index), TOO_SMALL, self._too_small(index)) for index in small.tolist()}
+
+    def _too_small(self, index: int) -> str:
+        record, (height, width) = self._records[index], self._min_size
+        return f"({record['height']}x{record['width']}) cannot fill the {height}x{width} crop (height x width)"
+
+
+def _describe(data: bytes) -> tuple[str, str]:
+    """Kind and fault of bytes that are not those of the index."""
+    if not any(data):
+        return "empty", "has nothing but zeros in its place" if data else "has no bytes"
+    try:
+        Image.open(io.BytesIO(data)).close()
+    except UnidentifiedImageError:
+        return "magic", f"is no image any more: it begins with {data[:12]!r}"
+    except Exception:  # its header is damaged in some other way
+        pass
+    return "crc", "has another crc32 than the index says"

@@ -1,0 +1,418 @@
+"""Shards behind a real HTTP server that misbehaves when told to, and the cache of a node in front of it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dmjd.config import DataConfig
+from dmjd.data.build import build_dataset, fetch_ahead, training_batches
+from dmjd.data.loader import make_loader
+from dmjd.data.shards.cache import ShardCache
+from dmjd.data.shards.dataset import ShardDataset
+from dmjd.data.shards.index import INDEX, Manifest, Shard, ShardSet
+from dmjd.data.shards.plan import ShardPlan, shard_plan
+from dmjd.data.shards.prefetch import Prefetch
+from dmjd.data.shards.remote import Patience, fetch
+from dmjd.errors import DataError
+from dmjd.ops.philox import make_key
+
+pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
+
+QUICK = Patience(attempts=4, first_pause=0.01, longest_pause=0.02, stall=0.4)
+SIZE = 40_000
+
+
+def content(name: str) -> bytes:
+    """What the server has under a name."""
+    return np.random.default_rng(list(name.encode())).bytes(SIZE)
+
+
+def shard(name: str) -> Shard:
+    return Shard(name, 10, SIZE, hashlib.sha256(content(name)).hexdigest())
+
+
+class Server(ThreadingHTTPServer):
+    """``faults`` are what happens to the next requests, one each; requests are counted by name.
+
+    What there is lies in ``root``, or is made up.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.faults: list[str] = []
+        self.root: Path | None = None
+        self.requests: Counter[str] = Counter()
+        self.wake = threading.Event()
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{name}"
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that leaves is no news."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_HEAD(self) -> None:
+        path = (self.server.root or Path()) / self.path.strip("/")
+        self.send_response(200 if path.is_file() else 404)
+        self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        name = self.path.strip("/")
+        self.server.requests[name] += 1
+        if self.server.root is not None and not (self.server.root / name).is_file():
+            self.send_error(404)
+            return
+        fault = self.server.faults.pop(0) if self.server.faults else ""
+        if fault.isdigit():
+            self.send_error(int(fault))
+            return
+        body = content(name) if self.server.root is None else (self.server.root / name).read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body) // 2 if fault == "short" else len(body)))
+        self.end_headers()
+        if fault == "other":
+            body = body[::-1]
+        if fault in ("cut", "stall", "short"):
+            self.wfile.write(body[: len(body) // 2])
+            if fault == "stall":
+                self.server.wake.wait(30)
+            self.close_connection = True
+            return
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nobody reads it."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.wake.set()
+        for left in threading.enumerate():
+            if left.name.startswith("shards-"):
+                left.join(10)
+        running.shutdown()
+        thread.join()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# One download
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [[], ["503"], ["429", "500"], ["cut"], ["short"], ["other"], ["stall"], ["cut", "503", "stall"]],
+    ids=lambda faults: "+".join(faults) or "none",
+)
+def test_a_fault_that_passes_costs_another_attempt_and_nothing_else(
+    server: Server, tmp_path: Path, faults: list[str]
+) -> None:
+    server.faults = list(faults)
+    fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+    assert (tmp_path / "a").read_bytes() == content("a")
+    assert server.requests["a"] == 1 + len(faults)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("503", "503"),
+        ("cut", "."),
+        ("short", "20000 bytes came, and the manifest says 40000"),
+        ("other", "what came has another sha256 than the manifest says"),
+        ("stall", "."),
+    ],
+)
+def test_a_fault_that_stays_is_one_sentence_after_the_last_attempt(
+    server: Server, tmp_path: Path, fault: str, said: str
+) -> None:
+    server.faults = [fault] * 9
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=said) as caught:
+        fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+    assert time.monotonic() - begin < 4 * (QUICK.stall + 0.5)
+    assert server.requests["a"] == 4
+    assert str(caught.value).startswith(f"{server.url('a')} cannot be fetched: ")
+    assert "at the last of 4 attempts" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("fault", ["404", "403", "401", "410"])
+def test_what_no_attempt_can_mend_is_said_at_once(server: Server, tmp_path: Path, fault: str) -> None:
+    server.faults = [fault]
+    with pytest.raises(DataError, match=r"cannot be fetched: \S"):
+        fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+    assert server.requests["a"] == 1
+
+
+def test_nobody_at_the_port_and_no_such_protocol(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"at the last of 4 attempts"):
+        fetch("http://127.0.0.1:9/a", shard("a"), tmp_path / "a", QUICK)
+    with pytest.raises(DataError, match=r"gopher://x cannot be fetched: .*gopher"):
+        fetch("gopher://x", shard("a"), tmp_path / "a", QUICK)
+
+
+def test_the_pauses_of_the_default_bridge_minutes_and_do_not_coincide() -> None:
+    pauses = [[Patience().pause(failures) for failures in range(1, 10)] for _ in range(20)]
+    assert all(120 < sum(row) < 250 for row in pauses)
+    assert len({row[-1] for row in pauses}) > 10
+
+
+# The cache
+
+
+def test_reading_fetches_once_and_gives_parts(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "deep" / "cache", 3 * SIZE, QUICK)
+    whole = content("a")
+    assert cache.read(server.url("a"), shard("a"), 100, 50) == whole[100:150]
+    assert cache.read(server.url("a"), shard("a"), SIZE - 7, 50) == whole[-7:]
+    assert server.requests["a"] == 1
+    assert [path.stat().st_size for path in (tmp_path / "deep" / "cache").iterdir()] == [SIZE]
+
+
+def test_files_are_told_apart_by_content_and_not_by_name(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    assert cache.read(server.url("train/0.tar"), shard("train/0.tar"), 0, 9) == content("train/0.tar")[:9]
+    assert cache.read(server.url("val/0.tar"), shard("val/0.tar"), 0, 9) == content("val/0.tar")[:9]
+    assert cache.read("http://127.0.0.1:9/moved", shard("val/0.tar"), 0, 9) == content("val/0.tar")[:9]
+
+
+def test_what_a_failed_download_leaves_is_never_read(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    server.faults = ["cut"] * 4
+    with pytest.raises(DataError):
+        cache.read(server.url("a"), shard("a"), 0, 9)
+    assert not list(tmp_path.glob("*.tar"))
+    assert cache.read(server.url("a"), shard("a"), 0, SIZE) == content("a")
+
+
+def test_the_oldest_goes_first_but_not_what_is_to_be_kept(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 3 * SIZE, QUICK)
+
+    def held() -> set[str]:
+        names = {shard(name).sha256: name for name in "abcdef"}
+        return {names[path.stem] for path in tmp_path.glob("*.tar")}
+
+    for name in "abc":
+        cache.fetch(server.url(name), shard(name))
+        time.sleep(0.01)
+    cache.fetch(server.url("d"), shard("d"))
+    assert held() == set("bcd")
+    time.sleep(0.01)
+    cache.fetch(server.url("e"), shard("e"), keep=lambda: [shard("b"), shard("c")])
+    assert held() == set("bce")
+    cache.fetch(server.url("f"), shard("f"), keep=lambda: [shard(name) for name in "bce"])
+    assert held() == set("cef")  # the budget is stronger
+
+
+def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"file/cache cannot be written to .*; set data.cache"):
+        ShardCache(tmp_path / "file" / "cache", 9 * SIZE, QUICK).fetch(server.url("a"), shard("a"))
+
+
+def read_in_child(folder: Path, url: str, start: float) -> None:
+    time.sleep(max(start - time.time(), 0))
+    assert ShardCache(folder, 9 * SIZE).read(url, shard("a"), 0, SIZE) == content("a")
+
+
+def children(count: int, *arguments: object) -> list[multiprocessing.context.ForkProcess]:
+    context = multiprocessing.get_context("fork")
+    started = [context.Process(target=read_in_child, args=arguments) for _ in range(count)]
+    for child in started:
+        child.start()
+    return started
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_processes_of_a_node_download_a_shard_once(server: Server, tmp_path: Path) -> None:
+    started = children(3, tmp_path, server.url("a"), time.time() + 0.3)
+    for child in started:
+        child.join(20)
+    assert [child.exitcode for child in started] == [0, 0, 0]
+    assert server.requests["a"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_killed_amid_a_download_blocks_nobody(server: Server, tmp_path: Path) -> None:
+    server.faults = ["stall"]
+    (child,) = children(1, tmp_path, server.url("a"), 0.0)
+    while not any(path.stat().st_size for path in tmp_path.glob("*.part")):
+        time.sleep(0.01)
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join(10)
+    assert ShardCache(tmp_path, 9 * SIZE, QUICK).read(server.url("a"), shard("a"), 0, SIZE) == content("a")
+    assert server.requests["a"] == 2
+
+
+def test_who_has_waited_for_a_draft_that_is_gone_locks_the_next_one(server: Server, tmp_path: Path) -> None:
+    draft = tmp_path / f"{shard('a').sha256}.part"
+    server.faults = ["stall"]
+    with draft.open("wb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = threading.Thread(
+            target=ShardCache(tmp_path, 9 * SIZE, QUICK).fetch, args=(server.url("a"), shard("a"))
+        )
+        waiting.start()
+        time.sleep(0.1)
+        draft.rename(tmp_path / "evicted at once")
+    wait_for(lambda: server.requests["a"] == 1)
+    with draft.open("rb") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    waiting.join()
+    assert [path.name for path in tmp_path.glob("*.tar")] == [f"{shard('a').sha256}.tar"]
+
+
+def test_threads_that_read_while_others_evict_get_the_right_bytes(server: Server, tmp_path: Path) -> None:
+    cache, names, wrong = ShardCache(tmp_path, 2 * SIZE, QUICK), "abcd", list[str]()
+
+    def read(seed: int) -> None:
+        for number in np.random.default_rng(seed).integers(0, len(names), 25).tolist():
+            name = names[number]
+            if cache.read(server.url(name), shard(name), 5, 60) != content(name)[5:65]:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= 2 * SIZE
+
+
+# Fetching ahead
+
+
+NAMES = [f"{number}.tar" for number in range(12)]
+PLAN = ShardPlan(np.full(12, 10), batch_size=4, streams=2, window=20)  # 30 steps; about four shards are read at a time
+
+
+def remote_set(server: Server) -> ShardSet:
+    records = np.zeros(120, dtype=INDEX)
+    records["shard"] = np.repeat(np.arange(12), 10)
+    records["height"] = records["width"] = 64
+    manifest = Manifest(tuple(shard(name) for name in NAMES), 120, 3, (), "", "test")
+    return ShardSet(server.url(""), manifest, records)
+
+
+def shards_read(steps: range, epoch: int = 0) -> list[str]:
+    """The shards of some steps of an epoch, as they are first read."""
+    ids = PLAN.order(make_key(5, epoch), 0, 4)[steps.start : steps.stop].flatten()
+    return list(dict.fromkeys(NAMES[number // 10] for number in ids.tolist()))
+
+
+def test_shards_come_in_the_order_of_the_plan_as_far_as_there_is_room(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 6 * SIZE, QUICK)
+    ahead = Prefetch(cache, remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead.start(0, 60)
+    wait_for(lambda: len(list(tmp_path.glob("*.tar"))) == 6)
+    time.sleep(0.2)
+    assert set(server.requests) == set(shards_read(range(30))[:6])  # and no further
+    for step in range(60):
+        ahead.reach(step)
+        due = shards_read(range(step % 30, step % 30 + 1), step // 30)
+        wait_for(lambda due=due: all((tmp_path / f"{shard(name).sha256}.tar").exists() for name in due))  # type: ignore[misc]
+    ahead.close()
+    wait_for(lambda: sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= 6 * SIZE)
+    assert all(count <= 2 for count in server.requests.values())  # once an epoch at most
+
+
+def test_a_resumed_run_fetches_for_what_is_left_of_it(server: Server, tmp_path: Path) -> None:
+    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 2))
+    ahead.start(25, 28)
+    own = PLAN.order(make_key(5, 0), 0, 2)
+    wanted = {NAMES[number // 10] for number in own[25:28].flatten().tolist()}
+    wait_for(lambda: wanted <= set(server.requests))
+    time.sleep(0.2)
+    later = {NAMES[number // 10] for number in own[25:].flatten().tolist()}
+    assert set(server.requests) <= later
+
+
+def test_a_network_that_dies_ends_fetching_ahead_and_not_the_run(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.faults = ["404"] * 99
+    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead.start(0, 30)
+    wait_for(lambda: "no shards are fetched ahead any more" in caplog.text)
+    ahead.reach(3)
+    ahead.close()
+
+
+def test_a_budget_below_what_is_read_at_a_time_is_warned_of(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead.start(0, 30)
+    wait_for(lambda: "data.cache_gib=" in caplog.text)
+    ahead.close()
+    assert "some will be fetched more than once an epoch" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_set_behind_a_url_gives_the_batches_of_the_same_set_on_a_disk(
+    server: Server, finished: Path, tmp_path: Path, workers: int
+) -> None:
+    server.root = finished
+    near, far = (
+        DataConfig(name="shards", root=root, image_size=[32, 32], cache=str(tmp_path))
+        for root in (str(finished), server.url("").rstrip("/"))
+    )
+    whole = training_batches(near, build_dataset(near, "train"), 8, seed=2)
+    dataset = build_dataset(far, "train")
+    ahead = fetch_ahead(dataset, 8, 2, rank=0, world=1, local_rank=0, local_world=1)
+    assert ahead is not None
+    loader = make_loader(training_batches(far, dataset, 8, seed=2), 1, 7, workers, False, None, ahead)
+    for step, batch in enumerate(loader, 1):
+        assert all(map(torch.equal, batch, whole[step]))
+    tars = {name: count for name, count in server.requests.items() if name.endswith(".tar")}
+    assert tars
+    assert set(tars.values()) == {1}
+
+
+def test_one_process_of_a_host_fetches_ahead_for_all(server: Server, tmp_path: Path) -> None:
+    dataset = ShardDataset(remote_set(server), ShardCache(tmp_path, 99 * SIZE, QUICK))
+    ranks = [fetch_ahead(dataset, 4, 5, rank, 4, rank % 2, 2) for rank in range(4)]
+    assert [ahead is not None for ahead in ranks] == [True, False, True, False]
+    order = shard_plan(dataset.sizes, 4).order(make_key(5, 0), 2, 4)
+    assert ranks[2] is not None
+    ranks[2].start(0, 30)
+    wanted = {NAMES[number // 10] for number in order.flatten().tolist()}
+    wait_for(lambda: len(list(tmp_path.glob("*.tar"))) == len(wanted))
+    assert set(server.requests) == wanted
+
+
+def test_shards_on_a_disk_need_no_fetching(finished: Path) -> None:
+    dataset = build_dataset(DataConfig(name="shards", root=str(finished), image_size=[32, 32]), "train")
+    assert fetch_ahead(dataset, 4, 5, 0, 1, 0, 1) is None
