@@ -38,14 +38,14 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
 
 
 @cache
-def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+def _recomputing(kind: Any) -> Any:
     """``kind`` whose forward keeps its inputs alone.
 
     One class for all blocks of a kind: to a compiler they remain the same code, where a forward wrapped for each
     instance would be compiled for each, until it refuses.
     """
 
-    class Recomputing(kind):  # type: ignore[misc, valid-type]
+    class Recomputing(kind):
         def forward(self, *inputs: Any) -> Any:
             return checkpoint(super().forward, *inputs, use_reentrant=False)
 
