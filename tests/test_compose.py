@@ -35,7 +35,7 @@ def test_every_experiment_can_be_built(experiment: str) -> None:
     assert model.head.out_features == tokenizer.dim
     assert (model.visible_branch is not None) == (config.method.name == "dmjd")
     assert config.run == f"runs/{experiment}"
-    # Experiments are compared at equal cost; the demo is nobody's row of a table, and ConvMAE was released at twice that.
+    # Compared at equal cost; the demo is nobody's row of a table, and ConvMAE was released at twice that.
     effective = {"demo": config.epochs * config.mask.views, "convmae_base": 1600}.get(experiment, 800)
     assert spec.effective_epochs(config.epochs) == effective
 

@@ -32,20 +32,20 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     for block in blocks(model):
         recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
         if isinstance(recomputed, nn.Module):
-            recomputed.__class__ = _recomputing(type(recomputed))
+            recomputed.__class__ = _recomputing(type(recomputed))  # type: ignore[arg-type]  # classes hash
         if config.compile:
             block.compile(fullgraph=True)
 
 
 @cache
-def _recomputing(kind: Any) -> Any:
+def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     """``kind`` whose forward keeps its inputs alone.
 
     One class for all blocks of a kind: to a compiler they remain the same code, where a forward wrapped for each
     instance would be compiled for each, until it refuses.
     """
 
-    class Recomputing(kind):
+    class Recomputing(kind):  # type: ignore[misc, valid-type]
         def forward(self, *inputs: Any) -> Any:
             return checkpoint(super().forward, *inputs, use_reentrant=False)
 
