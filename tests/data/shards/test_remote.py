@@ -339,11 +339,13 @@ def test_shards_come_in_the_order_of_the_plan_as_far_as_there_is_room(server: Se
     assert set(server.requests) == set(shards_read(range(30))[:6])  # and no further
     for step in range(60):
         ahead.reach(step)
-        due = shards_read(range(step % 30, step % 30 + 1), step // 30)
-        wait_for(lambda due=due: all((tmp_path / f"{shard(name).sha256}.tar").exists() for name in due))  # type: ignore[misc]
+        time.sleep(0.01)  # what a step takes
+        for name in shards_read(range(step % 30, step % 30 + 1), step // 30):
+            cache.read(server.url(name), shard(name), 0, 9)
     ahead.close()
+    # Once an epoch at most, unless a shard goes at the very moment at which it is found to be here.
+    assert server.requests.total() <= 24 + 2
     wait_for(lambda: sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= 6 * SIZE)
-    assert all(count <= 2 for count in server.requests.values())  # once an epoch at most
 
 
 def test_a_resumed_run_fetches_for_what_is_left_of_it(server: Server, tmp_path: Path) -> None:
