@@ -27,6 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ROOT,
         DMJD_EXT="off",
         DMJD_CUDA="off",
+        DMJD_JPEG="off",
     )
     (sdist,) = folder.glob("dmjd-*.tar.gz")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
