@@ -22,7 +22,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 # An egg-info of its own: setuptools adds to an sdist whatever an older one lists.
-DMJD_EXT=off DMJD_CUDA=off "$python" setup.py -q egg_info -e "$work" sdist -d "$work"
+DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off "$python" setup.py -q egg_info -e "$work" sdist -d "$work"
 "$python" -m pip -qq wheel --no-build-isolation --no-deps -w "$work" "$work"/dmjd-*.tar.gz
 wheel=$(echo "$work"/dmjd-*.whl)
 
