@@ -153,6 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: dmjd {verb} needs {error.name}; {_TRAINING_EXTRA}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader has seen enough: | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
+        return 141
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

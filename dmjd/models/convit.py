@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -18,9 +17,9 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConViTEncoder
+from dmjd.models.recompute import recompute
 from dmjd.models.vit import layer_norm
 
 POOLS = ("avg", "")
@@ -141,9 +140,7 @@ class ConViT(ConViTEncoder):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute every block in the backward pass."""
         for block in self.blocks:
-            block.__dict__.pop("forward", None)
-            if enable:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+            recompute(block, enable)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers for layer-wise decay: the convolution stages belong to the stem, as in ConvMAE's fine-tuning."""

@@ -10,14 +10,12 @@ Both leave a module's parameters where they are, so their names, and with them c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from dmjd.config import EngineConfig
 from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.recompute import recompute
 
 
 def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
@@ -32,21 +30,6 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     for block in blocks(model):
         recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
         if isinstance(recomputed, nn.Module):
-            recomputed.__class__ = _recomputing(type(recomputed))  # type: ignore[arg-type]  # classes hash
+            recompute(recomputed)
         if config.compile:
             block.compile(fullgraph=True)
-
-
-@cache
-def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` whose forward keeps its inputs alone.
-
-    One class for all blocks of a kind: to a compiler they remain the same code, where a forward wrapped for each
-    instance would be compiled for each, until it refuses.
-    """
-
-    class Recomputing(kind):  # type: ignore[misc, valid-type]
-        def forward(self, *inputs: Any) -> Any:
-            return checkpoint(super().forward, *inputs, use_reentrant=False)
-
-    return Recomputing

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dmjd.data.shards.index import Shard
 from dmjd.data.shards.local import read_part
-from dmjd.data.shards.remote import Patience, fetch
+from dmjd.data.shards.network import PATIENCE, Patience
+from dmjd.data.shards.remote import fetch
 from dmjd.errors import DataError
 
 GIB = 1 << 30
@@ -32,10 +33,10 @@ class ShardCache:
         patience: with the network.
     """
 
-    def __init__(self, folder: Path, budget: int, patience: Patience | None = None) -> None:
+    def __init__(self, folder: Path, budget: int, patience: Patience = PATIENCE) -> None:
         self._folder = folder
         self.budget = budget
-        self._patience = patience or Patience()
+        self._patience = patience
 
     def read(self, url: str, shard: Shard, offset: int, size: int) -> bytes:
         """Bytes of a shard, fetched if it is not here; fewer where it ends before.

@@ -43,12 +43,14 @@ class ShardDataset:
         max_bad_percent: float = 0.0,
     ) -> None:
         manifest = shards.manifest
+        # Numpy's memmap adds microseconds to every look.
+        shards = shards._replace(records=shards.records.view(np.ndarray))
         self.shards = shards
         self.channels = manifest.channels
         self.classes = manifest.classes
         self.num_classes = len(manifest.classes)
         self.fingerprint = manifest.fingerprint
-        self._records = shards.records.view(np.ndarray)  # numpy's memmap adds microseconds to every look
+        self._records = shards.records
         self.cache = cache
         self._files = OpenFiles()
         self._min_size = min_size
@@ -82,9 +84,8 @@ class ShardDataset:
         return int(self._records["label"][index])
 
     def name(self, index: int) -> str:
-        """Its tar, and at which byte of it."""
-        record = self._records[range(len(self))[index]]
-        return f"{self.shards.location(int(record['shard']))}@{int(record['offset'])}"
+        """See :meth:`dmjd.data.shards.index.ShardSet.name`."""
+        return self.shards.name(index)
 
     def _read(self, index: int) -> bytes:
         record = self._records[range(len(self))[index]]

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dmjd import __version__
-from dmjd.data.shards.location import is_remote, join, open_binary, sha256
+from dmjd.data.shards.location import is_remote, join, sha256
+from dmjd.data.shards.network import PATIENCE, Patience, read
 from dmjd.errors import DataError
 from dmjd.files import replace_file
 
@@ -82,9 +83,12 @@ class ShardSet(NamedTuple):
         return join(self.folder, self.manifest.shards[shard].url)
 
     def name(self, index: int) -> str:
-        """What to call a sample in a sentence."""
+        """What to call a sample in a sentence: its tar, and at which byte of it.
+
+        The same wherever the set lies, since a run's list of bad images tells them apart by name.
+        """
         record = self.records[index]
-        return f"{self.location(int(record['shard']))}@{int(record['offset'])}"
+        return f"{self.manifest.shards[int(record['shard'])].url}@{int(record['offset'])}"
 
 
 def save(
@@ -107,42 +111,49 @@ def save(
     return manifest
 
 
-def load(root: str | Path) -> ShardSet:
+def load(root: str | Path, patience: Patience = PATIENCE) -> ShardSet:
     """The shard set in a folder, or below a URL.
 
     Raises:
-        DataError: if there is none, its format is another one, or manifest and index do not fit together.
+        DataError: if there is none, its format is another one, manifest and index do not fit together, or a server
+            outlasts ``patience``.
     """
-    folder = str(root)
-    path = join(folder, MANIFEST)
-    try:
-        with open_binary(path) as file:
-            manifest = _parse(path, file.read())
-    except FileNotFoundError as error:
+    manifest = _read_manifest(str(root), patience)
+    if manifest is None:
         raise DataError(
-            f"{folder} is no shard set, for it has no {MANIFEST}; make one with: dmjd shards build SRC {folder}"
-        ) from error
-    records = _load_records(join(folder, RECORDS), path, manifest)
-    _validate(path, manifest, records)
-    return ShardSet(folder, manifest, records)
+            f"{root} is no shard set, for it has no {MANIFEST}; make one with: dmjd shards build SRC {root}"
+        )
+    return _with_records(str(root), manifest, patience)
 
 
-def load_splits(root: str | Path) -> dict[str, ShardSet]:
+def load_splits(root: str | Path, patience: Patience = PATIENCE) -> dict[str, ShardSet]:
     """The shard sets below ``root`` by split: those in ``train`` and ``val``, or the one of ``root`` as "train".
 
     Raises:
         DataError: as :func:`load` does.
     """
-    found = {split: join(str(root), split) for split in SPLITS if _exists(join(join(str(root), split), MANIFEST))}
-    return {split: load(folder) for split, folder in (found or {"train": str(root)}).items()}
+    folders = {split: join(str(root), split) for split in SPLITS}
+    manifests = {split: _read_manifest(folder, patience) for split, folder in folders.items()}
+    found = {split: manifest for split, manifest in manifests.items() if manifest is not None}
+    if not found:
+        return {"train": load(root, patience)}
+    return {split: _with_records(folders[split], manifest, patience) for split, manifest in found.items()}
 
 
-def _exists(location: str) -> bool:
+def _read_manifest(folder: str, patience: Patience) -> Manifest | None:
+    """None where there is none, which is not to be confused with a server that does not answer."""
+    path = join(folder, MANIFEST)
     try:
-        open_binary(location).close()
+        return _parse(path, read(path, patience) if is_remote(path) else Path(path).read_bytes())
     except FileNotFoundError:
-        return False
-    return True
+        return None
+
+
+def _with_records(folder: str, manifest: Manifest, patience: Patience) -> ShardSet:
+    path = join(folder, MANIFEST)
+    records = _load_records(join(folder, RECORDS), path, manifest, patience)
+    _validate(path, manifest, records)
+    return ShardSet(folder, manifest, records)
 
 
 def _parse(path: str, content: bytes) -> Manifest:
@@ -161,18 +172,17 @@ def _parse(path: str, content: bytes) -> Manifest:
     return manifest
 
 
-def _load_records(location: str, manifest_path: str, manifest: Manifest) -> Records:
+def _load_records(location: str, manifest_path: str, manifest: Manifest, patience: Patience) -> Records:
+    """The index, once it is the one that the manifest was written with."""
+    remote = is_remote(location)
     try:
-        with open_binary(location) as opened:
-            file = io.BytesIO(opened.read()) if is_remote(location) else opened
+        with io.BytesIO(read(location, patience)) if remote else Path(location).open("rb") as file:
             if sha256(file) != manifest.index_sha256:
                 raise DataError(f"{location} is not the index that {manifest_path} was written with; restore both")
-            if isinstance(file, io.BytesIO):
-                file.seek(0)
-                return np.load(file, allow_pickle=False)
+            file.seek(0)
+            return np.load(file if remote else location, mmap_mode=None if remote else "r", allow_pickle=False)
     except FileNotFoundError as error:
         raise DataError(f"{location} is missing, though {manifest_path} is there; restore it") from error
-    return np.load(location, mmap_mode="r", allow_pickle=False)
 
 
 def _validate(path: str, manifest: Manifest, records: Records) -> None:

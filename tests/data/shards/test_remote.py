@@ -23,10 +23,11 @@ from dmjd.data.build import build_dataset, fetch_ahead, training_batches
 from dmjd.data.loader import make_loader
 from dmjd.data.shards.cache import ShardCache
 from dmjd.data.shards.dataset import ShardDataset
-from dmjd.data.shards.index import INDEX, Manifest, Shard, ShardSet
+from dmjd.data.shards.index import INDEX, Manifest, Shard, ShardSet, load, load_splits
+from dmjd.data.shards.network import Patience
 from dmjd.data.shards.plan import ShardPlan, shard_plan
 from dmjd.data.shards.prefetch import Prefetch
-from dmjd.data.shards.remote import Patience, fetch
+from dmjd.data.shards.remote import fetch
 from dmjd.errors import DataError
 from dmjd.ops.philox import make_key
 
@@ -418,3 +419,41 @@ def test_one_process_of_a_host_fetches_ahead_for_all(server: Server, tmp_path: P
 def test_shards_on_a_disk_need_no_fetching(finished: Path) -> None:
     dataset = build_dataset(DataConfig(name="shards", root=str(finished), image_size=[32, 32]), "train")
     assert fetch_ahead(dataset, 4, 5, 0, 1, 0, 1) is None
+
+
+def test_manifests_and_indexes_are_asked_for_again(server: Server, finished: Path) -> None:
+    """The first split's manifest, the second's, and an index: a fault of each passes, and nothing is lost."""
+    server.root = finished
+    expected = load_splits(finished)
+    for faults in (["503"], ["", "503"], ["", "", "cut"], ["", "", "", "stall"], ["503", "429", "cut"]):
+        server.faults = list(faults)
+        found = load_splits(server.url(""), QUICK)
+        assert not server.faults
+        assert {split: shards.manifest for split, shards in found.items()} == {
+            split: shards.manifest for split, shards in expected.items()
+        }
+        assert all(np.array_equal(found[split].records, expected[split].records) for split in expected)
+    server.wake.set()
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_server_that_is_down_is_not_a_set_that_is_not_there(server: Server, finished: Path, split: str) -> None:
+    server.root = finished
+    server.faults = ["", *["503"] * 9] if split == "val" else ["503"] * 9
+    with pytest.raises(DataError, match=rf"{split}/manifest.json cannot be fetched: 503.* at the last of 4 attempts"):
+        load_splits(server.url(""), QUICK)
+
+
+def test_a_port_that_nobody_serves_is_said(server: Server) -> None:
+    url = server.url("set")
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(DataError, match=r"cannot be fetched: .*at the last of 4 attempts"):
+        load(url, QUICK)
+
+
+def test_a_split_that_is_not_there_is_no_fault(server: Server, finished: Path) -> None:
+    server.root = finished / "train"
+    assert list(load_splits(server.url(""), QUICK)) == ["train"]
+    with pytest.raises(DataError, match=r"is no shard set, for it has no manifest\.json"):
+        load(server.url("elsewhere"), QUICK)

@@ -7,6 +7,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -113,6 +114,11 @@ def test_bad_samples_are_listed_and_leave_every_batch_its_size(
     assert sorted(row["sample_id"] for row in rows) == sorted(BROKEN)
     assert {row["kind"] for row in rows} == {"crc"}
     assert {batch.images.shape for batch in whole} == {(BATCH, 8, 8, 3)}
+    # Told apart by a name that the set keeps when it is moved, else they would count twice and stop the run.
+    assert many.root is not None
+    moved = replace(many, root=str(shutil.copytree(many.root, tmp_path / "elsewhere")))
+    launch(moved, tmp_path, 0, STEPS, 2, 0)
+    assert len((tmp_path / "quarantine.jsonl").read_text().splitlines()) == len(rows)
 
 
 def test_a_batch_larger_than_the_set_is_refused(many: DataConfig) -> None:
