@@ -1,15 +1,12 @@
 // The depthwise convolution of a masked map on its visible tokens. The CUDA file says why one window serves forward and
 // both gradients; here it is gathered, widened to the type of sums, for a few channels of one token at a time.
-#include <torch/headeronly/util/BFloat16.h>
-#include <torch/headeronly/util/Half.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <tuple>
 #include <vector>
 
-#include "../common.h"
+#include "../dtypes.h"
 
 // The baseline of x86-64 has vectors of four floats and no fused multiply-add; the loader picks what the machine has.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
@@ -23,19 +20,8 @@
 namespace dmjd {
 namespace {
 
-using torch::headeronly::ScalarType;
-
 constexpr int64_t kTokensPerChunk = 64;  // a chunk is one thread's work, and one partial sum of the weight's gradient
 constexpr int64_t kReduceGrain = 1 << 8;
-
-template <typename T>
-struct SumOf {
-  using type = float;
-};
-template <>
-struct SumOf<double> {
-  using type = double;
-};
 
 // One pixel of a window: a few channels in a vector that the compiler splits if need be. Not wider than AVX2's, since
 // compilers split those through memory.
@@ -126,7 +112,7 @@ DMJD_INLINE void correlate(const Lanes<Sum>* window, const Lanes<Sum>* own, int 
 // What both directions know. `source` is what the window slides over: x forward, the result's gradient backward.
 template <typename T>
 struct Problem {
-  using Sum = typename SumOf<T>::type;
+  using Sum = dmjd::Sum<T>;
   static constexpr int64_t kLanes = Lanes<Sum>::kCount;
 
   const T* source;
@@ -227,23 +213,6 @@ Problem<T> make_problem(const Tensor& source, const Tensor* x, const Tensor& res
   return problem;
 }
 
-// Calls `run` with a null pointer of the element type that `x` has.
-template <typename Run>
-void with_type(const Tensor& x, const Run& run) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float:
-      return run(static_cast<float*>(nullptr));
-    case ScalarType::BFloat16:
-      return run(static_cast<torch::headeronly::BFloat16*>(nullptr));
-    case ScalarType::Half:
-      return run(static_cast<torch::headeronly::Half*>(nullptr));
-    case ScalarType::Double:
-      return run(static_cast<double*>(nullptr));
-    default:
-      STD_TORCH_CHECK(false, "masked_depthwise_conv2d: x has a dtype without a kernel");
-  }
-}
-
 Tensor masked_depthwise_conv2d_cpu(const Tensor& x, const Tensor& visible, const Tensor& restore, const Tensor& weight,
                                    const std::optional<Tensor>& bias, int64_t grid_h, int64_t grid_w, int64_t q) {
   const Tensor pixels = torch::stable::contiguous(x), ids = torch::stable::contiguous(visible);
@@ -252,9 +221,9 @@ Tensor masked_depthwise_conv2d_cpu(const Tensor& x, const Tensor& visible, const
   if (bias.has_value()) biases = torch::stable::contiguous(*bias);
   Tensor result = torch::stable::new_empty(pixels, pixels.sizes());
 
-  with_type(pixels, [&](auto* element) {
-    using T = std::remove_pointer_t<decltype(element)>;
-    using Sum = typename SumOf<T>::type;
+  for_floating_type(pixels.scalar_type(), "masked_depthwise_conv2d", [&](auto element) {
+    using T = decltype(element);
+    using Sum = dmjd::Sum<T>;
     const auto problem = make_problem<T>(pixels, nullptr, result, ids, slots, weights, grid_h, grid_w, q);
     const auto filter = make_filter(weights.const_data_ptr<Sum>(), problem.channels, problem.k * problem.k, false);
     std::vector<Lanes<Sum>> lane_bias(problem.slices());
@@ -281,9 +250,9 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cpu(const Te
   Tensor grad_weight = torch::stable::new_empty(weights, weights.sizes());
   Tensor grad_bias = torch::stable::new_empty(weights, {weights.size(0)});
 
-  with_type(pixels, [&](auto* element) {
-    using T = std::remove_pointer_t<decltype(element)>;
-    using Sum = typename SumOf<T>::type;
+  for_floating_type(pixels.scalar_type(), "masked_depthwise_conv2d", [&](auto element) {
+    using T = decltype(element);
+    using Sum = dmjd::Sum<T>;
     const auto problem = make_problem<T>(grads, &pixels, grad_x, ids, slots, weights, grid_h, grid_w, q);
     const int64_t taps = problem.k * problem.k, chunks = problem.chunks();
     const auto filter = make_filter(weights.const_data_ptr<Sum>(), problem.channels, taps, true);
