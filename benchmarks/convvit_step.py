@@ -29,8 +29,9 @@ from dmjd.compose import compose
 
 VARIANTS = {
     "ours, eager": (),
-    "ours, compiled": ("engine.compile=true",),
-    "ours, compiled, MLPs recomputed": ("engine.compile=true", "engine.activation_checkpointing=mlp"),
+    "ours, blocks compiled": ("engine.compile=block",),
+    "ours, compiled": ("engine.compile=model",),
+    "ours, compiled, MLPs recomputed": ("engine.compile=model", "engine.activation_checkpointing=mlp"),
 }
 
 

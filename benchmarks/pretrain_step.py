@@ -1,6 +1,6 @@
 """How long is a training step, and where does it go? Synthetic uint8 batches, already on the device.
 
-    python benchmarks/pretrain_step.py experiment=mae_dm_vit_base batch_size=256 [engine.compile=true] ...
+    python benchmarks/pretrain_step.py experiment=mae_dm_vit_base batch_size=256 [engine.compile=block] ...
 
 Takes the words of `dmjd pretrain`. Prints the median step, its parts, images and views a second, peak memory and the
 share of the device's bf16 peak that the counted FLOPs reach; --json FILE keeps them with card, versions and date.

@@ -175,6 +175,7 @@ class EngineConfig:
     """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
 
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
     """
 
     name: str = choice("single", "ddp")
@@ -182,7 +183,7 @@ class EngineConfig:
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "full")
-    compile: bool = False
+    compile: str = choice("none", "block", "model")
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Transforms that a model knows nothing about, applied from outside and in this order:
 
 1. activation checkpointing, per block or per block's MLP, whose hidden layer is most of what a block keeps;
-2. ``torch.compile``, per transformer block, around the checkpointed forward (the other way round loses the saving);
+2. ``torch.compile`` around the checkpointed forward (the other way round loses the saving): per transformer block,
+   which is short to compile and leaves room for hooks between blocks, or of the model as one graph, where residual
+   additions and casts fuse across blocks;
 3. sharding, which is the engine's.
 
 Both leave a module's parameters where they are, so their names, and with them checkpoints, do not change.
@@ -31,5 +33,7 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
         recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
         if isinstance(recomputed, nn.Module):
             recompute(recomputed)
-        if config.compile:
+        if config.compile == "block":
             block.compile(fullgraph=True)
+    if config.compile == "model":
+        model.compile(fullgraph=True)

@@ -117,16 +117,21 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there itself
+@pytest.mark.parametrize("unit", ["block", "model"])
 @pytest.mark.parametrize("mode", ["none", "mlp", "full"])
-def test_many_blocks_are_compiled_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More blocks than torch compiles versions of one function: those of a kind have to share theirs."""
+def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more blocks than torch compiles versions of one function: those of a kind have to share theirs."""
     plain, compiled = make_objective(depth=10), make_objective(depth=10)
-    compile_module = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda block, **options: compile_module(block, backend="aot_eager", **options)
-    )
+    compile_module, units = torch.nn.Module.compile, []
+
+    def compile_quickly(module: torch.nn.Module, **options: Any) -> None:
+        units.append(module)
+        compile_module(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
     torch._dynamo.reset()
-    apply(compiled.model, EngineConfig(activation_checkpointing=mode, compile=True))
+    apply(compiled.model, EngineConfig(activation_checkpointing=mode, compile=unit))
+    assert units == ([compiled.model] if unit == "model" else list(blocks(compiled.model)))
     losses = [objective(*make_batch()).total for objective in (plain, compiled)]
     for loss in losses:
         loss.backward()

@@ -84,14 +84,16 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
     for name, words in {
         "fp32": ["engine.precision=fp32"],
         "bf16": ["engine.precision=bf16"],
-        "compiled": ["engine.precision=bf16", "engine.compile=true"],
+        "blocks compiled": ["engine.precision=bf16", "engine.compile=block"],
+        "model compiled": ["engine.precision=bf16", "engine.compile=model"],
         "recomputed": ["engine.precision=bf16", "engine.activation_checkpointing=full"],
     }.items():
         engine, prepare = cast(configured("engine.device=cuda", *words))
         curves[name] = train(engine, prepare(random_batch().to(engine.device), 0), steps=10)
     assert curves["recomputed"] == curves["bf16"]
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=0.02)
-    assert curves["compiled"] == pytest.approx(curves["bf16"], rel=0.02)
+    for compiled in ("blocks compiled", "model compiled"):
+        assert curves[compiled] == pytest.approx(curves["bf16"], rel=0.02)
 
 
 def test_a_step_never_waits_for_the_device() -> None:
