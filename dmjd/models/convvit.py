@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.mlp import Pointwise, PointwiseMlp
 from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import EncoderBlock, layer_norm
 from dmjd.ops.images import patchify
@@ -37,17 +38,6 @@ class VisibleTokens(NamedTuple):
     visible: Tensor
     restore: Tensor
     grid: tuple[int, int]
-
-
-class Pointwise(nn.Conv2d):
-    """A 1 x 1 convolution over the last axis, with a convolution's parameters and initialisation."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., C] -> [..., D]``."""
-        return F.linear(x, self.weight.flatten(1), self.bias)
 
 
 class PatchConv2d(nn.Conv2d):
@@ -92,18 +82,6 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(self.norm(self.proj(x)))
-
-
-class PointwiseMlp(nn.Module):
-    """``[..., C] -> [..., C]`` through one hidden layer."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = Pointwise(dim, hidden)
-        self.fc2 = Pointwise(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
 
 
 class ConvBlock(nn.Module):

@@ -6,6 +6,7 @@ built: :func:`status` tells which kernel serves which op.
 
 from dmjd.ops._lib import reference, status
 from dmjd.ops._native import build_info
+from dmjd.ops.gelu_mlp import gelu_mlp
 from dmjd.ops.hog import hog
 from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
 from dmjd.ops.mask_plan import MaskPlan, mask_plan
@@ -23,6 +24,7 @@ __all__ = [
     "disjoint_masks",
     "draw_masks",
     "gather_tokens",
+    "gelu_mlp",
     "hog",
     "horizontal_flip",
     "keyed_bits",

@@ -7,6 +7,7 @@ kernel, so it works on every device without a compiler. The dispatcher prefers a
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,10 @@ NAMESPACE = "dmjd"
 # FRAGMENT, not DEF: a namespace can be opened as DEF only once per process, so a reload or a vendored copy would raise.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references: dict[str, Callable[..., Any]] = {}
+_in_triton: set[str] = set()
+
+# Asked and not imported: that takes a while, and torch itself does so only when it compiles.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _is_native(name: str, device: str) -> bool:
@@ -50,7 +55,11 @@ def _until_loaded(name: str, reference: Callable[..., Any]) -> Callable[..., Any
 
 
 def define(
-    schema: str, *, fake: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    triton: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the reference of a new op.
 
@@ -59,16 +68,22 @@ def define(
         fake: makes the result's shapes and dtypes from the arguments'.
         autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them, or None for an op
             without a gradient.
+        triton: the op on CUDA tensors by kernels in Triton, for an op that no native library serves.
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(", 1)[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, _until_loaded(name, reference), "CompositeExplicitAutograd")
+        kernel = reference if triton is not None else _until_loaded(name, reference)
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if autograd is not None:
             setup_context, backward = autograd
             torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+        if triton is not None:
+            _in_triton.add(name)
+            if not _native.disabled and _HAS_TRITON:
+                _library.impl(name, triton, "CUDA")
         _references[name] = reference
         return reference
 
@@ -87,9 +102,14 @@ def status() -> dict[str, dict[str, str]]:
     """
     missing = {device: _native.why_missing(device) for device in _native.DEVICES}
     return {
-        name: {
-            device: "native" if _is_native(name, device) else f"reference: {why or 'no native kernel for this op'}"
-            for device, why in missing.items()
-        }
-        for name in sorted(_references)
+        name: {device: _server(name, device, why) for device, why in missing.items()} for name in sorted(_references)
     }
+
+
+def _server(name: str, device: str, why_no_library: str | None) -> str:
+    if name in _in_triton and device == "CUDA":
+        why_not = _native.no_use(device) or (None if _HAS_TRITON else "the package triton is not installed")
+        return "triton" if why_not is None else f"reference: {why_not}"
+    if _is_native(name, device):
+        return "native"
+    return f"reference: {why_no_library or 'no native kernel for this op'}"

@@ -59,21 +59,26 @@ def build_info() -> BuildInfo | None:
     return _core.build_info()
 
 
-def _obstacle(device: str) -> str | None:
-    """What speaks against loading the library, without having tried."""
+def no_use(device: str) -> str | None:
+    """Why kernels of any kind would serve nobody on ``device``, or None."""
     if disabled:
         return "DMJD_DISABLE_EXT is set"
     if device != "CUDA":
         return None
     if torch.version.cuda is None:
         return "this torch was built without CUDA"
-    cards = torch.cuda.device_count()
-    if not cards:
-        return "no CUDA device"
+    return None if torch.cuda.device_count() else "no CUDA device"
+
+
+def _obstacle(device: str) -> str | None:
+    """What speaks against loading the library, without having tried."""
+    useless = no_use(device)
+    if useless is not None or device != "CUDA":
+        return useless
     info = build_info()
     archs = info["cuda_archs"] if info else []
     # Nothing tells, as where the libraries came without _core: trust whoever brought them.
-    for card in range(cards if archs else 0):
+    for card in range(torch.cuda.device_count() if archs else 0):
         capability = torch.cuda.get_device_capability(card)
         if not covers(archs, capability):
             number = ".".join(map(str, capability))

@@ -17,6 +17,7 @@ from torch import nn
 
 from dmjd.config import EngineConfig
 from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.mlp import recompute_hidden
 from dmjd.models.recompute import recompute
 
 
@@ -30,9 +31,11 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     """Transform ``model`` in place as ``config`` asks."""
     for block in blocks(model):
-        recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
-        if isinstance(recomputed, nn.Module):
-            recompute(recomputed)
+        if config.activation_checkpointing == "full":
+            recompute(block)
+        elif config.activation_checkpointing == "mlp":
+            assert isinstance(block.mlp, nn.Module)
+            recompute_hidden(block.mlp)
         if config.compile == "block":
             block.compile(fullgraph=True)
     if config.compile == "model":

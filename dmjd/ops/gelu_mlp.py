@@ -1,0 +1,156 @@
+"""A two-layer GELU MLP that keeps its input alone for the backward pass.
+
+The hidden layer is 4 to 8 times as wide as what goes in and out, so it is most of what a transformer block would keep,
+and reading and writing it is most of what the MLP costs beside its products. On CUDA, in half precision, the products
+end in GELU and in its gradient (:mod:`dmjd.ops.gelu_mlp_kernels`), and the hidden layer, computed a second time there,
+costs no more than reading it back would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmjd.ops._lib import define
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape),
+        weight1.new_empty(weight1.shape),
+        bias1.new_empty(bias1.shape),
+        weight2.new_empty(weight2.shape),
+        weight2.new_empty(weight2.shape[:1]),
+    )
+
+
+def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pass
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("gelu_mlp has no second derivative")
+
+
+def _triton_backward(
+    grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from dmjd.ops import gelu_mlp_kernels as kernels
+
+    rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
+    if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
+        return _reference_backward(grad, x, weight1, bias1, weight2)
+    weight1, weight2 = weight1.contiguous(), weight2.contiguous()
+    grad_hidden, hidden, grad_bias1 = kernels.hidden_gradient(rows, weight1, bias1.contiguous(), grads, weight2)
+    return (
+        (grad_hidden @ weight1).view(x.shape),
+        grad_hidden.T @ rows,
+        grad_bias1.to(bias1.dtype),
+        grads.T @ hidden,
+        grads.sum(0),
+    )
+
+
+@define(
+    "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+    autograd=(_no_context, _refuse_double_backward),
+    triton=_triton_backward,
+)
+def _reference_backward(
+    grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight1, bias1, weight2 and bias2."""
+    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    with torch.autocast(x.device.type, enabled=False):
+        before = F.linear(rows, weight1, bias1)
+        grad_hidden = torch.ops.aten.gelu_backward(grads @ weight2, before)
+        return (
+            (grad_hidden @ weight1).view(x.shape),
+            grad_hidden.T @ rows,
+            grad_hidden.sum(0),
+            grads.T @ F.gelu(before),
+            grads.sum(0),
+        )
+
+
+def _fake(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight2.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors)
+
+
+def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    from dmjd.ops import gelu_mlp_kernels as kernels
+
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
+        return _reference(x, weight1, bias1, weight2, bias2)
+    hidden = kernels.hidden_layer(rows, weight1.contiguous(), bias1.contiguous())
+    return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
+
+
+@define(
+    "gelu_mlp(Tensor x, Tensor weight1, Tensor bias1, Tensor weight2, Tensor bias2) -> Tensor",
+    fake=_fake,
+    autograd=(_setup_context, _backward),
+    triton=_triton,
+)
+def _reference(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):  # the front end has cast
+        return F.linear(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2)
+
+
+def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
+    """``gelu(x @ weight1.T + bias1) @ weight2.T + bias2``, whose backward pass needs no hidden layer kept.
+
+    The exact GELU. Under autocast everything is cast as :func:`torch.nn.functional.linear` would. There is no second
+    derivative. Two runs give equal bits.
+
+    Args:
+        x: ``[..., C]`` floating point.
+        weight1: ``[H, C]``.
+        bias1: ``[H]``.
+        weight2: ``[D, H]``.
+        bias2: ``[D]``.
+
+    Returns:
+        ``[..., D]`` of x's dtype, or autocast's. The Triton kernels serve CUDA tensors in bfloat16 and float16 where H
+        is a multiple of 128 and C and D are of 64; PyTorch's own serve the others.
+
+    Raises:
+        TypeError: if the dtypes differ outside autocast.
+        ValueError: if shapes do not fit.
+    """
+    named = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        named = {name: tensor.to(dtype) for name, tensor in named.items()}
+    for name, tensor in named.items():
+        if not tensor.dtype.is_floating_point or tensor.dtype != named["x"].dtype:
+            raise TypeError(f"gelu_mlp: {name} must have x's floating dtype {named['x'].dtype}, got {tensor.dtype}")
+    if weight1.ndim != 2 or weight2.ndim != 2:
+        raise ValueError(
+            f"gelu_mlp: weight1 [H, C] and weight2 [D, H] must be matrices, got {list(weight1.shape)} and "
+            f"{list(weight2.shape)}"
+        )
+    hidden, depth = weight1.shape
+    fitting = (x.ndim > 0 and x.shape[-1] == depth, bias1.shape == (hidden,), weight2.shape[1] == hidden)
+    if not all(fitting) or bias2.shape != weight2.shape[:1]:
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+        raise ValueError(
+            f"gelu_mlp: expected x [..., C], weight1 [H, C], bias1 [H], weight2 [D, H], bias2 [D]; got {shapes}"
+        )
+    return torch.ops.dmjd.gelu_mlp(*named.values())
