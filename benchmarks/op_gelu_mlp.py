@@ -94,7 +94,6 @@ def measure(case: Case, table: timing.Table) -> None:
         for backward in (False, True)
     ]
     add("products alone", *bare)
-    del hidden
     ways: dict[str, Mlp] = {
         "PyTorch": layers,
         "torch.compile": torch.compile(layers, dynamic=False),
