@@ -161,7 +161,8 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     patience = timedelta(minutes=engine.start_timeout)
     if size == 1:
         if engine.name in SHARDED and not dist.is_initialized():
-            dist.init_process_group(backend, store=dist.distributed_c10d.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
