@@ -269,7 +269,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         evaluate("knn", run / "pictures")
     (step / "__0_0.distcp").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"damaged: model\.pt is not the file that was saved"):
+    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp is not the file that was saved"):
         evaluate("knn", step)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         evaluate("knn", run)
