@@ -11,13 +11,13 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -142,11 +142,16 @@ def _reader(path: Path) -> FileSystemReader:
 
 
 class _OneFile(HuggingFaceStorageReader):
-    """Torch's reader takes a folder of safetensors; here it is one file, whatever else lies beside it."""
+    """Torch's reader takes every safetensors file of a folder; this one takes ``file`` alone."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(str(file.parent))
-        self.path = file
+        super().__init__(str(file))
+        self.fs = _FileAsFolder()
+
+
+class _FileAsFolder(FileSystem):
+    def ls(self, path: Any) -> list[str]:
+        return [str(path)]
 
 
 def _shapes(reader: FileSystemReader) -> dict[str, torch.Size]:
