@@ -7,7 +7,6 @@ native engines write this one format (torch.distributed.checkpoint's), so they c
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,9 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from dmjd.errors import CheckpointError, StorageError
 
 T = TypeVar("T")
-
-# It tells the root logger of an error, traceback and all, that we raise in a sentence.
-logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 
 # Said of every save and load without a process group, though it is what `no_dist` asks for.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

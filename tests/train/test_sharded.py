@@ -25,6 +25,9 @@ WORDS = (
     "log_every=4",
     "checkpoint_every=6",
     "ema_decay=0.9",
+    # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
+    "optim.eps=1e-2",
+    "optim.base_lr=1e-2",
     "online_knn.every_epochs=1",
     "engine.accumulation=2",
 )
@@ -65,9 +68,8 @@ def test_it_is_the_run_of_one_process(sharded: Path, tmp_path: Path, tiny: Words
     last = "checkpoints/step-00000022"
     saved, alone = store.read(sharded / last), store.read(tmp_path / "run" / last)
     assert saved.keys() == alone.keys()
-    # Adam turns the rounding noise of a gradient near zero into a visible part of a step.
-    drift = [(saved[n] - v).norm() / v.norm() for n, v in alone.items() if n.startswith("parameter/") and v.any()]
-    assert max(drift) < 1e-3
+    for name, value in alone.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_its_pictures_are_of_whole_weights(sharded: Path) -> None:
