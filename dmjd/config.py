@@ -176,14 +176,22 @@ class EngineConfig:
 
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
+    ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
+    ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
+    ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
+    step after it.
     """
 
-    name: str = choice("single", "ddp")
+    name: str = choice("single", "ddp", "fsdp", "hsdp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "full")
     compile: str = choice("none", "block", "model")
+    reshard_after_forward: bool = True
+    replicas: int | None = number(None, least=1)
+    start_timeout: float = positive(30.0)
+    step_timeout: float = positive(10.0)
 
 
 @dataclass
@@ -209,6 +217,7 @@ class PretrainConfig:
     ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
     average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
+    ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project.
     """
 
@@ -231,6 +240,7 @@ class PretrainConfig:
     checkpoint_every: int = positive(1000)
     keep_checkpoints: int = positive(2)
     keep_every: int | None = number(None, least=1)
+    checkpoint_async: bool = True
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = None
@@ -292,6 +302,14 @@ class ExportConfig:
     output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     dtype: str = choice("fp32", "bf16", "fp16")
+
+
+@dataclass
+class ConsolidateConfig:
+    """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
+
+    checkpoint: str = "???"
+    output: str | None = None
 
 
 def check_fields(config: Any, prefix: str = "") -> None:

@@ -36,11 +36,19 @@ class StepNumbers(NamedTuple):
 class PendingStep:
     """A step whose numbers are on their way to the host; ``step`` counts from 1, as the log does.
 
-    The copy is queued right behind the step and read one step later, so the device never idles for it.
+    The copy is queued right behind the step and read one step later, so the device never idles for it. ``alarm``, of
+    any rank, travels with it: once read, it is true on all.
     """
 
     def __init__(
-        self, step: int, sample_ids: Tensor, losses: Losses, rates: Tensor, result: StepResult, world: World
+        self,
+        step: int,
+        sample_ids: Tensor,
+        losses: Losses,
+        rates: Tensor,
+        result: StepResult,
+        world: World,
+        alarm: bool = False,
     ) -> None:
         self.step = step
         self._sample_ids = sample_ids
@@ -49,7 +57,9 @@ class PendingStep:
         scalars = torch.stack((losses.total, losses.masked, visible, result.grad_norm, result.applied)).detach()
         self._has_visible = losses.visible is not None
         # Means over all ranks, then this rank's own loss, which tells whose samples to name.
-        values = torch.cat((world.mean(torch.cat((scalars, rates))), losses.total.detach().reshape(1)))
+        self.alarm = False
+        alarms = scalars.new_full((1,), float(alarm))  # filled by a kernel, where a copy would make the host wait
+        values = torch.cat((world.mean(torch.cat((scalars, rates, alarms))), losses.total.detach().reshape(1)))
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -67,7 +77,8 @@ class PendingStep:
         """
         if self._event is not None:
             self._event.synchronize()
-        loss, mim, vis, grad_norm, applied, m_corr, m_pred, own_loss = self._host.tolist()
+        loss, mim, vis, grad_norm, applied, m_corr, m_pred, alarm, own_loss = self._host.tolist()
+        self.alarm = alarm > 0
         numbers = StepNumbers(loss, mim, vis if self._has_visible else None, grad_norm, applied, m_corr, m_pred)
         if not applied or not math.isfinite(loss):
             fate = "no checkpoint was touched" if applied else "the step was not applied and no checkpoint was touched"

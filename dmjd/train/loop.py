@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,13 +22,15 @@ from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.upload import Uploader
 from dmjd.errors import ConfigError
 from dmjd.masking import measured_rates
-from dmjd.models.objective import Losses, mean_losses
+from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import StepResult
-from dmjd.parallel.single import load_strictly, read_model
+from dmjd.parallel.environment import prepare_environment
+from dmjd.parallel.store import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+from dmjd.train.consolidate import SUFFIX
 from dmjd.train.ema import EncoderEma
 from dmjd.train.guard import PendingStep
 from dmjd.train.journal import Journal
@@ -35,6 +38,7 @@ from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.saver import Saver
 from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
 from dmjd.train.trackers import check_packages
@@ -59,7 +63,8 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
         NonFiniteLoss: at the first step whose loss or gradient is not finite.
     """
     run = RunFolder(Path(config.run))
-    world = join_world(select_device(config.engine.device), config.engine.name)
+    prepare_environment(run.path)
+    world = join_world(select_device(config.engine.device), config.engine)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
         training = Pretraining(config, run, world, judges)
@@ -108,19 +113,24 @@ class Pretraining:
         self.peak_lr = peak_lr(config, spec, grid)
         self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
 
-        encoder = self.engine.objective.model.encoder
+        self.saver = Saver(
+            run.checkpoints,
+            world,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+            asynchronous=config.checkpoint_async,
+        )
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
         self.random = RandomState(config.seed, world)
-        self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
+        decay = config.ema_decay
+        self.ema = EncoderEma(self.engine.local_shards(), decay) if decay is not None else None
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
         self.registry.add("random", self.random)
         if isinstance(self.dataset, ShardDataset):
             self.registry.add("data", DataIdentity(self.dataset.fingerprint))
-        if self.ema is not None:
-            self.registry.add("ema", self.ema)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
 
@@ -130,13 +140,25 @@ class Pretraining:
         self.world.on_main(lambda: self._lock(stack))
         own = self.world.on_main(lambda: checkpoint.newest(run.checkpoints))
         if own is not None:
-            self.engine.load(own)
-            state = checkpoint.read_loop_state(own)
-            self.world.together(lambda: self.registry.load_state_dict(state))
+            self._restore(own)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
         self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
         self.quarantine = self._quarantine()
+        stack.callback(self.saver.close)
+
+    def _restore(self, path: Path) -> None:
+        """Become what was saved in ``path``, on all ranks or on none."""
+
+        def load() -> None:
+            self.engine.load(path, self._averages())
+            self.registry.load_state_dict(checkpoint.read_loop_state(path))
+
+        self.saver.wait()
+        self.world.together(load)
+
+    def _averages(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.ema is None else self.ema.averages
 
     def _begin_to_write(self, stack: ExitStack, anew: bool) -> None:
         if anew:  # as the log does; another data set may have filled the list before the first checkpoint
@@ -151,7 +173,8 @@ class Pretraining:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
             return None
-        return checkpoint.resolve(Path(self.config.init), "init")
+        file = Path(self.config.init)
+        return file if file.suffix == SUFFIX and file.is_file() else checkpoint.resolve(file, "init")
 
     def _quarantine(self) -> Quarantine:
         return Quarantine(self.run.quarantine, len(self.dataset), self.config.data.max_bad_percent)
@@ -162,19 +185,18 @@ class Pretraining:
     def play(self) -> None:
         """The whole run."""
         device, stop = self.engine.device, self.total_steps
+        self.first_step = self.position.step + 1
         pin, upload = device.type == "cuda", Uploader(device)
         world, config = self.world, self.config
         ranks = world.rank, world.size, world.local_rank, world.local_size
         ahead = fetch_ahead(self.dataset, config.batch_size, config.seed, *ranks)
         loader = make_loader(self.batches, self.position.step, stop, config.workers, pin, self.quarantine, ahead)
         self.engine.module.train()
-        rehearsed = self.world.size == 1
+        rehearsed = not self.engine.rehearses
         for batch in self.journal.clock.waiting(loader):
             if not rehearsed:
                 self._forward_backward(upload(batch))
                 self.engine.discard()
-                # DDP lays its buckets out anew after the first backward, and the layout decides in which order three or
-                # more ranks are added. From here on it is the same in every launch.
                 rehearsed = True
             losses, rates = self._forward_backward(upload(batch))
             result = self._update()
@@ -184,6 +206,8 @@ class Pretraining:
                 self._judge()
             if self.position.step % self.config.checkpoint_every == 0 or self.position.step == stop:
                 self._persist(batch)
+        self.saver.wait()
+        self._note_saved()
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
         """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
@@ -208,15 +232,26 @@ class Pretraining:
 
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
+        self._note_saved()
         self._settle()
-        self.pending = PendingStep(self.position.step + 1, batch.sample_ids, losses, rates, result, self.world)
+        step, alarm = self.position.step + 1, self.saver.failed
+        self.pending = PendingStep(step, batch.sample_ids, losses, rates, result, self.world, alarm)
 
     def _settle(self) -> None:
         """Take in the pending step: the guard sees it, then the journal."""
         if self.pending is not None:
-            step, numbers = self.pending.step, self.pending.read()
+            step, numbers, alarm = self.pending.step, self.pending.read(), self.pending.alarm
             self.pending = None
+            if alarm:
+                self.saver.wait()  # which raises, on every rank
+            if step == self.first_step:
+                self.world.expect_steps(timedelta(minutes=self.config.engine.step_timeout))
             self.journal.take_in(step, numbers, self._lr(step - 1))
+
+    def _note_saved(self) -> None:
+        saved = self.saver.finished()
+        if saved is not None:
+            self.journal.saved(saved.seconds)
 
     def _judge(self) -> None:
         """Let every judge look at the encoder, and log what it says."""
@@ -225,39 +260,34 @@ class Pretraining:
         self._settle()
         step = self.position.step
 
-        def hear() -> None:
+        def hear(encoder: nn.Module) -> None:
             for judge in self.judges:
-                verdict = judge(self.engine.objective.model.encoder, step, step / self.steps_per_epoch)
+                verdict = judge(encoder, step, step / self.steps_per_epoch)
                 if verdict is not None:
                     self.journal.note(step, verdict)
 
-        self.world.on_main(hear)
+        with self.engine.gathered() as objective:
+            self.world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
 
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
         self._settle()  # a step that was not finite must stop the run before it reaches the disk
         self.world.on_main(self.journal.sync)
-        state = self.registry.state_dict()
-        step = self.position.step
+        files = {
+            checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
+            checkpoint.CONFIG: to_yaml(self.config).encode(),
+        }
+        stalled = self.saver.save(self.position.step, lambda draft: self.engine.save(draft, self._averages()), files)
+        self.journal.stalled(stalled)
+        with self.engine.gathered() as objective, self.engine.micro_batch(last=False):
+            self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
-        def write(folder: Path) -> None:
-            self.engine.save(folder)
-            checkpoint.write_loop_state(folder, state)
-            (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
-
-        def commit() -> None:
-            keep, every = self.config.keep_checkpoints, self.config.keep_every
-            checkpoint.commit(self.run.checkpoints, step, write, keep=keep, keep_every=every)
-
-        self.world.on_main(commit)
-        self.world.on_main(lambda: self._show(batch))
-
-    def _show(self, batch: Batch) -> None:
+    def _show(self, batch: Batch, objective: Objective) -> None:
         """Refresh the pictures. A run does not end for want of them."""
         step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
         prepared = self.prepare(shown.to(self.engine.device), (step - 1) // self.steps_per_epoch)
         try:
-            self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))
+            self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
 
