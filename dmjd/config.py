@@ -203,13 +203,13 @@ class OnlineKnnConfig:
 
 @dataclass
 class GuardConfig:
-    """What is done about steps that go wrong (docs/robustness.md). All limits at 0: the first such step stops the run.
+    """What is done about steps that go wrong (docs/robustness.md); a run without any does not depend on it.
 
     A step whose loss or gradient is not finite is skipped. More than ``max_skips`` of them in ``window`` steps roll the
     run back to a checkpoint from ``margin`` or more steps before the first, and the batches from ``margin`` steps
-    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run.
-    ``spike`` rolls back as well, after ``spike_steps`` losses in a row that are so many standard deviations above the
-    median of the last ``window``; null: a loss may be as high as it likes.
+    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run; with
+    both limits at 0 the first bad step does. ``spike`` rolls back as well, after ``spike_steps`` losses in a row that
+    are so many standard deviations above the median of the last ``window``; null: a loss may be as high as it likes.
     """
 
     max_skips: int = number(3, least=0)

@@ -64,12 +64,10 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
         Diverged: where more steps went wrong than ``config.guard`` allows.
     """
     run = RunFolder(Path(config.run))
-    deadline = deadline_of(config.time_budget, config.time_margin)
     world = join_world(select_device(config.engine.device), config.engine.name)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
-        requests = stack.enter_context(Requests(run.path, world, deadline))
-        training = Pretraining(config, run, world, judges, requests)
+        training = Pretraining(config, run, world, judges)
         training.enter(stack)
         training.play()
         training.engine.close()
@@ -80,10 +78,9 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
 class Pretraining:
     """One run's cast. What can be refused is refused while it is built, before the run folder is touched."""
 
-    def __init__(
-        self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge], requests: Requests
-    ) -> None:
-        self.config, self.run, self.world, self.judges, self.requests = config, run, world, judges, requests
+    def __init__(self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge]) -> None:
+        self.config, self.run, self.world, self.judges = config, run, world, judges
+        self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         grid = token_grid(config)
         spec = build_mask_spec(config.mask, grid)
@@ -139,6 +136,7 @@ class Pretraining:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
         self.world.on_main(lambda: self._lock(stack))
         self.writing = stack.enter_context(ExitStack())
+        stack.enter_context(self.requests)
         own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
         if own is not None:
             self._continue_from(own)

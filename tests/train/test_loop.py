@@ -370,7 +370,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(str
         assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
 
 
-# Losses that are not finite
+# Losses that are not finite, where none is tolerated; what is done about them otherwise: test_rollback.py
+
+AT_ONCE = ("guard.max_skips=0", "guard.max_rollbacks=0")
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, config: PretrainConfig, step: int) -> list[int]:
@@ -403,7 +405,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     last: int | None,
     accumulation: int,
 ) -> None:
-    command = words("run", f"engine.accumulation={accumulation}")
+    command = words("run", f"engine.accumulation={accumulation}", *AT_ONCE)
     run = Path(configure(command).run)
     with pytest.MonkeyPatch.context() as patch:
         ids = poison(patch, configure(command), step)
@@ -423,7 +425,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_bad_step_moves_neither_parameters_nor_moments(words: Words, no_pictures: None) -> None:
-    config = configure(words("run"))
+    config = configure(words("run", *AT_ONCE))
     engine: list[SingleEngine] = []
     states: list[dict[str, Tensor]] = []
     step = SingleEngine.step
@@ -453,7 +455,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_objective", spoiled)
         with pytest.raises(Diverged, match="step 1 "):
-            pretrain(words("run"))
+            pretrain(words("run", *AT_ONCE))
 
 
 # What is refused before the run folder exists
