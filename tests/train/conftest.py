@@ -21,7 +21,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture(scope="session")
 def assert_same_run() -> Callable[[Path, Path], None]:
-    """``assert_same_run(run, other)``: both ended with equal weights, moments, average, position, generators and log."""
+    """``assert_same_run(run, other)``: equal weights, moments, average, position, generators and log at their ends."""
     from dmjd.train.checkpoint import newest
 
     def check(run: Path, other: Path) -> None:
