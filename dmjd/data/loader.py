@@ -313,7 +313,8 @@ def _obey_the_parent_alone(worker: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     parent = parent_process()  # not os.getppid(), which is a server where processes are forked from one
-    assert parent is not None and parent.pid is not None
+    assert parent is not None
+    assert parent.pid is not None
     Thread(target=_end_with_the_parent, args=(parent.pid,), daemon=True).start()
 
 

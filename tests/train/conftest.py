@@ -22,17 +22,16 @@ def same(one: Any, other: Any) -> bool:
 @pytest.fixture(scope="session")
 def assert_same_run() -> Callable[[Path, Path], None]:
     """``assert_same_run(run, other)``: equal weights, moments, average, position, generators and log at their ends."""
-    from dmjd.train.checkpoint import newest
+    from dmjd.parallel import store
+    from dmjd.train import checkpoint
 
     def check(run: Path, other: Path) -> None:
-        ends = [newest(path / "checkpoints") for path in (run, other)]
-        assert all(ends)
-        assert ends[0].name == ends[1].name  # type: ignore[union-attr]
-        for name in ("model.pt", "optimizer.pt", "loop.pt"):
-            states = [torch.load(end / name, weights_only=True) for end in ends]  # type: ignore[operator]
-            if name == "loop.pt":
-                states = [{part: state.get(part) for part in ("ema", "position", "random")} for state in states]
-            assert same(*states), name
+        ends = [checkpoint.newest(path / "checkpoints") for path in (run, other)]
+        one, two = (end for end in ends if end is not None)
+        assert one.name == two.name
+        assert same(store.read(one), store.read(two))
+        states = [checkpoint.read_loop_state(end) for end in (one, two)]
+        assert all(same(states[0][part], states[1][part]) for part in ("position", "random"))
         assert (run / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
     return check

@@ -18,6 +18,8 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.data.detour import Windows
+from dmjd.parallel import store
+from dmjd.train.checkpoint import read_loop_state
 from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
@@ -95,8 +97,8 @@ def passing_from_the_start(words: list[str], windows: Windows) -> Path:
         return pretrain(words)
 
 
-def load(run: Path, name: str, step: int = STEPS) -> Any:
-    return torch.load(run / "checkpoints" / f"step-{step:08d}" / name, weights_only=True)
+def at(run: Path, step: int = STEPS) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
 
 
 def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
@@ -116,9 +118,9 @@ def test_a_bad_step_is_skipped_counted_and_named(words: Words, monkeypatch: pyte
     fine = pretrain(words("fine", "log_every=1", "checkpoint_every=99"))
     spoiled(monkeypatch, command, {6})
     run = pretrain(command)
-    before, at, after = (load(run, "model.pt", step) for step in (6, 7, 8))
-    assert all(torch.equal(value, at[name]) for name, value in before.items()), "step 7 moved nothing"
-    assert not all(torch.equal(value, after[name]) for name, value in before.items())
+    before, bad, after = (store.read(at(run, step), store.PARAMETER, *store.MOMENTS) for step in (6, 7, 8))
+    assert all(torch.equal(value, bad[name]) for name, value in before.items()), "step 7 moved nothing"
+    assert not any(torch.equal(value, after[name]) for name, value in before.items() if value.ndim > 1)
     second = rows(run)[1]
     assert (second["step"], second["skipped"]) == (8, 1)
     assert all("skipped" not in row for row in rows(run) if row is not second and row["step"] != 8)
@@ -156,8 +158,8 @@ def test_a_rolled_back_run_is_one_that_never_read_the_bad_batches(
     assert [(line["event"], line["step"], line["batch"]) for line in skips] == [("skipped", 10, 9), ("skipped", 11, 10)]
     assert (back["event"], back["steps"], back["passed_over"]) == ("rollback", [10, 11], [8, 11])
     assert back["to"] == 8 // every * every
-    assert load(run, "loop.pt")["guard"]["rollbacks"] == 1
-    assert load(run, "loop.pt")["position"] == {"step": STEPS, "passed_over": ((8, 11),)}
+    assert read_loop_state(at(run))["guard"]["rollbacks"] == 1
+    assert read_loop_state(at(run))["position"] == {"step": STEPS, "passed_over": ((8, 11),)}
 
 
 def test_two_bursts_before_the_next_checkpoint_are_both_passed_over(words: Words, assert_same_run: Same) -> None:
@@ -199,7 +201,7 @@ def test_a_rolled_back_run_may_be_killed_at_any_moment(
         spoiled(patch, command, {9, 10})
         run = pretrain(command)
     assert_same_run(run, expected)
-    assert load(run, "loop.pt")["guard"]["rollbacks"] == 1
+    assert read_loop_state(at(run))["guard"]["rollbacks"] == 1
 
 
 def test_a_spike_is_rolled_back_although_its_steps_were_taken(words: Words, assert_same_run: Same) -> None:
