@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.errors import UserError
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World
 from dmjd.train import checkpoint
@@ -29,7 +30,7 @@ class Saver:
 
     A save in flight is finished before the next begins, before anything is loaded and before the run ends. The thread
     talks to those of other ranks over a group of its own: in one that it shared with the training, the two would meet
-    each other's messages. Collective, but for :attr:`failed` and :meth:`finished`.
+    each other's messages. Collective, but for :meth:`failure` and :meth:`finished`.
 
     Args:
         folder: the run's checkpoint folder.
@@ -44,12 +45,13 @@ class Saver:
         self._flight: Future[Saved] | None = None
         self._saved: Saved | None = None
 
-    def save(self, step: int, stage: Callable[[Path], Write], files: Mapping[str, bytes]) -> float:
+    def save(self, step: int, stage: Callable[[Path], Write], files: Mapping[str, bytes], spare: int = 0) -> float:
         """Save the state after ``step`` steps; the seconds that it kept the training waiting.
 
         Args:
             stage: copies this rank's state and returns what will write it into the folder it is given.
             files: further content by name, which rank 0 writes.
+            spare: how many earlier checkpoints to keep besides.
 
         Raises:
             StorageError: if this save cannot begin, or the one before failed.
@@ -58,30 +60,35 @@ class Saver:
         self.wait()
         draft = self._world.on_main(lambda: checkpoint.begin(self._folder, step))
         write = stage(draft)
-        commit = partial(self._commit, draft, write, files if self._world.is_main else {}, begin)
+        commit = partial(self._commit, draft, write, files if self._world.is_main else {}, self._keep + spare, begin)
         if self._thread is None:
             self._saved = commit()
         else:
             self._flight = self._thread.submit(commit)
         return time.perf_counter() - begin
 
-    def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], begin: float) -> Saved:
+    def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], keep: int, begin: float) -> Saved:
         def write_all() -> list[Path]:
             for name, content in files.items():
                 (draft / name).write_bytes(content)
             return [*write(), *(draft / name for name in files)]
 
-        path = checkpoint.commit(draft, write_all, self._keep, self._keep_every, self._beside)
+        path = checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside)
         return Saved(path, time.perf_counter() - begin)
 
-    @property
-    def failed(self) -> bool:
-        """Whether a save is known to have failed. Ranks learn it at different moments; :meth:`wait` raises on all."""
-        return self._flight is not None and self._flight.done() and self._flight.exception() is not None
+    def failure(self) -> UserError | None:
+        """What a save in flight has failed with, once. Ranks hear of it at different moments."""
+        if self._flight is None or not self._flight.done():
+            return None
+        error = self._flight.exception()
+        if isinstance(error, UserError):
+            self._flight = None
+            return error
+        return None
 
     def finished(self) -> Saved | None:
         """The newest checkpoint since the last call, if one was committed."""
-        if self._flight is not None and self._flight.done() and not self.failed:
+        if self._flight is not None and self._flight.done() and self._flight.exception() is None:
             self.wait()
         saved, self._saved = self._saved, None
         return saved

@@ -12,7 +12,18 @@ from pathlib import Path
 import pytest
 
 from dmjd.errors import CheckpointError, StorageError
-from dmjd.train.checkpoint import MANIFEST, begin, commit, committed, newest, pack_loop_state, read_loop_state, resolve
+from dmjd.train.checkpoint import (
+    MANIFEST,
+    begin,
+    commit,
+    committed,
+    drop_after,
+    newest,
+    pack_loop_state,
+    read_loop_state,
+    resolve,
+    step_of,
+)
 
 
 def save(folder: Path, *steps: int, keep: int = 10) -> list[Path]:
@@ -201,3 +212,12 @@ def test_a_half_written_checkpoint_cannot_be_named(tmp_path: Path) -> None:
     (draft / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         resolve(draft)
+
+
+def test_a_run_that_goes_back_finds_and_keeps_what_is_old_enough(tmp_path: Path) -> None:
+    save(tmp_path, 4, 8, 12)
+    assert newest(tmp_path, until=11) == tmp_path / "step-00000008"
+    assert newest(tmp_path, until=8) == tmp_path / "step-00000008"
+    assert newest(tmp_path, until=3) is None
+    drop_after(tmp_path, 8)
+    assert [step_of(path) for path in committed(tmp_path)] == [4, 8]

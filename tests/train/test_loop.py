@@ -29,7 +29,7 @@ from dmjd.parallel import store
 from dmjd.parallel.single import SingleEngine
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer
 from dmjd.train.checkpoint import newest, read_loop_state
-from dmjd.train.guard import NonFiniteLoss, StepNumbers
+from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
 
@@ -374,7 +374,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(str
         assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
 
 
-# Losses that are not finite
+# Losses that are not finite, where none is tolerated; what is done about them otherwise: test_rollback.py
+
+AT_ONCE = ("guard.max_skips=0", "guard.max_rollbacks=0")
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, config: PretrainConfig, step: int) -> list[int]:
@@ -407,7 +409,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     last: int | None,
     accumulation: int,
 ) -> None:
-    command = words("run", f"engine.accumulation={accumulation}")
+    command = words("run", f"engine.accumulation={accumulation}", *AT_ONCE)
     run = Path(configure(command).run)
     with pytest.MonkeyPatch.context() as patch:
         ids = poison(patch, configure(command), step)
@@ -427,7 +429,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
 
 
 def test_a_bad_step_moves_neither_parameters_nor_moments(words: Words, no_pictures: None) -> None:
-    config = configure(words("run"))
+    config = configure(words("run", *AT_ONCE))
     engine: list[SingleEngine] = []
     states: list[dict[str, Tensor]] = []
     step = SingleEngine.step
@@ -441,7 +443,7 @@ def test_a_bad_step_moves_neither_parameters_nor_moments(words: Words, no_pictur
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, config, 5)
         patch.setattr(SingleEngine, "step", watched)
-        with pytest.raises(NonFiniteLoss):
+        with pytest.raises(Diverged):
             loop.pretrain(config)
     assert_equal(states[5], states[4])
     assert all(bool(value.isfinite().all()) for value in engine[0].module.state_dict().values())
@@ -456,8 +458,8 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_objective", spoiled)
-        with pytest.raises(NonFiniteLoss, match="step 1 "):
-            pretrain(words("run"))
+        with pytest.raises(Diverged, match="step 1 "):
+            pretrain(words("run", *AT_ONCE))
 
 
 # What is refused before the run folder exists
