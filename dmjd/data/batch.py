@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,11 @@ class Batch(NamedTuple):
     images: Tensor
     sample_ids: Tensor
     labels: Tensor
+
+    @classmethod
+    def of(cls, views: Sequence[Tensor], sample_ids: Tensor, labels: Sequence[int]) -> Batch:
+        """A batch of views, uint8 ``[H, W, C]`` each."""
+        return cls(torch.stack(list(views)), sample_ids.clone(), torch.tensor(labels))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""

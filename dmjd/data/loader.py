@@ -19,6 +19,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.crops import CropDraws, Range, crop_and_resize, evaluation_view
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
@@ -160,7 +161,7 @@ class StepBatches:
             for row, index in enumerate(sample_ids.tolist())
         ]
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
-        batch = _collate([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
+        batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
         return batch, substitutions
 
     def _view(self, draws: CropDraws, row: int, image: OpenImage) -> Tensor:
@@ -196,15 +197,11 @@ class EvaluationBatches:
         views = [
             evaluation_view(self._dataset.open(index), self._size, self._crop_pct) for index in sample_ids.tolist()
         ]
-        return _collate(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
+        return Batch.of(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
         """``batches[number]``, in which nothing stands in for anything."""
         return self[number], ()
-
-
-def _collate(views: list[Tensor], sample_ids: Tensor, labels: list[int]) -> Batch:
-    return Batch(torch.stack(views), sample_ids.clone(), torch.tensor(labels))
 
 
 class BatchLoader:
@@ -266,7 +263,7 @@ class BatchLoader:
 
 
 def make_loader(
-    batches: StepBatches,
+    batches: StepBatches | StreamBatches,
     start_step: int,
     stop_step: int,
     workers: int,
@@ -277,8 +274,11 @@ def make_loader(
     """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
 
     With a ``quarantine`` bad images are listed and have others in their place, until there are too many; without one
-    the first raises.
+    the first raises. A stream has no more workers than tars to read.
     """
+    if isinstance(batches, StreamBatches):
+        batches.begin(start_step)
+        workers = min(workers, batches.most_workers)
     return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead)
 
 

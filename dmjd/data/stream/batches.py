@@ -1,0 +1,105 @@
+"""Batches of a stream, by step number as a loader wants them, though not the same after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from dmjd.data.batch import Batch
+from dmjd.data.crops import CropDraws, Range, crop_and_resize
+from dmjd.data.decode import open_image
+from dmjd.data.stream.source import TarStream
+from dmjd.data.stream.tars import TarImage
+from dmjd.data.substitution import Substitution
+from dmjd.errors import BadImage, ConfigError
+from dmjd.ops.philox import make_key
+
+_NEXT = "the next of the stream"
+
+
+class StreamBatches:
+    """``load(step)``: the batch of a step, from whatever comes next in the stream of the process that asks.
+
+    Every process of a run reads tars of its own and counts steps as all others do, so none has fewer. A sample id is
+    the place of an image in the run, ``step * batch_size + row``; crops, flips and masks are drawn from it as ever,
+    and an image that comes again has another. An image that cannot be used leaves its place to the next.
+
+    Args:
+        stream: where images come from.
+        batch_size, size, seed, scale, ratio, rank, world: as for :class:`dmjd.data.loader.StepBatches`.
+
+    Raises:
+        ConfigError: if ``world`` does not divide a batch, an epoch is less than one, or there are fewer tars than
+            processes.
+    """
+
+    def __init__(
+        self,
+        stream: TarStream,
+        batch_size: int,
+        size: tuple[int, int],
+        seed: int,
+        scale: Range,
+        ratio: Range,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        tars = len(stream.locations)
+        if not 1 <= batch_size <= len(stream):
+            raise ConfigError(f"batch_size={batch_size} must be between 1 and data.samples={len(stream)}")
+        if batch_size % world:
+            raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
+        if tars < world:
+            raise ConfigError(f"{world} processes cannot share the {tars} tar(s) of data.root; give each at least one")
+        self.steps_per_epoch = len(stream) // batch_size
+        self.most_workers = tars // world
+        self._stream = stream
+        self._batch_size, self._size, self._seed = batch_size, size, seed
+        self._scale, self._ratio = scale, ratio
+        self._rank, self._world = rank, world
+        self._start = 0
+        self._images: Iterator[TarImage] | None = None  # of this process, from its first batch on
+        self._bad_tars: list[BadImage] = []
+
+    def begin(self, step: int) -> None:
+        """This launch loads steps from ``step`` on; its processes have not begun yet."""
+        self._start, self._images = step, None
+
+    def load(self, step: int) -> tuple[Batch, Sequence[Substitution]]:
+        """A batch, and what could not be used on the way to it.
+
+        Raises:
+            DataError: if nothing comes any more.
+        """
+        if self._images is None:
+            self._images = self._open()
+        part = self._batch_size // self._world
+        sample_ids = torch.arange(part) + step * self._batch_size + self._rank * part
+        key = make_key(self._seed, step // self.steps_per_epoch)
+        draws = CropDraws(sample_ids, key, self._scale, self._ratio)
+        views, passed_over = list[Tensor](), list[Substitution]()
+        for image in self._images:
+            try:
+                opened = open_image(image.data, image.name, self._stream.channels)
+                views.append(crop_and_resize(opened, draws.box(len(views), *opened.size), self._size))
+            except BadImage as bad:
+                passed_over.append(Substitution(int(sample_ids[len(views)]), bad.copy(), _NEXT))
+            if len(views) == part:
+                break
+        passed_over += [Substitution(int(sample_ids[-1]), bad, _NEXT) for bad in self._bad_tars]
+        self._bad_tars.clear()
+        return Batch.of(views, sample_ids, [-1] * part), passed_over
+
+    def _open(self) -> Iterator[TarImage]:
+        from webdataset.filters import shuffle
+
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        reader, readers = self._rank * workers + number, self._world * workers
+        images = self._stream.images(self._seed, self._start, reader, readers, self._bad_tars.append)
+        held = self._stream.shuffle_buffer
+        return iter(shuffle(held, held, Random(f"{self._seed} {self._start} reader {reader}"))(images))
