@@ -248,6 +248,9 @@ class BatchLoader:
                     self._ahead.reach(number)
                 yield self._admit(number, item)
         finally:
+            # Workers end here, and not with a traceback that holds this frame: in a cycle that the garbage collector
+            # finds, torch waits five seconds for each of them.
+            del items
             if self._ahead is not None:
                 self._ahead.close()
 
