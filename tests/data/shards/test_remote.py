@@ -239,6 +239,44 @@ def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path
         ShardCache(tmp_path / "file" / "cache", 9 * SIZE, QUICK).fetch(server.url("a"), shard("a"))
 
 
+def test_a_file_that_was_cut_is_fetched_again(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    for length in (0, 17, SIZE - 1):
+        cache.fetch(server.url("a"), shard("a"))
+        os.truncate(next(tmp_path.glob("*.tar")), length)
+        assert cache.read(server.url("a"), shard("a"), SIZE - 9, 9) == content("a")[-9:]
+    assert server.requests["a"] == 4
+
+
+def test_a_draft_stays_only_where_a_process_was_killed_and_goes_with_the_next_download(
+    server: Server, tmp_path: Path
+) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    (tmp_path / f"{shard('gone').sha256}.part").write_bytes(b"half")
+    held = tmp_path / f"{shard('held').sha256}.part"
+    with held.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        server.faults = ["404"]
+        with pytest.raises(DataError):
+            cache.fetch(server.url("b"), shard("b"))
+        assert [path.name for path in tmp_path.iterdir()] == [held.name]
+        cache.fetch(server.url("a"), shard("a"))
+        assert {path.name for path in tmp_path.iterdir()} == {held.name, f"{shard('a').sha256}.tar"}
+    cache.fetch(server.url("b"), shard("b"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
+
+
+def test_who_finds_that_somebody_was_faster_leaves_no_draft(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    threads = [threading.Thread(target=cache.fetch, args=(server.url("a"), shard("a"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.requests["a"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [f"{shard('a').sha256}.tar"]
+
+
 def read_in_child(folder: Path, url: str, start: float) -> None:
     time.sleep(max(start - time.time(), 0))
     assert ShardCache(folder, 9 * SIZE).read(url, shard("a"), 0, SIZE) == content("a")

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ QUICK = Patience(attempts=2, first_pause=0.01, stall=20)
 
 def config(root: Path | str, **values: Any) -> DataConfig:
     return DataConfig(
-        name="stream", root=str(root), **{"image_size": [8, 8], "check": "none", "samples": 60, "shuffle_buffer": 8} | values
+        name="stream",
+        root=str(root),
+        **{"image_size": [8, 8], "check": "none", "samples": 60, "shuffle_buffer": 8} | values,
     )
 
 
@@ -47,9 +49,7 @@ def piped(tars: Path) -> str:
     return f"pipe:cat {tars}/{{0..5}}.tar"
 
 
-def launch(
-    of: DataConfig, folder: Path, start: int, stop: int, workers: int, world: int = 2
-) -> list[list[Batch]]:
+def launch(of: DataConfig, folder: Path, start: int, stop: int, workers: int, world: int = 2) -> list[list[Batch]]:
     """The batches of every rank."""
     ranks = []
     for rank in range(world):
@@ -86,7 +86,7 @@ def test_a_pass_gives_every_tar_one_reader_and_passes_and_starts_differ(tars: Pa
     for start, number in ((0, 0), (0, 1), (0, 2), (7, 0)):
         dealt = [stream.deal(3, start, number, reader, 4) for reader in range(4)]
         assert sorted(map(len, dealt)) == [1, 1, 2, 2]
-        assert sorted(sum(dealt, [])) == stream.locations
+        assert sorted(chain.from_iterable(dealt)) == stream.locations
         deals.add(str(dealt))
     assert len(deals) == 4
     for reader in range(4):
@@ -100,7 +100,7 @@ def test_a_pass_gives_every_tar_one_reader_and_passes_and_starts_differ(tars: Pa
 def test_a_launch_is_repeated_exactly_and_another_start_is_another_order(tars: Path, tmp_path: Path) -> None:
     of = config(piped(tars))
     first, again = (launch(of, tmp_path, 0, 12, 2) for _ in range(2))
-    for ours, theirs in zip(sum(first, []), sum(again, []), strict=True):
+    for ours, theirs in zip(chain(*first), chain(*again), strict=True):
         assert all(map(torch.equal, ours, theirs))
     assert shown(launch(of, tmp_path, 12, 24, 2)[0]) != shown(first[0])
 
@@ -131,7 +131,7 @@ def test_bad_images_and_tars_are_counted_and_leave_every_batch_its_size(
         "0.tar; exit 9": ("unreadable", 10),
     }
     stream = training_source(config(root, samples=90))
-    with pytest.raises(DataError, match="23 of 90 images are bad .*, more than data.max_bad_percent=25 allows"):
+    with pytest.raises(DataError, match=r"23 of 90 images are bad .*, more than data.max_bad_percent=25 allows"):
         Quarantine(tmp_path / "quarantine.jsonl", len(stream), 25.0)
     Quarantine(tmp_path / "quarantine.jsonl", len(stream), 26.0)
 
@@ -148,7 +148,9 @@ def test_a_tar_that_breaks_off_once_is_read_on_where_it_broke_off(tars: Path, tm
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_nothing_comes_any_more_the_run_stops_instead_of_hanging(tmp_path: Path, workers: int) -> None:
     begin = time.monotonic()
-    with pytest.raises(DataError, match=r"no image came from any of 3 tar\(s\), of the last for this reason: pipe:exit \d "):
+    with pytest.raises(
+        DataError, match=r"no image came from any of 3 tar\(s\), of the last for this reason: pipe:exit \d "
+    ):
         launch(config("pipe:exit {1..3}", max_bad_percent=100.0), tmp_path, 0, 5, workers, world=1)
     assert time.monotonic() - begin < 30
 
@@ -194,7 +196,9 @@ def test_what_is_only_for_streams_or_never_for_them_is_said(tars: Path) -> None:
 def test_online_knn_of_a_stream_is_refused_before_anything_is_written(
     tars: Path, tmp_path: Path, tiny: Callable[..., list[str]], dmjd: Callable[..., tuple[int, str, str]]
 ) -> None:
-    words = tiny(tmp_path / "run", "data=stream", f"data.root='{piped(tars)}'", "data.samples=60", "online_knn.every_epochs=1")
+    words = tiny(
+        tmp_path / "run", "data=stream", f"data.root='{piped(tars)}'", "data.samples=60", "online_knn.every_epochs=1"
+    )
     code, _, said = dmjd("pretrain", *words)
     assert code == 2
     assert "can only be trained from" in said

@@ -76,7 +76,7 @@ def test_what_is_wrong_is_said(tar: Path, tmp_path: Path) -> None:
         ("pipe:exit 4", "unreadable", "cannot be read (ended with exit code 4)"),
         (f"pipe:cat {tar}; exit 4", "unreadable", "cannot be read (ended with exit code 4)"),
     ):
-        images, bad = outcome(location)
+        bad = outcome(location)[1]
         assert bad is not None, location
         assert (bad.name, bad.kind) == (location, kind)
         assert said in bad.fault
