@@ -5,6 +5,8 @@ Workers only decide who computes a batch, never what is in it. Resuming is start
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,6 +26,7 @@ from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ORDER_CHUNK = 1 << 20  # keeps the temporaries of an epoch's order small on data sets of many millions
 
 
@@ -231,7 +234,9 @@ class BatchLoader:
             sampler=range(start, stop),
             num_workers=workers,
             pin_memory=pin_memory,
-            worker_init_fn=_ignore_signals,
+            # Forked, whatever the default of this Python, so that workers share the index and are this process's own.
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=partial(_begin_worker, os.getpid()),
             generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
         )
 
@@ -247,6 +252,10 @@ class BatchLoader:
                 if self._ahead is not None:
                     self._ahead.reach(number)
                 yield self._admit(number, item)
+        except (OSError, EOFError) as error:
+            if not self._loader.num_workers or str(error).startswith("Caught "):  # in a worker, and handed on by torch
+                raise
+            raise RuntimeError(f"DataLoader worker was killed while it handed over a batch ({error})") from error
         finally:
             # Workers end here, and not with a traceback that holds this frame: in a cycle that the garbage collector
             # finds, torch waits five seconds for each of them.
@@ -306,7 +315,11 @@ class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataErr
             return error
 
 
-def _ignore_signals(worker: int) -> None:
+def _begin_worker(parent: int, worker: int) -> None:
     # Ctrl-C and Slurm's warning (USR1) reach every process of a job; only the main process decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    # A killed parent cannot end its workers. Torch's look for it every five seconds, or for ever if it died first.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

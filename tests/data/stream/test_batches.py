@@ -38,11 +38,8 @@ QUICK = Patience(attempts=2, first_pause=0.01, stall=20)
 
 
 def config(root: Path | str, **values: Any) -> DataConfig:
-    return DataConfig(
-        name="stream",
-        root=str(root),
-        **{"image_size": [8, 8], "check": "none", "samples": 60, "shuffle_buffer": 8} | values,
-    )
+    defaults: dict[str, Any] = {"image_size": [8, 8], "check": "none", "samples": 60, "shuffle_buffer": 8}
+    return DataConfig(name="stream", root=str(root), **{**defaults, **values})
 
 
 def piped(tars: Path) -> str:
