@@ -128,6 +128,35 @@ def test_a_tar_that_is_gone_is_noticed_at_the_start_and_its_samples_are_missing(
     assert caught.value.kind == "missing"
 
 
+def test_a_set_that_is_replaced_under_a_reader_is_read_on_as_it_was(copy: Path) -> None:
+    shards = load(copy / "train")
+    path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
+    images = [dataset.image(index) for index in range(shards.manifest.shards[0].samples)]
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(reversed(path.read_bytes())))
+    other.replace(path)
+    assert all(np.array_equal(dataset.image(index), image) for index, image in enumerate(images))
+    late = ShardDataset(shards, None)
+    for index in range(len(images)):
+        with pytest.raises(BadImage) as caught:
+            late.image(index)
+        assert caught.value.kind in ("crc", "magic", "empty")
+
+
+@pytest.mark.parametrize("length", [0, 1 << 20])
+def test_a_set_that_is_written_over_under_a_reader_gives_no_wrong_image(copy: Path, length: int) -> None:
+    shards = load(copy / "train")
+    path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
+    dataset.image(0)
+    path.write_bytes(np.random.default_rng(0).bytes(length))
+    for index in range(shards.manifest.shards[0].samples):
+        with pytest.raises(BadImage) as caught:
+            dataset.image(index)
+        assert caught.value.kind == ("magic" if length else "truncated")
+    with pytest.raises(DataError, match=rf"train-000000.tar has {length} bytes, and the manifest says"):
+        build_dataset(config(copy), "train")
+
+
 def test_images_smaller_than_the_crop_are_found_in_the_index(finished: Path) -> None:
     with pytest.raises(DataError, match=r"\(40x56\) cannot fill the 42x32 crop .*, nor can 3 more; lower"):
         build_dataset(config(finished, image_size=[42, 32]), "train")

@@ -221,6 +221,32 @@ def test_processes_of_a_node_download_a_shard_once(server: Server, tmp_path: Pat
     assert server.requests["a"] == 1
 
 
+def read_for_long(folder: Path, port: int, seed: int) -> None:
+    cache = ShardCache(folder, 2 * SIZE, QUICK)
+    for number in np.random.default_rng(seed).integers(0, 4, 60).tolist():
+        name = "abcd"[number]
+        assert cache.read(f"http://127.0.0.1:{port}/{name}", shard(name), 5, 60) == content(name)[5:65]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_processes_share_a_cache_that_is_too_small_for_them_though_some_are_killed(
+    server: Server, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    readers = [context.Process(target=read_for_long, args=(tmp_path, server.server_port, seed)) for seed in range(6)]
+    for reader in readers:
+        reader.start()
+    for number, reader in enumerate(readers[:3]):
+        wait_for(lambda number=number: server.requests.total() >= 4 * (number + 1))  # type: ignore[misc]
+        reader.kill()
+    for reader in readers:
+        reader.join(60)
+    assert [reader.exitcode for reader in readers[3:]] == [0, 0, 0]
+    ShardCache(tmp_path, 2 * SIZE, QUICK).fetch(server.url("e"), shard("e"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * SIZE
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_killed_amid_a_download_blocks_nobody(server: Server, tmp_path: Path) -> None:
     server.faults = ["stall"]
