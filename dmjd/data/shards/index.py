@@ -169,8 +169,9 @@ def _parse(path: str, content: bytes) -> Manifest:
         manifest = Manifest(shards=shards, classes=tuple(entries.pop("classes")), **entries)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} lacks or has too many fields ({error}); restore it or build the set again") from error
-    for item in (manifest, *shards):
-        _require_types(path, item)
+    _require_types(path, manifest)
+    for shard in shards:
+        _require_types(path, shard)
     if not all(isinstance(name, str) for name in manifest.classes):
         raise DataError(f"{path} has class names that are no text; restore it or build the set again")
     return manifest
