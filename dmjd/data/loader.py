@@ -289,8 +289,7 @@ def make_loader(
     the first raises. A stream has no more workers than tars to read.
     """
     if isinstance(batches, StreamBatches):
-        batches.begin(start_step)
-        workers = min(workers, batches.most_workers)
+        workers = batches.begin(start_step, workers)
     return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead)
 
 

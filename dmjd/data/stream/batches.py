@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from random import Random
 
@@ -15,10 +16,15 @@ from dmjd.data.decode import open_image
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import TarImage
 from dmjd.data.substitution import Substitution
-from dmjd.errors import BadImage, ConfigError
+from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.ops.philox import make_key
 
+MOST_PASSED_OVER = 1000
+"""Images that may be passed over for one batch. A stream in which none can be used would otherwise be read for ever."""
+
 _NEXT = "the next of the stream"
+
+_log = logging.getLogger("dmjd")
 
 
 class StreamBatches:
@@ -56,7 +62,7 @@ class StreamBatches:
         if tars < world:
             raise ConfigError(f"{world} processes cannot share the {tars} tar(s) of data.root; give each at least one")
         self.steps_per_epoch = len(stream) // batch_size
-        self.most_workers = tars // world
+        self._most_workers = tars // world
         self._stream = stream
         self._batch_size, self._size, self._seed = batch_size, size, seed
         self._scale, self._ratio = scale, ratio
@@ -65,15 +71,24 @@ class StreamBatches:
         self._images: Iterator[TarImage] | None = None  # of this process, from its first batch on
         self._bad_tars: list[BadImage] = []
 
-    def begin(self, step: int) -> None:
-        """This launch loads steps from ``step`` on; its processes have not begun yet."""
+    def begin(self, step: int, workers: int) -> int:
+        """This launch will load steps from ``step`` on; returns how many of ``workers`` have tars of their own."""
         self._start, self._images = step, None
+        if workers > self._most_workers and self._rank == 0:
+            _log.warning(
+                "%d tars for %d process(es) keep %d worker(s) of each busy, not workers=%d; make more, smaller tars",
+                len(self._stream.locations),
+                self._world,
+                self._most_workers,
+                workers,
+            )
+        return min(workers, self._most_workers)
 
     def load(self, step: int) -> tuple[Batch, Sequence[Substitution]]:
         """A batch, and what could not be used on the way to it.
 
         Raises:
-            DataError: if nothing comes any more.
+            DataError: if nothing comes any more, or nothing that can be used.
         """
         if self._images is None:
             self._images = self._open()
@@ -88,6 +103,8 @@ class StreamBatches:
                 views.append(crop_and_resize(opened, draws.box(len(views), *opened.size), self._size))
             except BadImage as bad:
                 passed_over.append(Substitution(int(sample_ids[len(views)]), bad.copy(), _NEXT))
+                if len(passed_over) > MOST_PASSED_OVER:
+                    raise DataError(f"{len(passed_over)} images of one batch cannot be used, the last: {bad}") from bad
             if len(views) == part:
                 break
         passed_over += [Substitution(int(sample_ids[-1]), bad, _NEXT) for bad in self._bad_tars]

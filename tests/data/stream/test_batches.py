@@ -152,9 +152,21 @@ def test_where_nothing_comes_any_more_the_run_stops_instead_of_hanging(tmp_path:
     assert time.monotonic() - begin < 30
 
 
-def test_workers_are_no_more_than_tars_to_read(tars: Path, tmp_path: Path) -> None:
+def test_workers_are_no_more_than_tars_to_read_and_it_is_said(
+    tars: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (batches,) = launch(config(f"{tars}/{{1..2}}.tar"), tmp_path, 0, 12, 5, world=1)
     assert len(batches) == 12
+    assert "2 tars for 1 process(es) keep 2 worker(s) of each busy, not workers=5" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_where_nothing_that_comes_can_be_used_the_run_stops_instead_of_hanging(
+    tmp_path: Path, write_tar: Callable[..., Path], workers: int
+) -> None:
+    write_tar(tmp_path / "bad.tar", range(20), dict.fromkeys(range(20), b"<html>"))
+    with pytest.raises(DataError, match=r"1001 images of one batch cannot be used, the last: .*not a format"):
+        launch(config(f"pipe:cat {tmp_path}/bad.tar"), tmp_path, 0, 5, workers, world=1)
 
 
 @pytest.mark.parametrize(
