@@ -6,6 +6,7 @@ Workers only decide who computes a batch, never what is in it. Resuming is start
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -236,7 +237,7 @@ class BatchLoader:
             pin_memory=pin_memory,
             # Forked, whatever the default of this Python, so that workers share the index and are this process's own.
             multiprocessing_context="fork" if workers else None,
-            worker_init_fn=partial(_begin_worker, os.getpid()),
+            worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
         )
 
@@ -314,11 +315,14 @@ class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataErr
             return error
 
 
-def _begin_worker(parent: int, worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     # Ctrl-C and Slurm's warning (USR1) reach every process of a job; only the main process decides what to do.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # A killed parent cannot end its workers. Torch's look for it every five seconds, or for ever if it died first.
+    # A killed parent cannot end its workers. Torch's look for it every five seconds, or for ever if it died first. To
+    # the kernel the parent is the thread that forked: a loader is to be begun in one that stays.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    if os.getppid() != parent.pid:
         os._exit(1)
