@@ -44,11 +44,12 @@ class Row:
 
 @dataclass
 class Table:
-    """The rows of one benchmark, with what they were measured on."""
+    """The rows of one benchmark, with what they were measured on; ``versions`` are those of what is compared."""
 
     benchmark: str
     device: str
     rows: list[Row] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
 
     def add(self, case: str, way: str, median_us: float, floor_us: float | None = None, notes: str = "") -> Row:
         row = Row(case, way, median_us, floor_us, notes)
@@ -68,6 +69,7 @@ class Table:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
             "date": date.today().isoformat(),
+            **({"versions": self.versions} if self.versions else {}),
             "rows": [asdict(row) | {"over_floor": row.over_floor} for row in self.rows],
         }
         path.parent.mkdir(parents=True, exist_ok=True)

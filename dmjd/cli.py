@@ -176,6 +176,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; what was finished is intact", file=sys.stderr)
         return 130
     except RuntimeError as error:
+        if str(error).startswith("DataLoader worker"):  # torch's signal handler raises it wherever the run is
+            said = " ".join(str(error).split()).rstrip(".")
+            print(
+                f"error: {said}; perhaps memory or /dev/shm was full: try fewer workers, the same command continues",
+                file=sys.stderr,
+            )
+            return 1
         if type(error).__name__ != "Diverged":
             raise
         if not getattr(error, "told", False):

@@ -132,9 +132,10 @@ class DataConfig:
 
     ``max_bad_percent``: how many training images may be bad, each with another in its place, before the run stops.
     ``cache`` (shards behind a URL) is a folder on a disk of the node, below TMPDIR if left out; ``cache_gib`` its GiB.
+    ``samples`` (stream) is how many images count as an epoch, ``shuffle_buffer`` how many a reader draws the next from.
     """
 
-    name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards")
+    name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
     root: str | None = None
     image_size: list[int] = numbers(224, 224, length=2, least=1)
     channels: int = positive(3)
@@ -143,6 +144,8 @@ class DataConfig:
     max_bad_percent: float = number(1.0, least=0, most=100)
     cache: str | None = None
     cache_gib: float = positive(100.0)
+    samples: int | None = number(None, least=1)
+    shuffle_buffer: int = positive(1000)
     crop_scale: list[float] = numbers(0.2, 1.0, length=2, above=0, most=1)
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     flip: bool = True

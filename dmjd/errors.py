@@ -31,20 +31,22 @@ class BadImage(DataError):
     kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small; in shards also empty,
         magic (other bytes, which are no image) and crc (other bytes).
     fault: what is wrong with it, as the rest of a sentence that begins with its name.
+    images: how many are lost with it: 1, but for a tar that is read as a stream, where it stands for all of them.
     """
 
-    def __init__(self, name: str, kind: str, fault: str) -> None:
-        super().__init__(name, kind, fault)  # the arguments from which pickle rebuilds it in another process
+    def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
+        super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
         self.name = name
         self.kind = kind
         self.fault = fault
+        self.images = images
 
     def __str__(self) -> str:
         return f"{self.name} {self.fault}; remove or replace it"
 
     def copy(self) -> BadImage:
         """The same without its traceback, whose frames would keep images alive."""
-        return BadImage(self.name, self.kind, self.fault)
+        return BadImage(self.name, self.kind, self.fault, self.images)
 
 
 class CheckpointError(UserError):

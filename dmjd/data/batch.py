@@ -27,6 +27,11 @@ class Batch(NamedTuple):
         images = torch.zeros(count, *size, channels, dtype=torch.uint8)
         return cls(images, torch.zeros(count, dtype=torch.int64), torch.full((count,), -1))
 
+    @classmethod
+    def of(cls, views: Sequence[Tensor], sample_ids: Tensor, labels: Sequence[int]) -> Batch:
+        """A batch of views, uint8 ``[H, W, C]`` each."""
+        return cls(torch.stack(list(views)), sample_ids.clone(), torch.tensor(labels))
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""
         return Batch(*(field.to(device, non_blocking=True) for field in self))

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Literal, cast
+from typing import Literal, cast, overload
 
 from dmjd.config import DataConfig
 from dmjd.data.dataset import ImageDataset, Split
@@ -22,7 +22,13 @@ from dmjd.data.shards.local import check_files
 from dmjd.data.shards.location import is_remote
 from dmjd.data.shards.plan import shard_plan
 from dmjd.data.shards.prefetch import Prefetch
+from dmjd.data.stream.batches import StreamBatches
+from dmjd.data.stream.source import TarStream
+from dmjd.data.stream.tars import PIPE
 from dmjd.errors import ConfigError, DataError
+
+STREAM = "stream"
+_EXAMPLE = "'\"pipe:aws s3 cp s3://bucket/train-{000000..000146}.tar -\"'"
 
 _log = logging.getLogger("dmjd")
 
@@ -37,6 +43,12 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
         ConfigError: if the name is unknown, or ``config.channels`` is not what the data set has.
         DataError: if more than ``config.max_bad_percent`` of the images are found missing, damaged or too small.
     """
+    if config.name == STREAM:
+        raise ConfigError(
+            "data.name=stream can only be trained from, as it comes; evaluate with data=folder or data=shards"
+        )
+    if config.samples is not None:
+        raise ConfigError(f"data.samples is for data.name=stream; data.name={config.name} counts its images itself")
     dataset = _build(config, split)
     if dataset.channels != config.channels:
         raise ConfigError(
@@ -46,22 +58,54 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     return dataset
 
 
+def training_source(config: DataConfig) -> ImageDataset | TarStream:
+    """What a run learns from: :func:`build_dataset`, or a stream where there is no data set.
+
+    Raises:
+        ConfigError, DataError: as :func:`build_dataset` does.
+    """
+    return _stream(config) if config.name == STREAM else build_dataset(config, "train")
+
+
+@overload
 def training_batches(
     config: DataConfig, dataset: ImageDataset, batch_size: int, seed: int, rank: int = 0, world: int = 1
-) -> StepBatches:
+) -> StepBatches: ...
+@overload
+def training_batches(
+    config: DataConfig, dataset: ImageDataset | TarStream, batch_size: int, seed: int, rank: int = 0, world: int = 1
+) -> StepBatches | StreamBatches: ...
+def training_batches(
+    config: DataConfig, dataset: ImageDataset | TarStream, batch_size: int, seed: int, rank: int = 0, world: int = 1
+) -> StepBatches | StreamBatches:
     """Randomly cropped batches of ``dataset``, by step number, or the part of process ``rank`` of ``world``.
 
     Raises:
-        ConfigError: if the data set is smaller than a batch, ``world`` does not divide it, or a crop range is none.
+        ConfigError: if the data set is smaller than a batch, ``world`` does not divide it, or a crop range is none; or
+            if a stream has fewer tars than processes.
     """
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
     ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
+    if isinstance(dataset, TarStream):
+        batches = StreamBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world)
+        if rank == 0:
+            _log.info(
+                "data.name=stream is not resumed exactly: a run that is started again sees other images than one left "
+                "alone; where tars can be read in any order, dmjd shards index and data=shards do better"
+            )
+        return batches
     plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
     return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world, plan=plan)
 
 
 def fetch_ahead(
-    dataset: ImageDataset, batch_size: int, seed: int, rank: int, world: int, local_rank: int, local_world: int
+    dataset: ImageDataset | TarStream,
+    batch_size: int,
+    seed: int,
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
 ) -> Ahead | None:
     """What fetches shards from afar for all processes of this host, in the first of them; None where there is nothing.
 
@@ -74,6 +118,36 @@ def fetch_ahead(
     part = batch_size // world
     columns = rank * part, min(rank + local_world, world) * part
     return Prefetch(dataset.cache, dataset.shards, shard_plan(dataset.sizes, batch_size), seed, columns)
+
+
+def _stream(config: DataConfig) -> TarStream:
+    if config.root is None:
+        raise DataError(f"data.name=stream needs data.root, such as {_EXAMPLE}")
+    if config.samples is None:
+        raise ConfigError("data.name=stream needs data.samples, how many images count as an epoch")
+    if config.check != "none":
+        raise ConfigError(f"data.check={config.check} needs images that can be looked at before; set data.check=none")
+    if config.cache is not None:
+        raise ConfigError("data.cache is for data.name=shards; a stream keeps nothing")
+    if config.channels not in (1, 3):
+        raise ConfigError(f"data.channels must be 1 or 3 for data.name=stream, got {config.channels}")
+    try:
+        import webdataset  # noqa: F401 -- before anything is read, and once for all workers
+        from braceexpand import braceexpand
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"data.name=stream needs {error.name}; pip install 'dmjd[remote]'") from error
+    try:
+        locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
+    except ValueError as error:
+        raise ConfigError(f"data.root={config.root} has a brace without its other one, as in {_EXAMPLE}") from error
+    missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
+    if missing is not None:
+        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe: and a command")
+    return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
+
+
+def _is_path(location: str) -> bool:
+    return not (location.startswith(PIPE) or is_remote(location))
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:
@@ -99,7 +173,9 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
             return FashionMnist(config.root, split, config.pad)
         _warn_of_digits()
         return Digits(split)
-    raise ConfigError(f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits, folder or shards")
+    raise ConfigError(
+        f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits, folder, shards or stream"
+    )
 
 
 def _shards(config: DataConfig, split: Split) -> ShardDataset:

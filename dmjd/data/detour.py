@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dmjd.data.batch import Batch
-from dmjd.data.loader import Ahead, Batches
+from dmjd.data.loader import Ahead, TrainingBatches
 from dmjd.data.substitution import Substitution
 
 Windows = tuple[tuple[int, int], ...]
@@ -39,8 +39,12 @@ def passing_over(windows: Windows, begin: int, end: int) -> Windows:
 class Detour:
     """``batches`` by optimizer step, past ``windows``."""
 
-    def __init__(self, batches: Batches, windows: Windows) -> None:
+    def __init__(self, batches: TrainingBatches, windows: Windows) -> None:
         self._batches, self._windows = batches, windows
+
+    def begin(self, step: int, workers: int) -> int:
+        """See :class:`dmjd.data.loader.TrainingBatches`."""
+        return self._batches.begin(batch_of(step, self._windows), workers)
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
         """See :class:`dmjd.data.loader.Batches`."""

@@ -5,11 +5,12 @@ Workers only decide who computes a batch, never what is in it. Resuming is start
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
-from multiprocessing import parent_process
 from threading import Thread
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ORDER_CHUNK = 1 << 20  # keeps the temporaries of an epoch's order small on data sets of many millions
 
 
@@ -81,6 +83,14 @@ class Batches(Protocol):
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
         """A batch, and which of its images stand in for bad ones."""
+        ...
+
+
+class TrainingBatches(Batches, Protocol):
+    """Batches by optimizer step."""
+
+    def begin(self, step: int, workers: int) -> int:
+        """This launch will load steps from ``step`` on; returns how many of ``workers`` it has work for."""
         ...
 
 
@@ -142,6 +152,10 @@ class StepBatches:
         self._augment = augment
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
 
+    def begin(self, step: int, workers: int) -> int:
+        """See :class:`TrainingBatches`."""
+        return workers
+
     def __getitem__(self, step: int) -> Batch:
         return self.load(step)[0]
 
@@ -163,7 +177,7 @@ class StepBatches:
             for row, index in enumerate(sample_ids.tolist())
         ]
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
-        batch = _collate([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
+        batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
         return batch, substitutions
 
     def _view(self, draws: CropDraws, row: int, image: OpenImage) -> Tensor:
@@ -199,15 +213,11 @@ class EvaluationBatches:
         views = [
             evaluation_view(self._dataset.open(index), self._size, self._crop_pct) for index in sample_ids.tolist()
         ]
-        return _collate(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
+        return Batch.of(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
         """``batches[number]``, in which nothing stands in for anything."""
         return self[number], ()
-
-
-def _collate(views: list[Tensor], sample_ids: Tensor, labels: list[int]) -> Batch:
-    return Batch(torch.stack(views), sample_ids.clone(), torch.tensor(labels))
 
 
 class BatchLoader:
@@ -237,7 +247,9 @@ class BatchLoader:
             sampler=range(start, stop),
             num_workers=workers,
             pin_memory=pin_memory,
-            worker_init_fn=_obey_the_parent_alone,
+            # Forked, whatever the default of this Python, so that workers share the index and are this process's own.
+            multiprocessing_context="fork" if workers else None,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
         )
 
@@ -253,7 +265,14 @@ class BatchLoader:
                 if self._ahead is not None:
                     self._ahead.reach(number)
                 yield self._admit(number, item)
+        except (OSError, EOFError) as error:
+            if not self._loader.num_workers or str(error).startswith("Caught "):  # in a worker, and handed on by torch
+                raise
+            raise RuntimeError(f"DataLoader worker was killed while it handed over a batch ({error})") from error
         finally:
+            # Workers end here, and not with a traceback that holds this frame: in a cycle that the garbage collector
+            # finds, torch waits five seconds for each of them.
+            del items
             if self._ahead is not None:
                 self._ahead.close()
 
@@ -269,7 +288,7 @@ class BatchLoader:
 
 
 def make_loader(
-    batches: Batches,
+    batches: TrainingBatches,
     start_step: int,
     stop_step: int,
     workers: int,
@@ -280,8 +299,9 @@ def make_loader(
     """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
 
     With a ``quarantine`` bad images are listed and have others in their place, until there are too many; without one
-    the first raises.
+    the first raises. A stream has no more workers than tars to read.
     """
+    workers = batches.begin(start_step, workers)
     return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead)
 
 
@@ -306,15 +326,19 @@ class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataErr
             return error
 
 
-def _obey_the_parent_alone(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     # Ctrl-C and the signals of a launcher (Slurm's warning is USR1, torchrun's end TERM) reach every process of a job;
     # only the main process decides what to do. It needs its workers to write a last checkpoint, and ends them by TERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    parent = parent_process()  # not os.getppid(), which is a server where processes are forked from one
+    # A killed parent cannot end its workers. Torch's look for it every five seconds, or for ever if it died first. To
+    # the kernel the parent is the thread that forked: a loader is to be begun in one that stays.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
     assert parent is not None
-    assert parent.pid is not None
+    if os.getppid() != parent.pid:
+        os._exit(1)
     Thread(target=_end_with_the_parent, args=(parent.pid,), daemon=True).start()
 
 

@@ -25,8 +25,9 @@ class Quarantine:
     """Lists each bad image once, in a file of one JSON object a line, and stops the run above a rate.
 
     A line holds ``kind``, ``name``, ``sample_id``, ``substitute`` (a name) and ``step`` (the first that met the image,
-    counted from 1 as the log does); the last two are null for what a check at the start found. Images are told apart
-    by name. Those that earlier launches listed count, and are not listed again.
+    counted from 1 as the log does); the last two are null for what a check at the start found. A tar that is read as a
+    stream also has ``images``, for how many it counts. Images are told apart by name. Those that earlier launches
+    listed count, and are not listed again.
 
     The processes of a run share the file: each appends what it meets in whole lines, and then also counts what the
     others have appended.
@@ -47,6 +48,7 @@ class Quarantine:
         self._dataset_size = dataset_size
         self._max_bad_percent = max_bad_percent
         self._kinds: dict[str, str] = {}  # by name, in the order of the list
+        self._images: dict[str, int] = {}
         self._read = 0  # bytes of whole lines
         self._torn = False  # a process was killed amid its last line
         self._catch_up()
@@ -55,7 +57,10 @@ class Quarantine:
     @property
     def counts(self) -> Counter[str]:
         """Bad images of each kind."""
-        return Counter(self._kinds.values())
+        counts = Counter[str]()
+        for name, kind in self._kinds.items():
+            counts[kind] += self._images[name]
+        return counts
 
     def admit(self, bad: Mapping[int, BadImage]) -> None:
         """Take in what a check at the start found, as :attr:`dmjd.data.dataset.ImageDataset.bad` has it. One process of
@@ -98,7 +103,8 @@ class Quarantine:
         except OSError as error:
             raise StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact") from error
         self._torn = False
-        self._kinds.update((bad.name, bad.kind) for _, bad in new)
+        for _, bad in new:
+            self._know(bad.name, bad.kind, bad.images)
         return [bad for _, bad in new]
 
     def _catch_up(self) -> None:
@@ -113,12 +119,16 @@ class Quarantine:
         for line in whole.splitlines():
             try:
                 row = json.loads(line)
-                self._kinds.setdefault(row["name"], row["kind"])
+                self._know(row["name"], row["kind"], row.get("images", 1))
             except (ValueError, TypeError, KeyError):
                 continue  # a torn line; its image is listed anew when it is met again
 
+    def _know(self, name: str, kind: str, images: int) -> None:
+        self._kinds.setdefault(name, kind)
+        self._images.setdefault(name, images)
+
     def _judge(self) -> None:
-        count = len(self._kinds)
+        count = sum(self._images.values())
         if not exceeds(count, self._dataset_size, self._max_bad_percent):
             return
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common())
@@ -130,4 +140,5 @@ class Quarantine:
 
 
 def _row(bad: BadImage, sample_id: int, substitute: str | None, step: int | None) -> dict[str, Any]:
-    return {"kind": bad.kind, "name": bad.name, "sample_id": sample_id, "substitute": substitute, "step": step}
+    row = {"kind": bad.kind, "name": bad.name, "sample_id": sample_id, "substitute": substitute, "step": step}
+    return row if bad.images == 1 else {**row, "images": bad.images}

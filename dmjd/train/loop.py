@@ -15,7 +15,7 @@ from torch import nn
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import build_dataset, fetch_ahead, training_batches
+from dmjd.data.build import fetch_ahead, training_batches, training_source
 from dmjd.data.detour import Detour, DetourAhead, passing_over
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
@@ -101,7 +101,7 @@ class Pretraining:
         if initial is not None:
             load_strictly(objective, read_model(initial), initial)
         self.engine = build_engine(objective, config.engine, config.optim, world)
-        self.dataset = world.together(lambda: build_dataset(data, "train"))
+        self.dataset = world.together(lambda: training_source(data))
         self.batches = training_batches(data, self.dataset, config.batch_size, config.seed, world.rank, world.size)
         self.prepare = Preparation(
             spec,

@@ -55,7 +55,7 @@ def test_equals_the_definition(case: Case) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there itself
 def test_opcheck_and_gradcheck() -> None:
     inputs = make(((2, 3, 4), 6, 5))
-    torch.library.opcheck(torch.ops.dmjd.gelu_mlp.default, inputs)
+    torch.library.opcheck(torch.ops.dmjd.gelu_mlp.default, tuple(inputs))
     grad = torch.randn(2, 3, 5, dtype=torch.float64)
     backward = (grad, *(tensor.detach() for tensor in inputs[:4]))
     torch.library.opcheck(torch.ops.dmjd.gelu_mlp_backward.default, backward)

@@ -2,7 +2,8 @@
 
 A file is named by the sha256 of its content, so splits, data sets and addresses cannot be confused, and a file that has
 its name is whole. A draft is locked by who fetches it, and the lock goes with its process, so a killed one blocks
-nobody. What is evicted is the oldest: shards are fetched in the order in which the plan comes to them.
+nobody, and its draft goes when somebody else fetches. What is evicted is the oldest: shards are fetched in the order in
+which the plan comes to them.
 """
 
 from __future__ import annotations
@@ -49,14 +50,13 @@ class ShardCache:
         """
         while True:
             try:
-                file = os.open(self._path(shard), os.O_RDONLY | os.O_CLOEXEC)
+                with _opened(self._path(shard), os.O_RDONLY) as file:
+                    data = read_part(file, offset, size)
+                    if len(data) == size or os.fstat(file).st_size == shard.bytes:
+                        return data
+                self._path(shard).unlink(missing_ok=True)  # somebody has cut it; what is here shall be whole
             except FileNotFoundError:
                 self.fetch(url, shard)  # and somebody may evict it at once
-                continue
-            try:
-                return read_part(file, offset, size)
-            finally:
-                os.close(file)
 
     def fetch(self, url: str, shard: Shard, keep: Callable[[], Collection[Shard]] = tuple) -> None:
         """Have a shard here, evicting others, but none of those that ``keep`` then gives if others suffice.
@@ -74,6 +74,8 @@ class ShardCache:
                     return
                 self._evict(shard.bytes, keep())
                 fetch(url, shard, draft, self._patience)
+                with _opened(draft, os.O_RDONLY) as file:
+                    os.fsync(file)  # else a node that loses power may keep the name without the bytes
                 draft.replace(path)
                 self._evict(0, [shard, *keep()])  # what others have fetched in the meantime counts as well
         except OSError as error:
@@ -86,6 +88,8 @@ class ShardCache:
 
     def _evict(self, room: int, keep: Collection[Shard]) -> None:
         """Make room for so many bytes. Who reads an evicted file reads on."""
+        for draft in self._folder.glob(f"*{_DRAFT}"):
+            _sweep(draft)
         found, kept = [], {self._path(shard) for shard in keep}
         for path in self._folder.glob(f"*{_ENDING}"):
             with suppress(FileNotFoundError):  # another process evicts as well
@@ -101,16 +105,38 @@ class ShardCache:
 
 @contextmanager
 def _locked(draft: Path) -> Iterator[Path]:
-    """A draft that no other process, or thread, writes until the end of the block. One left by a killed one serves."""
+    """A draft that no other process, or thread, writes until the end of the block, where it goes if it is still there.
+
+    One left by a killed process serves.
+    """
     while True:
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
+        with _opened(draft, os.O_WRONLY | os.O_CREAT) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_same(file, draft):
+            if not _is_same(file, draft):
+                continue
+            try:
                 yield draft
                 return
-        finally:
-            os.close(file)
+            finally:
+                if _is_same(file, draft):
+                    draft.unlink()
+
+
+def _sweep(draft: Path) -> None:
+    """Remove what nobody is writing: who did was killed."""
+    with suppress(FileNotFoundError, BlockingIOError), _opened(draft, os.O_WRONLY) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same(file, draft):
+            draft.unlink()
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _is_same(file: int, path: Path) -> bool:

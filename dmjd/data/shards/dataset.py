@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -14,6 +13,7 @@ from dmjd.data.dataset import OpenImage, Pixels
 from dmjd.data.decode import TOO_SMALL, open_image
 from dmjd.data.quarantine import exceeds
 from dmjd.data.shards.cache import ShardCache
+from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.local import OpenFiles
 from dmjd.data.shards.location import is_remote
@@ -72,24 +72,11 @@ class ShardDataset:
                 of zeros), magic or crc (other bytes: no image, or another one), undecodable, or too small.
             DataError: if its shard cannot be fetched.
         """
-        return open_image(self._read(index), self.name(index), self.channels, self._min_size)
+        return open_image(self.read(index), self.name(index), self.channels, self._min_size)
 
-    def image(self, index: int) -> Pixels:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
-        opened = self.open(index)
-        return opened.region((0, 0, *opened.size))
-
-    def label(self, index: int) -> int:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
-        return int(self._records["label"][index])
-
-    def name(self, index: int) -> str:
-        """See :meth:`dmjd.data.shards.index.ShardSet.name`."""
-        return self.shards.name(index)
-
-    def _read(self, index: int) -> bytes:
-        record = self._records[range(len(self))[index]]
-        shard, offset, size, crc32 = (int(record[field]) for field in ("shard", "offset", "size", "crc32"))
+    def read(self, index: int) -> bytes:
+        """The file of one image, checked; raises as :meth:`open` does, but for what needs decoding."""
+        shard, offset, size, _, crc, _, _ = self._records[range(len(self))[index]].item()
         location = self.shards.location(shard)
         try:
             if is_remote(location):
@@ -103,9 +90,22 @@ class ShardDataset:
             raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
         if len(data) < size:
             raise BadImage(self.name(index), "truncated", f"is cut at {len(data)} of {size} bytes, as its tar is")
-        if zlib.crc32(data) != crc32 or not size:
+        if crc32(data) != crc or not size:
             raise BadImage(self.name(index), *_describe(data))
         return data
+
+    def image(self, index: int) -> Pixels:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        opened = self.open(index)
+        return opened.region((0, 0, *opened.size))
+
+    def label(self, index: int) -> int:
+        """See :class:`dmjd.data.dataset.ImageDataset`."""
+        return int(self._records["label"][index])
+
+    def name(self, index: int) -> str:
+        """See :meth:`dmjd.data.shards.index.ShardSet.name`."""
+        return self.shards.name(index)
 
     def _check(self, max_bad_percent: float) -> dict[int, BadImage]:
         (height, width), records = self._min_size, self._records

@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,18 +158,33 @@ def _with_records(folder: str, manifest: Manifest, patience: Patience) -> ShardS
 
 def _parse(path: str, content: bytes) -> Manifest:
     try:
-        fields: dict[str, Any] = json.loads(content)
-        number = fields.pop("format")
+        entries: dict[str, Any] = json.loads(content)
+        number = entries.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise DataError(f"{path} is damaged, or is no manifest of shards; restore it or build the set again") from error
     if number != FORMAT:
         raise DataError(f"{path} has format {number}, and this dmjd reads format {FORMAT}; build the set again")
     try:
-        shards = tuple(Shard(**shard) for shard in fields.pop("shards"))
-        manifest = Manifest(shards=shards, classes=tuple(fields.pop("classes")), **fields)
+        shards = tuple(Shard(**shard) for shard in entries.pop("shards"))
+        manifest = Manifest(shards=shards, classes=tuple(entries.pop("classes")), **entries)
     except (KeyError, TypeError) as error:
         raise DataError(f"{path} lacks or has too many fields ({error}); restore it or build the set again") from error
+    _require_types(path, manifest)
+    for shard in shards:
+        _require_types(path, shard)
+    if not all(isinstance(name, str) for name in manifest.classes):
+        raise DataError(f"{path} has class names that are no text; restore it or build the set again")
     return manifest
+
+
+def _require_types(path: str, item: Manifest | Shard) -> None:
+    """Refuse what somebody's editor or script has left of a number or a text."""
+    for entry in fields(item):
+        value = getattr(item, entry.name)
+        if entry.type == "int" and not (type(value) is int and 0 <= value < 1 << 63):
+            raise DataError(f"{path} has {entry.name}={value!r}, which must be an integer of at least 0; restore it")
+        if entry.type == "str" and type(value) is not str:
+            raise DataError(f"{path} has {entry.name}={value!r}, which must be text; restore it")
 
 
 def _load_records(location: str, manifest_path: str, manifest: Manifest, patience: Patience) -> Records:

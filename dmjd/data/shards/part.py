@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import INDEX, Records, Shard, save
 from dmjd.errors import BadImage
 from dmjd.files import replace_file
@@ -72,7 +72,7 @@ def reject(bad: BadImage) -> dict[str, str]:
 
 def record(offset: int, image: bytes, label: int, height: int, width: int) -> tuple[int, ...]:
     """A row of :data:`dmjd.data.shards.index.INDEX`, of shard 0."""
-    return 0, offset, len(image), label, zlib.crc32(image), height, width
+    return 0, offset, len(image), label, crc32(image), height, width
 
 
 def save_parts(folder: Path, parts: Sequence[Part], channels: int, classes: Sequence[str], source: str) -> Saved:

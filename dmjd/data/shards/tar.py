@@ -23,7 +23,9 @@ IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's: up to the first dot after the last slash
 _META = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_END = bytes(2 * tarfile.BLOCKSIZE)
+
+END_MARK = bytes(2 * tarfile.BLOCKSIZE)
+"""What a whole tar ends in, but for more zeros."""
 
 
 class TarSample(NamedTuple):
@@ -33,6 +35,11 @@ class TarSample(NamedTuple):
     offset: int
     size: int
     label: bytes | None
+
+
+def compression(head: bytes) -> str | None:
+    """What a file that begins with these bytes is compressed with."""
+    return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 class TarWriter:
@@ -116,8 +123,7 @@ def tar_samples(path: str) -> Iterator[TarSample]:
         DataError: if it is compressed, no tar, or ends before its end mark, where webdataset would say nothing.
     """
     with Path(path).open("rb") as file:
-        head = file.read(6)
-        packed = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+        packed = compression(file.read(6))
         if packed:
             raise DataError(
                 f"{path} is compressed with {packed}, so no sample can be read by offset; unpack it to a .tar"
@@ -130,8 +136,13 @@ def tar_samples(path: str) -> Iterator[TarSample]:
         except tarfile.TarError as error:
             raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
         file.seek(end)
-        if file.read(len(_END)) != _END:
+        if file.read(len(END_MARK)) != END_MARK:
             raise DataError(f"{path} is truncated or damaged at byte {end}: its end mark is missing; fetch it again")
+
+
+def is_content(info: tarfile.TarInfo) -> bool:
+    """Whether a member is a file that may belong to a sample."""
+    return info.isreg() and not info.issparse() and not _META.match(info.name)
 
 
 class _Member(NamedTuple):
@@ -144,7 +155,7 @@ class _Member(NamedTuple):
 def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
     for info in tar:
         tar.members = []  # type: ignore[attr-defined]  # it would keep every header
-        if not info.isreg() or info.issparse() or _META.match(info.name):
+        if not is_content(info):
             continue
         content = b""
         if info.name.lower().endswith(".cls") and (stream := tar.extractfile(info)):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.encode import measure
 from dmjd.data.shards.index import Records, Shard, ShardSet
 from dmjd.data.shards.location import local_copy, sha256
@@ -60,7 +60,7 @@ def verify_tar(check: TarCheck) -> list[str]:
 
 def _faults_of(check: TarCheck, record: np.void, data: bytes) -> Iterator[str]:
     name = f"{check.location}@{int(record['offset'])}"
-    if zlib.crc32(data) != record["crc32"]:
+    if crc32(data) != record["crc32"]:
         yield f"{name} has another crc32 than the index says"
     elif check.decode:
         try:

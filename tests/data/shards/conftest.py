@@ -1,9 +1,10 @@
-"""A small folder of photographs with labels, and the shard sets made of it."""
+"""A small folder of photographs with labels, the shard sets made of it, and a server for them."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from PIL import Image
 from skimage import data
 
 from dmjd.data.shards.build import build
+from tests.data.shards.http_server import Server
 
 ASTRONAUT = data.astronaut()
 
@@ -57,3 +59,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
         patch.setattr("dmjd.data.shards.build.MEGABYTE", 7_000)
         build(str(photos), str(folder), workers=1, shard_mb=1)
     return folder
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+        thread.start()
+        yield running
+        running.wake.set()
+        for left in threading.enumerate():
+            if left.name.startswith("shards-"):
+                left.join(10)
+        running.shutdown()
+        thread.join()

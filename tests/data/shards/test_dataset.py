@@ -17,9 +17,10 @@ from torch.utils.data import Dataset as TorchDataset
 from dmjd.config import DataConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.folder import ImageFolder
+from dmjd.data.shards.build import build
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.index import INDEX, Shard, load, save
-from dmjd.data.shards.local import OpenFiles
+from dmjd.data.shards.local import OpenFiles, check_files
 from dmjd.errors import BadImage, ConfigError, DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -92,24 +93,28 @@ def test_an_image_that_never_decoded_is_undecodable(photo: Callable[..., bytes],
     assert caught.value.kind in ("undecodable", "truncated")
 
 
-@pytest.mark.parametrize("cut", range(0, 5000, 250))
-def test_a_tar_cut_anywhere_is_noticed_at_the_start_and_at_every_sample_behind_the_cut(copy: Path, cut: int) -> None:
-    shards = load(copy / "train")
-    path = Path(shards.location(0))
-    whole = ShardDataset(shards, None)
-    images = [whole.image(index) for index in range(shards.manifest.shards[0].samples)]
-    os.truncate(path, cut)
-    with pytest.raises(DataError, match=rf"train-000000.tar has {cut} bytes, and the manifest says"):
-        build_dataset(config(copy), "train")
-    dataset = build_dataset(config(copy, check="none"), "train")
-    for index, image in enumerate(images):
-        record = shards.records[index]
-        if record["offset"] + record["size"] <= cut:
-            assert np.array_equal(dataset.image(index), image)
-        else:
-            with pytest.raises(BadImage) as caught:
-                dataset.image(index)
-            assert caught.value.kind == "truncated"
+def test_a_tar_cut_anywhere_is_noticed_at_the_start_and_at_every_sample_behind_the_cut(
+    tmp_path: Path, photo: Callable[..., bytes]
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        (tmp_path / "photos" / f"{number}.png").write_bytes(photo(number, "PNG", size=(6, 8)))
+    build(str(tmp_path / "photos"), str(tmp_path / "set"), workers=1)
+    shards = load(tmp_path / "set")
+    path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
+    images = [dataset.image(index) for index in range(3)]
+    ends = [int(record["offset"] + record["size"]) for record in shards.records]
+    for cut in reversed(range(path.stat().st_size)):
+        os.truncate(path, cut)
+        with pytest.raises(DataError, match=rf"train-000000.tar has {cut} bytes, and the manifest says"):
+            check_files(shards)
+        for index, (image, end) in enumerate(zip(images, ends, strict=True)):
+            if end <= cut:
+                assert np.array_equal(dataset.image(index), image)
+            else:
+                with pytest.raises(BadImage) as caught:
+                    dataset.image(index)
+                assert caught.value.kind == "truncated"
 
 
 def test_a_tar_that_is_gone_is_noticed_at_the_start_and_its_samples_are_missing(copy: Path) -> None:
@@ -121,6 +126,35 @@ def test_a_tar_that_is_gone_is_noticed_at_the_start_and_its_samples_are_missing(
     with pytest.raises(BadImage) as caught:
         dataset.image(shards.manifest.shards[0].samples)
     assert caught.value.kind == "missing"
+
+
+def test_a_set_that_is_replaced_under_a_reader_is_read_on_as_it_was(copy: Path) -> None:
+    shards = load(copy / "train")
+    path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
+    images = [dataset.image(index) for index in range(shards.manifest.shards[0].samples)]
+    other = path.with_suffix(".new")
+    other.write_bytes(bytes(reversed(path.read_bytes())))
+    other.replace(path)
+    assert all(np.array_equal(dataset.image(index), image) for index, image in enumerate(images))
+    late = ShardDataset(shards, None)
+    for index in range(len(images)):
+        with pytest.raises(BadImage) as caught:
+            late.image(index)
+        assert caught.value.kind in ("crc", "magic", "empty")
+
+
+@pytest.mark.parametrize("length", [0, 1 << 20])
+def test_a_set_that_is_written_over_under_a_reader_gives_no_wrong_image(copy: Path, length: int) -> None:
+    shards = load(copy / "train")
+    path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
+    dataset.image(0)
+    path.write_bytes(np.random.default_rng(0).bytes(length))
+    for index in range(shards.manifest.shards[0].samples):
+        with pytest.raises(BadImage) as caught:
+            dataset.image(index)
+        assert caught.value.kind == ("magic" if length else "truncated")
+    with pytest.raises(DataError, match=rf"train-000000.tar has {length} bytes, and the manifest says"):
+        build_dataset(config(copy), "train")
 
 
 def test_images_smaller_than_the_crop_are_found_in_the_index(finished: Path) -> None:

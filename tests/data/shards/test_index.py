@@ -112,6 +112,30 @@ def test_shards_that_do_not_fit_are_refused(tmp_path: Path, shards: list[Shard],
         load(tmp_path)
 
 
+ODD: tuple[Any, ...] = (None, -1, "x", [], {}, True, 1.5, [1, 2], {"a": 1}, 10**30)
+
+
+def test_a_manifest_that_was_edited_is_refused_in_a_sentence_or_still_fits(tmp_path: Path) -> None:
+    saved(tmp_path)
+    whole = json.loads((tmp_path / MANIFEST).read_text())
+    variants: list[Any] = list(ODD)
+    for value in ODD:
+        variants += [{**whole, key: value} for key in whole]
+        first, second = whole["shards"]
+        variants += [{**whole, "shards": [{**first, key: value}, second]} for key in first]
+    fitting = 0
+    for variant in variants:
+        (tmp_path / MANIFEST).write_text(json.dumps(variant))
+        try:
+            shards = load(tmp_path)
+        except DataError:
+            continue
+        fitting += 1  # another text in the place of a text
+        assert shards.location(0).startswith(str(tmp_path))
+        assert len(shards.manifest.fingerprint) == 64
+    assert fitting <= 6
+
+
 def test_an_index_out_of_order_is_refused_before_it_is_written(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not in the order of the shards"):
         saved(tmp_path, [ROWS[0], ROWS[2], ROWS[1]])

@@ -9,9 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,91 +28,15 @@ from dmjd.data.shards.prefetch import Prefetch
 from dmjd.data.shards.remote import fetch
 from dmjd.errors import DataError
 from dmjd.ops.philox import make_key
+from tests.data.shards.http_server import SIZE, Server, content
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
 
 QUICK = Patience(attempts=4, first_pause=0.01, longest_pause=0.02, stall=0.4)
-SIZE = 40_000
-
-
-def content(name: str) -> bytes:
-    """What the server has under a name."""
-    return np.random.default_rng(list(name.encode())).bytes(SIZE)
 
 
 def shard(name: str) -> Shard:
     return Shard(name, 10, SIZE, hashlib.sha256(content(name)).hexdigest())
-
-
-class Server(ThreadingHTTPServer):
-    """``faults`` are what happens to the next requests, one each; requests are counted by name.
-
-    What there is lies in ``root``, or is made up.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.faults: list[str] = []
-        self.root: Path | None = None
-        self.requests: Counter[str] = Counter()
-        self.wake = threading.Event()
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.server_port}/{name}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A client that leaves is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_HEAD(self) -> None:
-        path = (self.server.root or Path()) / self.path.strip("/")
-        self.send_response(200 if path.is_file() else 404)
-        self.send_header("Content-Length", str(path.stat().st_size if path.is_file() else 0))
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        name = self.path.strip("/")
-        self.server.requests[name] += 1
-        if self.server.root is not None and not (self.server.root / name).is_file():
-            self.send_error(404)
-            return
-        fault = self.server.faults.pop(0) if self.server.faults else ""
-        if fault.isdigit():
-            self.send_error(int(fault))
-            return
-        body = content(name) if self.server.root is None else (self.server.root / name).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body) // 2 if fault == "short" else len(body)))
-        self.end_headers()
-        if fault == "other":
-            body = body[::-1]
-        if fault in ("cut", "stall", "short"):
-            self.wfile.write(body[: len(body) // 2])
-            if fault == "stall":
-                self.server.wake.wait(30)
-            self.close_connection = True
-            return
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Nobody reads it."""
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as running:
-        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
-        thread.start()
-        yield running
-        running.wake.set()
-        for left in threading.enumerate():
-            if left.name.startswith("shards-"):
-                left.join(10)
-        running.shutdown()
-        thread.join()
 
 
 def wait_for(true: Callable[[], bool]) -> None:
@@ -239,6 +161,44 @@ def test_a_folder_that_cannot_be_written_is_named(server: Server, tmp_path: Path
         ShardCache(tmp_path / "file" / "cache", 9 * SIZE, QUICK).fetch(server.url("a"), shard("a"))
 
 
+def test_a_file_that_was_cut_is_fetched_again(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    for length in (0, 17, SIZE - 1):
+        cache.fetch(server.url("a"), shard("a"))
+        os.truncate(next(tmp_path.glob("*.tar")), length)
+        assert cache.read(server.url("a"), shard("a"), SIZE - 9, 9) == content("a")[-9:]
+    assert server.requests["a"] == 4
+
+
+def test_a_draft_stays_only_where_a_process_was_killed_and_goes_with_the_next_download(
+    server: Server, tmp_path: Path
+) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    (tmp_path / f"{shard('gone').sha256}.part").write_bytes(b"half")
+    held = tmp_path / f"{shard('held').sha256}.part"
+    with held.open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        server.faults = ["404"]
+        with pytest.raises(DataError):
+            cache.fetch(server.url("b"), shard("b"))
+        assert [path.name for path in tmp_path.iterdir()] == [held.name]
+        cache.fetch(server.url("a"), shard("a"))
+        assert {path.name for path in tmp_path.iterdir()} == {held.name, f"{shard('a').sha256}.tar"}
+    cache.fetch(server.url("b"), shard("b"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
+
+
+def test_who_finds_that_somebody_was_faster_leaves_no_draft(server: Server, tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path, 9 * SIZE, QUICK)
+    threads = [threading.Thread(target=cache.fetch, args=(server.url("a"), shard("a"))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert server.requests["a"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == [f"{shard('a').sha256}.tar"]
+
+
 def read_in_child(folder: Path, url: str, start: float) -> None:
     time.sleep(max(start - time.time(), 0))
     assert ShardCache(folder, 9 * SIZE).read(url, shard("a"), 0, SIZE) == content("a")
@@ -259,6 +219,32 @@ def test_processes_of_a_node_download_a_shard_once(server: Server, tmp_path: Pat
         child.join(20)
     assert [child.exitcode for child in started] == [0, 0, 0]
     assert server.requests["a"] == 1
+
+
+def read_for_long(folder: Path, port: int, seed: int) -> None:
+    cache = ShardCache(folder, 2 * SIZE, QUICK)
+    for number in np.random.default_rng(seed).integers(0, 4, 60).tolist():
+        name = "abcd"[number]
+        assert cache.read(f"http://127.0.0.1:{port}/{name}", shard(name), 5, 60) == content(name)[5:65]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_processes_share_a_cache_that_is_too_small_for_them_though_some_are_killed(
+    server: Server, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("fork")
+    readers = [context.Process(target=read_for_long, args=(tmp_path, server.server_port, seed)) for seed in range(6)]
+    for reader in readers:
+        reader.start()
+    for number, reader in enumerate(readers[:3]):
+        wait_for(lambda number=number: server.requests.total() >= 4 * (number + 1))  # type: ignore[misc]
+        reader.kill()
+    for reader in readers:
+        reader.join(60)
+    assert [reader.exitcode for reader in readers[3:]] == [0, 0, 0]
+    ShardCache(tmp_path, 2 * SIZE, QUICK).fetch(server.url("e"), shard("e"))
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * SIZE
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

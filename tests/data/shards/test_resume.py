@@ -156,6 +156,15 @@ def test_a_run_goes_on_from_a_copy_of_its_shards_elsewhere(
     assert run.log.read_bytes() == log
 
 
+def test_two_views_and_three_workers_change_no_number(words: Callable[..., list[str]], finished: Path) -> None:
+    logs = []
+    for workers in (0, 3):
+        run = loop.pretrain(compose("pretrain", words(finished, "mask.views=2", f"workers={workers}")))
+        logs.append(run.log.read_bytes())
+        shutil.rmtree(run.path)
+    assert logs[0] == logs[1]
+
+
 def test_other_shards_and_another_seed_are_refused_by_name(
     words: Callable[..., list[str]], finished: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,117 @@
+"""The images of a tar that is read from front to back, grouped by webdataset.
+
+A tar that ends between two members, or has one with a damaged header, looks like a whole one to tarfile, and so to
+webdataset, which then says nothing. A whole one has its end mark, 1024 zeros, where its members end, and zeros behind.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from dmjd.data.shards.location import open_binary
+from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, is_content
+from dmjd.data.stream.pipe import Pipe
+from dmjd.errors import BadImage, DataError
+
+PIPE = "pipe:"
+
+
+class TarImage(NamedTuple):
+    """``name`` is the tar's and the sample's key; ``data`` the bytes of the image's file."""
+
+    name: str
+    data: bytes
+
+
+def tar_images(location: str, stall: float) -> Iterator[TarImage]:
+    """The images of a tar in order.
+
+    Args:
+        location: a path, a URL that fsspec opens, or ``pipe:`` and a command that writes the tar.
+        stall: seconds without a byte after which a command counts as dead.
+
+    Raises:
+        BadImage: that the tar is, once what comes before the damage has been yielded: missing, unreadable, truncated.
+        DataError: if fsspec lacks what the URL needs.
+    """
+    from webdataset.handlers import ignore_and_continue  # here, since only streams need it
+    from webdataset.tariterators import group_by_keys
+
+    try:
+        with _open(location, stall) as file:
+            stream = _Stream(file)
+            with tarfile.open(fileobj=cast(BinaryIO, stream), mode="r|") as tar:
+                members = _members(tar, location)
+                for sample in group_by_keys(members, handler=ignore_and_continue):  # of equal names the first counts
+                    ending = next((key for key in sample if key.rpartition(".")[2] in IMAGE_ENDINGS), None)
+                    if ending is not None:
+                        yield TarImage(f"{location}: {sample['__key__']}", sample[ending])
+                stream.finish(tar.offset)
+    except DataError:
+        raise
+    except Exception as error:  # every protocol has its own
+        raise BadImage(location, *_describe(error)) from error
+
+
+def _open(location: str, stall: float) -> BinaryIO:
+    if location.startswith(PIPE):  # not buffered: what came before an error is then not lost
+        return cast(BinaryIO, Pipe(location.removeprefix(PIPE), stall))
+    return open_binary(location)
+
+
+def _members(tar: tarfile.TarFile, location: str) -> Iterator[dict[str, Any]]:
+    """As webdataset wants them."""
+    for info in tar:
+        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
+        if is_content(info) and (file := tar.extractfile(info)):
+            yield {"fname": info.name, "data": file.read(), "__url__": location}
+
+
+class _Damage(Exception):
+    def __init__(self, kind: str, fault: str) -> None:
+        super().__init__(fault)
+        self.kind = kind
+
+
+class _Stream:
+    """What tarfile needs of a file, and what it read last: it reads by records of 10240 bytes, so beyond the end."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._position = 0
+        self._last = b""
+
+    def read(self, size: int) -> bytes:
+        block = self._file.read(size)
+        packed = compression(block) if not self._position else None
+        if packed:
+            raise _Damage("unreadable", f"is compressed with {packed}, so its end cannot be told; have it unpacked")
+        self._position += len(block)
+        self._last = (self._last + block)[-2 * tarfile.RECORDSIZE :]
+        return block
+
+    def finish(self, end: int) -> None:
+        """Read the rest, which leads a command to its exit; it must be zeros from ``end`` on."""
+        zeros = self._last[end - self._position :] if end < self._position else b""
+        damaged = any(zeros)
+        while block := self._file.read(1 << 16):
+            damaged = damaged or any(block)
+            zeros = (zeros + block)[: len(END_MARK)]
+        if damaged:
+            raise _Damage("unreadable", f"is damaged at byte {end}: there is more behind what looks like its end")
+        if len(zeros) < len(END_MARK):
+            raise _Damage("truncated", f"ends at byte {end} without its end mark")
+
+
+def _describe(error: Exception) -> tuple[str, str]:
+    """Kind and fault."""
+    if isinstance(error, _Damage):
+        return error.kind, str(error)
+    if isinstance(error, FileNotFoundError):
+        return "missing", "is not there"
+    if isinstance(error, tarfile.TarError):
+        return "truncated", f"is truncated, or is no tar ({error})"
+    strerror = error.strerror if isinstance(error, OSError) else None
+    return "unreadable", f"cannot be read ({strerror or ' '.join(str(error).split()) or type(error).__name__})"
