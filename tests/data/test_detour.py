@@ -43,6 +43,10 @@ def test_the_order_of_windows_does_not_matter() -> None:
 class Numbered:
     """Batch ``n`` holds sample ``n``."""
 
+    def begin(self, step: int, workers: int) -> int:
+        self.begun = step
+        return workers
+
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
         return Batch.empty(1, (1, 1), 1)._replace(sample_ids=torch.tensor([number])), ()
 
@@ -66,7 +70,9 @@ class Told:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_reads_past_the_windows_and_says_so_ahead(workers: int) -> None:
     windows, told = ((2, 4), (5, 6)), Told()
-    loader = make_loader(Detour(Numbered(), windows), 1, 5, workers, pin_memory=False, ahead=DetourAhead(told, windows))
-    assert [batch.sample_ids.item() for batch in loader] == [1, 4, 6, 7]
-    reached = [("reach", number, 0) for number in (1, 4, 6, 7)]
-    assert told.words == [("start", 1, 8), *reached, ("close", 0, 0)]
+    batches = Numbered()
+    loader = make_loader(Detour(batches, windows), 2, 5, workers, pin_memory=False, ahead=DetourAhead(told, windows))
+    assert batches.begun == 4
+    assert [batch.sample_ids.item() for batch in loader] == [4, 6, 7]
+    reached = [("reach", number, 0) for number in (4, 6, 7)]
+    assert told.words == [("start", 4, 8), *reached, ("close", 0, 0)]
