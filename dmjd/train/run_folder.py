@@ -20,6 +20,7 @@ from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import replace_file
+from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.train import checkpoint
 
@@ -115,6 +116,8 @@ class RunFolder:
         device = world.device
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
+        if world.size > 1:
+            (self.path / FLIGHT).mkdir(exist_ok=True)  # the recorder writes into it and does not make it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
         sha, diff = _source_state()

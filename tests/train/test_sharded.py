@@ -123,12 +123,11 @@ checkpoint._put_manifest = fault
     "before the rename": (
         0,
         f"""
-import dmjd.train.checkpoint as checkpoint
-seal, rename, calls = checkpoint._seal, checkpoint.Path.rename, []
+from pathlib import Path
+rename = Path.rename
 def fault(self, target):
-    calls.append(target)
-    {KILL} if len(calls) == 2 else rename(self, target)
-checkpoint.Path.rename = fault
+    {KILL} if str(target).endswith("step-00000012") else rename(self, target)
+Path.rename = fault
 """,
     ),
 }
