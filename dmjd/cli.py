@@ -104,6 +104,17 @@ def _export(words: Sequence[str]) -> None:
     print(f"{path}: timm computes the same features from it; the call is in {sidecar(path)}")
 
 
+def _convert(words: Sequence[str]) -> None:
+    """a checkpoint of one code base for another: dmjd convert input=FILE output=FILE target=LAYOUT"""
+    from dmjd.compose import compose
+
+    config = compose("convert", words)
+    from dmjd.evaluate.convert import convert
+
+    done = convert(config)
+    print(f"{done.path}: {done.tensors} tensors in the layout of {done.target}, from {done.source}")
+
+
 def _shards(words: Sequence[str]) -> None:
     """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
     from dmjd.data.shards.verbs import run
@@ -119,6 +130,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "report": _report,
     "ops": _ops,
     "export": _export,
+    "convert": _convert,
     "shards": _shards,
 }
 
