@@ -105,7 +105,7 @@ def _export(words: Sequence[str]) -> None:
 
 
 def _convert(words: Sequence[str]) -> None:
-    """a checkpoint of one code base for another: dmjd convert input=FILE output=FILE target=LAYOUT"""
+    """a checkpoint of one code base for another: dmjd convert input=FILE output=FILE to=LAYOUT"""
     from dmjd.compose import compose
 
     config = compose("convert", words)

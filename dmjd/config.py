@@ -310,7 +310,7 @@ class ConvertConfig:
     input: str = "???"
     output: str = "???"
     source: str = choice("auto", *_LAYOUTS)
-    target: str = choice(*_LAYOUTS)
+    to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
     grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     bias_tables: str = choice("auto", "shared", "per_block")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Converted:
 
 
 def convert(config: ConvertConfig) -> Converted:
-    """Write ``config.input`` in the layout ``config.target`` to ``config.output``, whole or not at all.
+    """Write ``config.input`` in the layout ``config.to`` to ``config.output``, whole or not at all.
 
     Raises:
         ConfigError: if the output cannot be what it is called.
@@ -60,12 +61,20 @@ def convert(config: ConvertConfig) -> Converted:
     weights = source.read(state, drop_unknown=config.unknown == "drop")
     weights = _with_positions(weights, grid, config)
     weights = _with_bias_tables(weights, grid, config)
-    target = LAYOUTS[config.target]
+    target = LAYOUTS[config.to]
     written, left_out = target.write(weights)
     if left_out:
-        logger.info("left out, for %s has no place for it: %s", target.name, summary(left_out))
+        logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
     write_state(output, written, target.container, {"format": "pt", "layout": target.name, "from": source.name})
     return Converted(output, source.name, target.name, len(written), left_out)
+
+
+def _branches(names: list[str]) -> str:
+    """What is left out for people: branches of pre-training with a count, weights of the encoder by name."""
+    counts = Counter(name.partition(".")[0] for name in names if not name.startswith("encoder."))
+    encoder = [name for name in names if name.startswith("encoder.")]
+    words = [f"{branch} ({count} tensors)" for branch, count in counts.items()]
+    return ", ".join(words + ([summary(encoder)] if encoder else []))
 
 
 def _check_output(output: Path, source: Path) -> None:
@@ -107,7 +116,7 @@ def _with_positions(weights: dict[str, Tensor], grid: Grid | None, config: Conve
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
     convit = "encoder.patch_embed1.proj.weight" in weights
-    computed = config.target == "ours" or (config.target == "timm" and convit)
+    computed = config.to == "ours" or (config.to == "timm" and convit)
     new = _pair(config.grid)
     relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
     for name, width_of in ((POSITIONS, "encoder.norm.weight"), (DECODER_POSITIONS, "decoder.norm.weight")):
@@ -118,7 +127,7 @@ def _with_positions(weights: dict[str, Tensor], grid: Grid | None, config: Conve
             at = new or grid
             if at is None:
                 raise CheckpointError(
-                    f"positions are computed in ours and stored in {config.target}: say for which grid of tokens, as "
+                    f"positions are computed in ours and stored in {config.to}: say for which grid of tokens, as "
                     "grid=[14,14] for 224 pixels in patches of 16"
                 )
             width = weights[width_of]
@@ -150,7 +159,7 @@ def _with_bias_tables(weights: dict[str, Tensor], grid: Grid | None, config: Con
     """Relative position biases as ``bias_tables`` says, on the grid asked for."""
     kind = config.bias_tables
     if kind == "auto":
-        kind = "per_block" if config.target == "timm" else "keep"
+        kind = "per_block" if config.to == "timm" else "keep"
     if kind == "per_block":
         weights = expand_bias_table(weights)
     elif kind == "shared":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ _WRAPPERS = ("module.", "_orig_mod.")
 """What DDP and torch.compile put before every name."""
 
 
-class _Inert(dict[Any, Any]):
-    """Stands in for any class that a file names: training files hold options of argparse or yacs beside weights."""
+class _Inert:
+    """Stands in for any class that a file names: training files hold options of argparse or yacs beside weights.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__()
+    Making one gives an empty OrderedDict, the one type that torch lets be filled like a dict and like an object.
+    """
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return OrderedDict()
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
@@ -44,8 +48,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     try:
         file = load_file(path) if path.suffix == SAFETENSORS else _unpickle(path)
     except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        reason = str(error).strip().splitlines() or ["it is cut off"]
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {reason[0]}") from error
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
     for key in CONTAINERS:
         if isinstance(file, Mapping) and isinstance(file.get(key), Mapping):
             file = file[key]
@@ -77,6 +80,13 @@ def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, 
     buffer = io.BytesIO()
     torch.save(state if container is None else {container: state}, buffer)
     replace_file(path, buffer.getvalue())
+
+
+def _reason(error: Exception) -> str:
+    """The line that tells; torch's first one advises against weights_only, and others point to its documentation."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith(("Weights only", "Please file", "Check the doc"))]
+    return [*telling, *lines, "it is cut off"][0]
 
 
 def _unpickle(path: Path) -> Any:

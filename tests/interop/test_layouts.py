@@ -71,7 +71,7 @@ def test_our_names_are_those_of_the_configuration() -> None:
         for item in ConvertConfig.__dataclass_fields__.values()
         if "choices" in item.metadata
     }
-    assert set(offered["target"]) == set(LAYOUTS)
+    assert set(offered["to"]) == set(LAYOUTS)
     assert set(offered["source"]) == {"auto", *LAYOUTS}
     assert not get_args(ConvertConfig)
 
@@ -249,7 +249,7 @@ def for_transformers(state: State) -> State:
     return theirs
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": DIM,
     "num_hidden_layers": DEPTH,
     "num_attention_heads": HEADS,
@@ -314,7 +314,7 @@ def test_beit_is_computed_alike_by_transformers_and_timm(kind: str) -> None:
         for name in list(weights)
         if name.startswith("encoder.norm.")
     }
-    expected = beit_of_transformers({name: value for name, value in LAYOUTS["beit"].write(weights).state.items()})
+    expected = beit_of_transformers(LAYOUTS["beit"].write(weights).state)
     per_block = expand_bias_table(weights)
     normed = per_block | {f"encoder.norm.{leaf}": value for leaf, value in last.items()}
     model = timm_model(
