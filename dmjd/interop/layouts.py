@@ -69,7 +69,7 @@ class Layout:
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither this layout's nor a known buffer's."""
-        return [name for name in self._prepared(state) if self.names.ours(name) is None]
+        return [name for name in self._prepared(state) if self._ours(name) is None]
 
     def read(self, state: State, *, drop_unknown: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -80,7 +80,7 @@ class Layout:
         weights: dict[str, Tensor] = {}
         unknown = []
         for name, value in self._prepared(state).items():
-            ours = self.names.ours(name)
+            ours = self._ours(name)
             if ours is None:
                 unknown.append(name)
             else:
@@ -116,6 +116,11 @@ class Layout:
             )
         placed = {place: value for name, value in weights.items() if (place := self._place(name)) is not None}
         return Written(self.before_writing(placed), left_out + homeless)
+
+    def _ours(self, theirs: str) -> str | None:
+        ours = self.names.ours(theirs)
+        # Swin's authors merge at the end of a layer: their layers.0 has what is layers.1's for timm and us.
+        return None if ours is not None and ours.startswith("encoder.layers.0.downsample.") else ours
 
     def _place(self, ours: str) -> str | None:
         stem, _, leaf = ours.rpartition(".")
@@ -255,7 +260,7 @@ def _to_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("ours", Names({name: name for name in VOCABULARY}), container=None),
+        Layout("ours", Names({name: name for name in VOCABULARY}), container=None, qv_bias="beit"),
         Layout("mae", _official([*(name for name in VIT if "mask_token" not in name), *DECODER, *HEAD])),
         Layout("convmae", _official([*CONVIT, *DECODER, *HEAD])),
         Layout("dmjd", _official([*dict.fromkeys([*CONVIT, *VIT[:1], *VIT[2:]]), *DECODER, *HEAD, *VISIBLE_BRANCH])),
