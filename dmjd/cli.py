@@ -116,6 +116,17 @@ def _consolidate(words: Sequence[str]) -> None:
     print(consolidate(config))
 
 
+def _convert(words: Sequence[str]) -> None:
+    """a checkpoint of one code base for another: dmjd convert input=FILE output=FILE to=LAYOUT"""
+    from dmjd.compose import compose
+
+    config = compose("convert", words)
+    from dmjd.evaluate.convert import convert
+
+    done = convert(config)
+    print(f"{done.path}: {done.tensors} tensors in the layout of {done.target}, from {done.source}")
+
+
 def _shards(words: Sequence[str]) -> None:
     """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
     from dmjd.data.shards.verbs import run
@@ -132,6 +143,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "ops": _ops,
     "export": _export,
     "consolidate": _consolidate,
+    "convert": _convert,
     "shards": _shards,
 }
 

@@ -22,7 +22,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dmjd.config import ConsolidateConfig, ExportConfig, KnnConfig, LinprobeConfig, PretrainConfig, check_fields
+from dmjd.config import (
+    ConsolidateConfig,
+    ConvertConfig,
+    ExportConfig,
+    KnnConfig,
+    LinprobeConfig,
+    PretrainConfig,
+    check_fields,
+)
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
 
@@ -32,6 +40,7 @@ SCHEMAS: dict[str, type] = {
     "knn": KnnConfig,
     "export": ExportConfig,
     "consolidate": ConsolidateConfig,
+    "convert": ConvertConfig,
 }
 """Verb -> its configuration; ``configs/VERB.yaml`` holds its defaults list."""
 

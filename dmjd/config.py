@@ -338,6 +338,29 @@ class ConsolidateConfig:
     output: str | None = None
 
 
+# Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
+_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
+
+
+@dataclass
+class ConvertConfig:
+    """A checkpoint of one code base for another. ``input`` is a file, or a run folder or checkpoint of ours.
+
+    ``grid`` (h, w) in tokens: interpolate positions and relative position biases to it. ``source_grid`` is that of the
+    input, where it is not square. ``bias_tables``: one for all blocks or one each; auto is what the target's models
+    expect. ``unknown``: what to do with names that the source's layout does not have.
+    """
+
+    input: str = "???"
+    output: str = "???"
+    source: str = choice("auto", *_LAYOUTS)
+    to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
+    grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
+    source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
+    bias_tables: str = choice("auto", "shared", "per_block")
+    unknown: str = choice("refuse", "drop")
+
+
 def check_fields(config: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value outside its field's choices or bounds."""
     for item in fields(config):
@@ -348,7 +371,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
         if choices and value not in choices:
             raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}")
         length = item.metadata.get("length")
-        if length is not None and len(value) != length:
+        if length is not None and value is not None and len(value) != length:
             raise ConfigError(f"{key} must hold {length} numbers, got {value}")
         if "bounds" in item.metadata and value is not None:
             for single in value if isinstance(value, list) else [value]:

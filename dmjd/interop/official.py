@@ -7,7 +7,6 @@ and the fixed positions as tensors. Shapes are the same, so a tensor goes in and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -24,12 +23,6 @@ RENAMED = {
 
 POSITIONS = ("pos_embed", "decoder_pos_embed")
 """Functions of the grid, which we do not store."""
-
-
-def unwrap(file: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The state inside a file: its ``model`` entry if it has one, without the ``module.`` of a distributed wrapper."""
-    state = file.get("model", file)
-    return {name.removeprefix("module."): value for name, value in state.items()}
 
 
 def from_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

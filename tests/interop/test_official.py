@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dmjd.compose import compose
-from dmjd.interop.official import from_official, to_official, unwrap
+from dmjd.interop.official import from_official, to_official
 from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
@@ -248,13 +248,3 @@ def test_sources_are_left_as_they_were() -> None:
     to_official(state, model.encoder.positions)
     from_official(official)
     assert (list(state), list(official)) == (names, theirs)
-
-
-@pytest.mark.parametrize("wrapped", [True, False])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_unwrap_finds_the_state(wrapped: bool, prefix: str) -> None:
-    state = {"norm.weight": torch.ones(2), "blocks3.0.module.weight": torch.zeros(2)}
-    file: dict[str, Any] = {prefix + name: value for name, value in state.items()}
-    found = unwrap({"model": file, "epoch": 3, "optimizer": {}} if wrapped else file)
-    assert found.keys() == state.keys()
-    assert all(found[name] is value for name, value in state.items())

@@ -1,0 +1,335 @@
+"""How each code base lays out its checkpoints: names, shapes, container; reading to our names and writing from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dmjd.errors import CheckpointError
+from dmjd.interop.names import (
+    BEIT,
+    BIAS_TABLE,
+    CLASSIFIER,
+    CONVIT,
+    DECODER,
+    HEAD,
+    SHARED_TABLE,
+    SWIN,
+    VISIBLE_BRANCH,
+    VIT,
+    VOCABULARY,
+    Names,
+    missing,
+    summary,
+)
+from dmjd.interop.official import RENAMED
+from dmjd.interop.tensors import channels_first, channels_last, join_qv_bias, split_qv_bias
+
+State = Mapping[str, Tensor]
+Hook = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+_BUFFERS = re.compile(
+    r"(^|\.)(relative_position_index|attn_mask)$|^hogs\.\d+\.|^data_preprocessor\.|^target_generator\."
+)
+"""Functions of sizes, fixed kernels, statistics and frozen teachers: not weights of the model."""
+
+
+class Written(NamedTuple):
+    """state: in the layout's names. left_out: our names of what it has no place for, and that it can do without."""
+
+    state: dict[str, Tensor]
+    left_out: list[str]
+
+
+def _as_is(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return state
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One code base's way to store weights.
+
+    names: of all weights that its files may hold.
+    container: the key of the state in a .pth file, None for a bare state.
+    qv_bias: whether q and v have biases of their own in place of the fused one: "never"; "always", in a ViT; or
+        "beit", for one with relative position biases or layer scales, since that is another class there.
+    after_reading, before_writing: shapes and places, on the state in its own names.
+    """
+
+    name: str
+    names: Names
+    container: str | None = "model"
+    qv_bias: str = "never"
+    after_reading: Hook = _as_is
+    before_writing: Hook = _as_is
+
+    def unknown(self, state: State) -> list[str]:
+        """Names in ``state`` that are neither this layout's nor a known buffer's."""
+        return [name for name in self._prepared(state) if self._ours(name) is None]
+
+    def read(self, state: State, *, drop_unknown: bool = False) -> dict[str, Tensor]:
+        """``state`` under our names.
+
+        Raises:
+            CheckpointError: naming all that is unknown (unless it is to be dropped) and all that is missing.
+        """
+        weights: dict[str, Tensor] = {}
+        unknown = []
+        for name, value in self._prepared(state).items():
+            ours = self._ours(name)
+            if ours is None:
+                unknown.append(name)
+            else:
+                weights[ours] = value
+        absent = [self.names.theirs(name) or name for name in missing(weights)]
+        faults = []
+        if unknown and not drop_unknown:
+            faults.append(f"{len(unknown)} unknown ({summary(unknown)}; unknown=drop leaves them out)")
+        if absent:
+            faults.append(f"{len(absent)} missing ({summary(absent)})")
+        if not weights:
+            faults.append("no weights at all")
+        if faults:
+            raise CheckpointError(f"read as {self.name}, the file has {' and '.join(faults)}")
+        return weights
+
+    def write(self, weights: State) -> Written:
+        """Our names -> this layout's.
+
+        Raises:
+            CheckpointError: if the encoder would compute something else without what has no place here.
+        """
+        weights, left_out = dict(weights), []
+        if self.qv_bias == "always" or (self.qv_bias == "beit" and is_beit(weights)):
+            weights, of_keys = split_qv_bias(weights, "encoder.blocks.")
+            left_out = [f"{name} of k, which softmax does not see" for name in of_keys]
+        homeless = [name for name in weights if self._place(name) is None]
+        needed = [name for name in homeless if needed_by_encoder(name)]
+        if needed:
+            raise CheckpointError(
+                f"the layout of {self.name} has no place for {summary(needed)}, without which the encoder computes "
+                "something else"
+            )
+        placed = {place: value for name, value in weights.items() if (place := self._place(name)) is not None}
+        return Written(self.before_writing(placed), left_out + homeless)
+
+    def _ours(self, theirs: str) -> str | None:
+        ours = self.names.ours(theirs)
+        # Swin's authors merge at the end of a layer: their layers.0 has what is layers.1's for timm and us.
+        return None if ours is not None and ours.startswith("encoder.layers.0.downsample.") else ours
+
+    def _place(self, ours: str) -> str | None:
+        stem, _, leaf = ours.rpartition(".")
+        if leaf not in ("q_bias", "v_bias"):
+            return self.names.theirs(ours)
+        fused = self.names.theirs(f"{stem}.qkv.bias")  # its two parts go where it would go
+        return fused and fused.removesuffix("qkv.bias") + leaf
+
+    def _prepared(self, state: State) -> dict[str, Tensor]:
+        weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
+        return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
+
+
+def is_beit(weights: State) -> bool:
+    """Whether a ViT has what timm and mmpretrain keep for their BEiT classes."""
+    return any(
+        name == SHARED_TABLE
+        or (name.startswith("encoder.blocks.") and (name.endswith(BIAS_TABLE) or name.endswith("gamma_1")))
+        for name in weights
+    )
+
+
+def needed_by_encoder(name: str) -> bool:
+    """Whether features of whole images depend on this weight."""
+    return name.startswith("encoder.") and not re.match(r"encoder\.(mask_token|stage\d_output_decode)", name)
+
+
+def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
+    """Our names under (pattern, replacement) rules, applied one after the other."""
+    pairs = {}
+    for ours in vocabulary:
+        theirs = ours
+        for pattern, replacement in rules:
+            theirs = re.sub(pattern, replacement, theirs)
+        pairs[theirs] = ours
+    return Names(pairs)
+
+
+_TOP = (r"^encoder\.", "")
+_FINE_TUNED = (r"^classifier\.", "head.")
+
+
+def _official(vocabulary: Sequence[str]) -> Names:
+    rules = [(f"^{re.escape(ours)}", theirs) for theirs, ours in RENAMED.items()]
+    rules += [(r"^decoder\.pos_embed$", "decoder_pos_embed"), _TOP, _FINE_TUNED]
+    return _renamed([*vocabulary, *CLASSIFIER], *rules)
+
+
+def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's merging to the layer that it begins."""
+    state = {_moved(name, +1): value for name, value in state.items()}
+    return _reordered(
+        state, lambda value, channels: channels_last(value.flatten(1) if value.ndim > 1 else value, channels)
+    )
+
+
+def _to_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def convolution(value: Tensor, channels: int) -> Tensor:
+        rows = channels_first(value, channels)
+        return rows[:, :, None, None] if rows.ndim > 1 else rows
+
+    return _reordered({_moved(name, -1): value for name, value in state.items()}, convolution)
+
+
+def _moved(name: str, by: int) -> str:
+    return re.sub(
+        r"^encoder\.layers\.(\d+)\.downsample\.",
+        lambda found: f"encoder.layers.{int(found[1]) + by}.downsample.",
+        name,
+    )
+
+
+def _reordered(state: dict[str, Tensor], order: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
+    embedding = state.get("encoder.patch_embed.proj.weight")
+    if embedding is None:  # a torn file, which reading refuses
+        return state
+    channels = embedding.shape[1]
+    return {name: order(value, channels) if name.startswith("decoder.0.") else value for name, value in state.items()}
+
+
+_PREDICTOR_NORM = "pred_head.transforms.0.0."
+
+
+def _from_maskfeat(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """In pre-training the backbone ends without a norm and the head begins with one: it is the encoder's last."""
+    return {re.sub(r"^norm\.", _PREDICTOR_NORM, name): value for name, value in state.items()}
+
+
+def _to_maskfeat(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if "pred_head.projections.0.weight" in state:
+        return state
+    return {name.replace(_PREDICTOR_NORM, "norm."): value for name, value in state.items()}
+
+
+_MMPRETRAIN_BLOCKS = (
+    (r"\.mlp\.fc1\.", ".ffn.layers.0.0."),
+    (r"\.mlp\.fc2\.", ".ffn.layers.1."),
+    (r"\*\.norm([12])\.", r"*.ln\1."),
+)
+
+
+def _mmpretrain() -> Names:
+    """MAE's decoder is the neck; BEiT's classifier of codes and MaskFeat's linear layer, which ours call head, follow
+    :func:`_from_mmpretrain`."""
+    return _renamed(
+        [*VIT, *BEIT, *DECODER, *HEAD, *CLASSIFIER],
+        *_MMPRETRAIN_BLOCKS,
+        (r"^encoder\.blocks\.", "backbone.layers."),
+        (r"^encoder\.norm\.", "backbone.ln1."),
+        (r"^encoder\.fc_norm\.", "backbone.ln2."),
+        (r"^encoder\.patch_embed\.proj\.", "backbone.patch_embed.projection."),
+        (r"^encoder\.", "backbone."),
+        (r"^decoder\.norm\.", "neck.ln1."),
+        (r"^decoder\.mask_token$", "neck.mask_token"),
+        (r"^decoder\.", "neck.decoder_"),
+        (r"^head\.", "neck.decoder_pred."),
+        (r"^classifier\.", "head.fc."),
+    )
+
+
+_CODES, _LINEAR, _PRED = "head.cls_head.", "neck.fc.", "neck.decoder_pred."
+
+
+def _from_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        re.sub(rf"^({re.escape(_CODES)}|{re.escape(_LINEAR)})", _PRED, name): value for name, value in state.items()
+    }
+
+
+def _to_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if "neck.decoder_embed.weight" in state:
+        return state
+    beit = any(name.endswith((BIAS_TABLE, "rel_pos_bias.relative_position_bias_table")) for name in state)
+    return {name.replace(_PRED, _CODES if beit else _LINEAR): value for name, value in state.items()}
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("ours", Names({name: name for name in VOCABULARY}), container=None, qv_bias="beit"),
+        Layout("mae", _official([*(name for name in VIT if "mask_token" not in name), *DECODER, *HEAD])),
+        Layout("convmae", _official([*CONVIT, *DECODER, *HEAD])),
+        Layout("dmjd", _official([*dict.fromkeys([*CONVIT, *VIT[:1], *VIT[2:]]), *DECODER, *HEAD, *VISIBLE_BRANCH])),
+        Layout(
+            "simmim",
+            _renamed([*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD], (r"^head\.", "decoder.0.")),
+            qv_bias="always",
+            after_reading=_from_simmim,
+            before_writing=_to_simmim,
+        ),
+        Layout(
+            "beit",
+            _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
+            qv_bias="always",
+        ),
+        Layout(
+            "maskfeat",
+            _renamed(
+                [*(name for name in VIT if "fc_norm" not in name), *HEAD, *CLASSIFIER],
+                (r"^encoder\.norm\.", _PREDICTOR_NORM),
+                _TOP,
+                (r"^head\.", "pred_head.projections.0."),
+                (r"^classifier\.", "head.projection."),
+            ),
+            container="model_state",
+            after_reading=_from_maskfeat,
+            before_writing=_to_maskfeat,
+        ),
+        Layout(
+            "mmpretrain",
+            _mmpretrain(),
+            container="state_dict",
+            qv_bias="beit",
+            after_reading=_from_mmpretrain,
+            before_writing=_to_mmpretrain,
+        ),
+        Layout(
+            "timm",
+            _renamed(
+                [
+                    name
+                    for name in dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *CLASSIFIER])
+                    if "mask_token" not in name and "_output_decode" not in name
+                ],
+                _TOP,
+                _FINE_TUNED,
+            ),
+            container=None,
+            qv_bias="beit",
+        ),
+    )
+}
+
+
+def detect(state: State) -> tuple[Layout, list[str]]:
+    """The first layout that knows every name in ``state``, and the names of all layouts that do.
+
+    MAE's encoder and timm's ViT, say, are called the same; which of them a file is then makes no difference.
+
+    Raises:
+        CheckpointError: if none does, with what the nearest one does not know.
+    """
+    unknown = {name: layout.unknown(state) for name, layout in LAYOUTS.items()}
+    fitting = [name for name, rest in unknown.items() if not rest]
+    if fitting:
+        return LAYOUTS[fitting[0]], fitting
+    nearest = min(unknown, key=lambda name: len(unknown[name]))
+    raise CheckpointError(
+        f"no layout has all of these names; {nearest} comes nearest and does not know {len(unknown[nearest])} of "
+        f"{len(state)}: {summary(unknown[nearest])}. If it is that, say source={nearest} unknown=drop; the layouts are "
+        f"{', '.join(LAYOUTS)}"
+    )

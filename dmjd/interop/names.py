@@ -1,0 +1,162 @@
+"""The names of weights in :class:`~dmjd.models.masked_image_model.MaskedImageModel`, which describe every layout.
+
+A name with ``*`` stands for one name per number: ``encoder.blocks.*.norm1.weight``. Some hold what our own models lack
+and other people's files have: learned positions, layer scales, relative position biases, a classifier.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+
+def leaves(*modules: str) -> list[str]:
+    """The weight and the bias of each module."""
+    return [f"{module}.{leaf}" for module in modules for leaf in ("weight", "bias")]
+
+
+def inside(parent: str, names: Iterable[str]) -> list[str]:
+    """The names within ``parent``."""
+    return [f"{parent}.{name}" for name in names]
+
+
+BLOCK = leaves("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+CONV_BLOCK = leaves("norm1", "conv1", "attn", "conv2", "norm2", "mlp.fc1", "mlp.fc2")
+LAYER_SCALE = ["gamma_1", "gamma_2"]
+BIAS_TABLE = "attn.relative_position_bias_table"
+SHARED_TABLE = "encoder.rel_pos_bias.relative_position_bias_table"
+POSITIONS, DECODER_POSITIONS = "encoder.pos_embed", "decoder.pos_embed"
+
+_NORMS = leaves("encoder.norm", "encoder.fc_norm")
+HEAD = leaves("head")
+CLASSIFIER = leaves("classifier")
+VIT = [
+    "encoder.cls_token",
+    "encoder.mask_token",
+    POSITIONS,
+    *leaves("encoder.patch_embed.proj"),
+    *inside("encoder.blocks.*", BLOCK),
+    *_NORMS,
+]
+BEIT = [*inside("encoder.blocks.*", [*LAYER_SCALE, BIAS_TABLE]), SHARED_TABLE]
+CONVIT = [
+    POSITIONS,
+    *leaves(*(f"encoder.patch_embed{stage}.{part}" for stage in (1, 2, 3) for part in ("proj", "norm"))),
+    *leaves("encoder.patch_embed4", "encoder.stage1_output_decode", "encoder.stage2_output_decode"),
+    *inside("encoder.blocks1.*", CONV_BLOCK),
+    *inside("encoder.blocks2.*", CONV_BLOCK),
+    *inside("encoder.blocks3.*", BLOCK),
+    *_NORMS,
+]
+SWIN = [
+    "encoder.mask_token",
+    *leaves("encoder.patch_embed.proj", "encoder.patch_embed.norm", "encoder.norm"),
+    *inside("encoder.layers.*.blocks.*", [*BLOCK, BIAS_TABLE]),
+    *inside("encoder.layers.*.downsample", [*leaves("norm"), "reduction.weight"]),
+]
+"""timm's Swin, in which ``downsample`` is the first step of a layer."""
+DECODER = [
+    "decoder.mask_token",
+    DECODER_POSITIONS,
+    *leaves("decoder.embed", "decoder.norm"),
+    *inside("decoder.blocks.*", BLOCK),
+]
+VISIBLE_BRANCH = [
+    *leaves(*(f"visible_branch.projector.{layer}" for layer in (0, 1, 3, 4, 6))),
+    *leaves("visible_branch.predictor"),
+]
+VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
+
+
+class Names:
+    """A map between two sets of names, given with ``*`` for numbers; none of them may mean two others.
+
+    Args:
+        pairs: theirs -> ours.
+    """
+
+    def __init__(self, pairs: Mapping[str, str]) -> None:
+        self._ours = dict(pairs)
+        self._theirs = {ours: theirs for theirs, ours in pairs.items()}
+        assert len(self._theirs) == len(self._ours), "two names of a layout mean one of ours"
+
+    def ours(self, theirs: str) -> str | None:
+        """Our name for one of theirs, None where they have no such name."""
+        return _translate(theirs, self._ours)
+
+    def theirs(self, ours: str) -> str | None:
+        """Their name for one of ours, None where they have no place for it."""
+        return _translate(ours, self._theirs)
+
+
+def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
+    found = patterns.get(name)  # names such as patch_embed1, in which a number is part of the word, or conv layers
+    if found is not None:
+        return found
+    # Numbers between dots are either indices or positions in an nn.Sequential (ffn.layers.0.0): try the fewest indices.
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    for count in (1, 2):
+        chosen = numbers[:count]
+        if len(chosen) < count:
+            return None
+        pattern = ".".join("*" if place in chosen else part for place, part in enumerate(parts))
+        found = patterns.get(pattern)
+        if found is not None:
+            for place in chosen:
+                found = found.replace("*", parts[place], 1)
+            return found
+    return None
+
+
+_IN_BLOCK = re.compile(r"(.+\.blocks\d?)\.(\d+)\.(.+)")
+
+
+def missing(names: Iterable[str]) -> list[str]:
+    """What is not among some of our names though others of them are: gaps in blocks, half modules, parts of a branch.
+
+    A whole branch may be absent: files are often of the encoder alone.
+    """
+    present = set(names)
+    blocks: dict[str, dict[int, set[str]]] = {}
+    for name in present:
+        match = _IN_BLOCK.fullmatch(name)
+        if match:
+            blocks.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    wanted: set[str] = set()
+    for stem, numbered in blocks.items():
+        every = set(CONV_BLOCK if stem in ("encoder.blocks1", "encoder.blocks2") else BLOCK).union(*numbered.values())
+        wanted |= {f"{stem}.{index}.{leaf}" for index in range(max(numbered) + 1) for leaf in every}
+    for name in present:
+        module, _, leaf = name.rpartition(".")
+        partner = f"{module}.{'bias' if leaf == 'weight' else 'weight'}"
+        if leaf in ("weight", "bias") and partner in VOCABULARY:
+            wanted.add(partner)
+    convit = any(name.startswith("encoder.patch_embed1.") or name.startswith("encoder.blocks1.") for name in present)
+    if any(name.startswith("encoder.") for name in present):
+        embeddings = ("patch_embed1.proj", "patch_embed2.proj", "patch_embed3.proj", "patch_embed4")
+        wanted |= {f"encoder.{part}.weight" for part in (embeddings if convit else ("patch_embed.proj",))}
+        depth = [stem for stem in blocks if stem.startswith("encoder.")]
+        if not depth:
+            wanted.add("encoder.blocks3.0.norm1.weight" if convit else "encoder.blocks.0.norm1.weight")
+    for branch, parts in (
+        ("decoder.", ["decoder.mask_token", "decoder.embed.weight", "decoder.norm.weight", "head.weight"]),
+        ("visible_branch.", VISIBLE_BRANCH),
+    ):
+        if any(name.startswith(branch) for name in present):
+            wanted |= set(parts)
+    return sorted(wanted - present, key=_natural)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """blocks.2 before blocks.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def summary(names: Iterable[str], shown: int = 8) -> str:
+    """``names`` for people: numbers that differ become ``*`` with a count, and a long list is cut."""
+    groups: dict[str, list[str]] = {}
+    for name in sorted(names, key=_natural):
+        groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
+    words = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in groups.items()]
+    return ", ".join(words[:shown]) + (f" and {len(words) - shown} more" if len(words) > shown else "")

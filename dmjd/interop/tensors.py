@@ -1,0 +1,157 @@
+"""Weights that other layouts keep in another shape: biases of q, k and v, relative position biases, positions, heads.
+
+What is only moved, split or joined keeps its bits; only :func:`resize_positions` and :func:`resize_bias_table` compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmjd.errors import CheckpointError
+from dmjd.interop.names import BIAS_TABLE, SHARED_TABLE
+
+Grid = tuple[int, int]
+
+CLS_ROWS = 3
+"""Of a ViT's bias table, after those of patch pairs: cls to patch, patch to cls, cls to cls."""
+
+
+def join_qv_bias(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays."""
+    joined = dict(state)
+    for name in state:
+        stem = name.removesuffix("q_bias")
+        if stem != name and f"{stem}v_bias" in state:
+            q, v = joined.pop(name), joined.pop(f"{stem}v_bias")
+            joined[f"{stem}qkv.bias"] = torch.cat((q, torch.zeros_like(q), v))
+    return joined
+
+
+def split_qv_bias(state: Mapping[str, Tensor], stem: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The inverse of :func:`join_qv_bias` for blocks whose name begins with ``stem``.
+
+    Returns:
+        The state, and the names whose bias of k was not zero. It is dropped without any change of what the model
+        computes: it adds the same number to a query's score with every key, which softmax does not see.
+    """
+    split: dict[str, Tensor] = {}
+    dropped = []
+    for name, value in state.items():
+        if name.startswith(stem) and name.endswith(".attn.qkv.bias"):
+            q, k, v = value.chunk(3)
+            attention = name.removesuffix("qkv.bias")
+            split |= {f"{attention}q_bias": q.clone(), f"{attention}v_bias": v.clone()}
+            if k.any():
+                dropped.append(name)
+        else:
+            split[name] = value
+    return split, dropped
+
+
+def expand_bias_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The one table that all blocks share -> an equal one in each block. A state without it comes back as it is."""
+    expanded = dict(state)
+    shared = expanded.pop(SHARED_TABLE, None)
+    if shared is not None:
+        expanded |= {f"encoder.blocks.{index}.{BIAS_TABLE}": shared.clone() for index in range(depth_of(state))}
+    return expanded
+
+
+def share_bias_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`expand_bias_table`. Raises CheckpointError if the blocks' tables differ."""
+    names = [f"encoder.blocks.{index}.{BIAS_TABLE}" for index in range(depth_of(state))]
+    tables = [state[name] for name in names if name in state]
+    if not tables:
+        return dict(state)
+    for name, table in zip(names, tables, strict=True):
+        if not torch.equal(table, tables[0]):
+            raise CheckpointError(
+                f"bias_tables=shared: {name} differs from block 0's, as after fine-tuning; use bias_tables=per_block"
+            )
+    return {name: value for name, value in state.items() if name not in names} | {SHARED_TABLE: tables[0]}
+
+
+def depth_of(state: Mapping[str, Tensor]) -> int:
+    """Blocks of a ViT encoder."""
+    start = "encoder.blocks."
+    return 1 + max((int(name.split(".")[2]) for name in state if name.startswith(start)), default=-1)
+
+
+def square(count: int) -> Grid | None:
+    """(s, s) with s * s = count, or None."""
+    side = math.isqrt(count)
+    return (side, side) if side * side == count else None
+
+
+def align_positions(table: Tensor, prefix: int, grid: Grid | None) -> Tensor:
+    """``[1, rows, D]`` with a row for each of ``prefix`` tokens, whether or not the file has it.
+
+    A cls token without a row gets one of zeros, which is what leaving it out computes; a row without a cls token goes.
+
+    Raises:
+        CheckpointError: if the rows are no grid: neither ``grid`` nor, if that is None, a square one.
+    """
+    rows = table.shape[1]
+    counts = {grid[0] * grid[1]} if grid else {count for count in (rows, rows - 1) if count and square(count)}
+    if rows - prefix in counts:
+        return table
+    if prefix and rows in counts:
+        return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1)
+    if not prefix and rows - 1 in counts:
+        return table[:, 1:].clone()
+    wanted = f"a grid of {grid[0]}x{grid[1]}" if grid else "a square grid; name another with source_grid=[h,w]"
+    raise CheckpointError(f"pos_embed has {rows} rows, which are not {wanted}")
+
+
+def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor:
+    """``[1, prefix + h * w, D]`` from grid ``old`` to ``new``, bicubic as in MAE's and BEiT's fine-tuning."""
+    if old == new:
+        return table
+    maps = table[:, prefix:].transpose(1, 2).unflatten(2, old)
+    resized = F.interpolate(maps.float(), size=new, mode="bicubic", align_corners=False).to(table.dtype)
+    return torch.cat((table[:, :prefix], resized.flatten(2).transpose(1, 2)), dim=1)
+
+
+def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token stay.
+
+    Raises:
+        CheckpointError: if the rows are not those of ``old``.
+    """
+    spans, wanted = ((2 * old[0] - 1, 2 * old[1] - 1), (2 * new[0] - 1, 2 * new[1] - 1))
+    if table.shape[0] != spans[0] * spans[1] + CLS_ROWS:
+        raise CheckpointError(
+            f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; name its grid with "
+            "source_grid=[h,w]"
+        )
+    if old == new:
+        return table
+    maps = table[:-CLS_ROWS].T.unflatten(1, spans).unsqueeze(0)
+    resized = F.interpolate(maps.float(), size=wanted, mode="bicubic", align_corners=False).to(table.dtype)
+    return torch.cat((resized[0].flatten(1).T, table[-CLS_ROWS:]))
+
+
+def grid_of_bias_table(table: Tensor) -> Grid | None:
+    """The square grid of a ViT's bias table, or None."""
+    span = square(table.shape[0] - CLS_ROWS)
+    return ((span[0] + 1) // 2, (span[0] + 1) // 2) if span and span[0] % 2 else None
+
+
+def channels_last(head: Tensor, channels: int) -> Tensor:
+    """Rows of a head that go through PixelShuffle (channel, row, column) -> ours (row, column, channel).
+
+    ``[channels * p * p, ...]`` both.
+    """
+    side = math.isqrt(head.shape[0] // channels)
+    return head.unflatten(0, (channels, side, side)).movedim(0, 2).flatten(0, 2)
+
+
+def channels_first(head: Tensor, channels: int) -> Tensor:
+    """The inverse of :func:`channels_last`."""
+    side = math.isqrt(head.shape[0] // channels)
+    return head.unflatten(0, (side, side, channels)).movedim(2, 0).flatten(0, 2)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dmjd.compose import compose
+from dmjd.config import KnnConfig
+from dmjd.errors import CheckpointError, ConfigError
+from dmjd.evaluate.convert import Converted, convert
+from dmjd.evaluate.encoder import load_encoder
+from dmjd.interop.state_file import read_state, write_state
+from dmjd.models.positions import sincos_positions
+from tests.interop import layout_states as states
+from tests.interop.layout_states import DIM, GRID, STATES, TABLE, State, draw
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+def run(source: Path, output: Path, *words: str) -> Converted:
+    return convert(compose("convert", [f"input={source}", f"output={output}", *words]))
+
+
+def stored(path: Path, state: State) -> Path:
+    write_state(path, state, "model", {})
+    return path
+
+
+def same_bits(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def fixed(dim: int, prefix: int = 1, side: int = GRID) -> Tensor:
+    return torch.cat((torch.zeros(prefix, dim), sincos_positions((side, side), dim))).unsqueeze(0)
+
+
+def with_fixed_positions(state: State) -> State:
+    prefix = int("cls_token" in state)
+    return state | {
+        name: fixed(state[name].shape[2], prefix) for name in ("pos_embed", "decoder_pos_embed") if name in state
+    }
+
+
+@pytest.mark.parametrize("kind", STATES)
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_to_ours_and_back_is_the_same_bits(tmp_path: Path, kind: str, suffix: str) -> None:
+    layout, shapes = STATES[kind]
+    state = with_fixed_positions(draw(shapes()))
+    source = stored(tmp_path / f"theirs{suffix}", state)
+    first = run(source, tmp_path / f"ours{suffix}", "to=ours")
+    assert first.source == layout
+    run(first.path, tmp_path / f"back{suffix}", f"to={layout}", f"grid=[{GRID},{GRID}]") if "swin" not in kind else run(
+        first.path, tmp_path / f"back{suffix}", f"to={layout}"
+    )
+    same_bits(read_state(tmp_path / f"back{suffix}"), state)
+
+
+def test_fixed_positions_leave_for_ours_and_learned_ones_stay(tmp_path: Path) -> None:
+    state = draw(states.mae())
+    run(stored(tmp_path / "learned.pth", state), tmp_path / "ours.pth", "to=ours")
+    assert torch.equal(read_state(tmp_path / "ours.pth")["encoder.pos_embed"], state["pos_embed"])
+    run(stored(tmp_path / "fixed.pth", with_fixed_positions(state)), tmp_path / "ours.pth", "to=ours")
+    assert not [name for name in read_state(tmp_path / "ours.pth") if "pos_embed" in name]
+
+
+def test_computed_positions_need_a_grid_where_they_are_stored(tmp_path: Path) -> None:
+    source = stored(tmp_path / "mae.pth", with_fixed_positions(draw(states.mae())))
+    run(source, tmp_path / "ours.pth", "to=ours")
+    with pytest.raises(CheckpointError, match=r"grid=\[14,14\]"):
+        run(tmp_path / "ours.pth", tmp_path / "mae2.pth", "to=mae")
+    run(tmp_path / "ours.pth", tmp_path / "wide.pth", "to=mae", "grid=[2,6]")
+    table = read_state(tmp_path / "wide.pth")["pos_embed"]
+    assert torch.equal(table[0, 1:], sincos_positions((2, 6), DIM))
+
+
+def test_positions_are_interpolated_patch_rows_alone(tmp_path: Path) -> None:
+    state = draw(states.timm_vit())
+    run(stored(tmp_path / "vit.pth", state), tmp_path / "big.pth", "grid=[6,5]")
+    found = read_state(tmp_path / "big.pth")["pos_embed"]
+    assert found.shape == (1, 31, DIM)
+    assert torch.equal(found[:, 0], state["pos_embed"][:, 0])
+    maps = state["pos_embed"][:, 1:].reshape(1, GRID, GRID, DIM).permute(0, 3, 1, 2)
+    expected = F.interpolate(maps, size=(6, 5), mode="bicubic", align_corners=False).permute(0, 2, 3, 1).flatten(1, 2)
+    assert torch.equal(found[:, 1:], expected)
+
+
+def test_a_plane_stays_a_plane_on_another_grid(tmp_path: Path) -> None:
+    """What is the same everywhere, positions and biases alike, is so on every grid; rows of the cls token stay."""
+    state = draw(states.beit(shared=False, fine_tuned=True))
+    tables = [name for name in state if name.endswith("bias_table")]
+    for name in tables:
+        state[name][:-3] = torch.arange(1.0, 1 + TABLE[1])
+    run(stored(tmp_path / "beit.pth", state), tmp_path / "big.pth", "to=beit", "grid=[7,3]")
+    found = read_state(tmp_path / "big.pth")
+    for name in tables:
+        assert found[name].shape == (13 * 5 + 3, TABLE[1])
+        torch.testing.assert_close(found[name][:-3], torch.arange(1.0, 1 + TABLE[1]).expand(65, -1))
+        assert torch.equal(found[name][-3:], state[name][-3:])
+
+
+@pytest.mark.parametrize("rows", [GRID * GRID, GRID * GRID + 1])
+def test_196_and_197_rows_become_what_the_model_has(tmp_path: Path, rows: int) -> None:
+    state = draw(states.timm_vit()) | {"pos_embed": torch.randn(1, rows, DIM)}
+    run(stored(tmp_path / "vit.pth", state), tmp_path / "out.pth")
+    found = read_state(tmp_path / "out.pth")["pos_embed"]
+    assert found.shape[1] == GRID * GRID + 1
+    assert torch.equal(found[:, -GRID * GRID :], state["pos_embed"][:, -GRID * GRID :])
+    assert rows == GRID * GRID + 1 or not found[:, 0].any()
+    del state["cls_token"]
+    run(stored(tmp_path / "vit.pth", state), tmp_path / "out.pth")
+    assert torch.equal(read_state(tmp_path / "out.pth")["pos_embed"], state["pos_embed"][:, -GRID * GRID :])
+
+
+def test_rows_of_no_square_grid_need_a_name(tmp_path: Path) -> None:
+    state = draw(states.timm_vit()) | {"pos_embed": torch.randn(1, 13, DIM)}
+    source = stored(tmp_path / "vit.pth", state)
+    with pytest.raises(CheckpointError, match=r"13 rows.*source_grid=\[h,w\]"):
+        run(source, tmp_path / "out.pth")
+    run(source, tmp_path / "out.pth", "source_grid=[3,4]")
+    assert torch.equal(read_state(tmp_path / "out.pth")["pos_embed"], state["pos_embed"])
+
+
+def test_tables_are_shared_or_not_as_asked(tmp_path: Path) -> None:
+    state = draw(states.beit())
+    shared = stored(tmp_path / "shared.pth", state)
+    run(shared, tmp_path / "per_block.pth", "to=beit", "bias_tables=per_block")
+    table = state["rel_pos_bias.relative_position_bias_table"]
+    found = read_state(tmp_path / "per_block.pth")
+    assert "rel_pos_bias.relative_position_bias_table" not in found
+    for index in range(states.DEPTH):
+        assert torch.equal(found[f"blocks.{index}.attn.relative_position_bias_table"], table)
+    run(tmp_path / "per_block.pth", tmp_path / "again.pth", "to=beit", "bias_tables=shared")
+    same_bits(read_state(tmp_path / "again.pth"), state)
+    found["blocks.1.attn.relative_position_bias_table"] += 1
+    with pytest.raises(CheckpointError, match=r"blocks\.1\.attn.* differs from block 0's.*bias_tables=per_block"):
+        run(stored(tmp_path / "tuned.pth", found), tmp_path / "again.pth", "to=beit", "bias_tables=shared")
+
+
+def test_a_run_of_ours_becomes_maes_file(tmp_path: Path, finished_run: Path) -> None:
+    frozen = load_encoder(KnnConfig(checkpoint=str(finished_run), device="cpu"))
+    done = run(finished_run, tmp_path / "mae.pth", "to=dmjd")
+    assert done.source == "ours"
+    found = read_state(done.path)
+    for name, value in frozen.encoder.state_dict().items():
+        assert torch.equal(found[name], value)
+    prefix = frozen.encoder.num_prefix_tokens
+    assert torch.equal(found["pos_embed"][0, prefix:], sincos_positions(frozen.encoder.grid, frozen.encoder.embed_dim))
+    assert "decoder_pos_embed" in found
+
+
+def test_the_command_says_what_it_read_and_what_it_left(tmp_path: Path, dmjd: Command) -> None:
+    source = stored(tmp_path / "mae.pth", draw(states.mae()))
+    output = tmp_path / "timm.safetensors"
+    code, out, err = dmjd("convert", f"input={source}", f"output={output}", "to=timm")
+    assert code == 0, err
+    assert out.strip().endswith("tensors in the layout of timm, from mae")
+    assert "mae, by all of its" in err
+    assert "decoder (18 tensors), head (2 tensors)" in err
+    assert same_names(read_state(output), states.timm_vit())
+
+
+def same_names(found: State, shapes: states.Shapes) -> bool:
+    return {name: tuple(value.shape) for name, value in found.items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["output=x.bin"], r"must end in one of .safetensors, .pth"),
+        (["output=none/x.pth"], r"none is not a folder"),
+        (["output=mae.pth"], "is the input"),
+        (["output=x.pth", "to=beit"], r""),
+        (["output=x.pth", "source=beit"], r"read as beit, the file has 19 unknown"),
+        (["output=x.pth", "input=gone.pth"], "gone.pth is not there"),
+        (["output=x.pth", "to=keras"], "to must be one of"),
+        (["output=x.pth", "grid=[14]"], "grid must hold 2 numbers"),
+    ],
+)
+def test_mistakes_are_sentences_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stored(tmp_path / "mae.pth", draw(states.mae()))
+    before = (tmp_path / "mae.pth").read_bytes()
+    if not sentence:  # an encoder that BEiT has a place for, with a decoder that it has not
+        assert run(Path("mae.pth"), Path("x.pth"), *words[1:]).left_out
+        return
+    with pytest.raises((ConfigError, CheckpointError), match=sentence):
+        convert(compose("convert", ["input=mae.pth", *words]))
+    assert [path.name for path in tmp_path.iterdir()] == ["mae.pth"]
+    assert (tmp_path / "mae.pth").read_bytes() == before

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmjd.errors import CheckpointError
+from dmjd.interop.state_file import read_state, write_state
+
+STATE = {"norm.weight": torch.arange(3.0), "blocks.0.module.weight": torch.zeros(2).bfloat16()}
+
+
+def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".pyth", ".safetensors"])
+@pytest.mark.parametrize("container", [None, "model_state"])
+def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | None) -> None:
+    path = tmp_path / f"weights{suffix}"
+    write_state(path, STATE, container, {"layout": "mae"})
+    same_bits(read_state(path), STATE)
+    assert [item.name for item in tmp_path.iterdir()] == [path.name], "no draft stays"
+
+
+@pytest.mark.parametrize("container", ["model", "model_state", "state_dict", "module"])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_containers_and_wrappers_are_taken_off(tmp_path: Path, container: str, prefix: str) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"epoch": 3, container: {prefix + name: value for name, value in STATE.items()}}, path)
+    same_bits(read_state(path), STATE)
+
+
+class Options(dict[str, Any]):
+    """Such as yacs' configuration in SimMIM's files."""
+
+
+class Trap:
+    """Leaves a trace if anybody rebuilds it."""
+
+    def __init__(self, act: Callable[[str, str], object], *paths: Path) -> None:
+        self.act = act
+        self.paths = tuple(map(str, paths))
+
+    def __reduce__(self) -> tuple[Callable[[str, str], object], tuple[str, ...]]:
+        return self.act, self.paths
+
+
+def test_options_of_a_training_run_do_not_hinder(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    config = Options(lr=1e-3, nested=Options(depth=12))
+    torch.save({"model": STATE, "args": argparse.Namespace(lr=0.1, out=Path("runs")), "config": config}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+    same_bits(read_state(path), STATE)
+
+
+def test_no_code_that_a_file_names_is_run(tmp_path: Path) -> None:
+    path, trace = tmp_path / "checkpoint.pth", tmp_path / "trace"
+    torch.save({"model": STATE, "args": Trap(shutil.copyfile, path, trace)}, path)
+    same_bits(read_state(path), STATE)
+    assert not trace.exists()
+    torch.load(path, weights_only=False)
+    assert trace.exists(), "the trap works"
+
+
+def test_what_torch_blocks_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path, trace = tmp_path / "checkpoint.pth", tmp_path / "trace"
+    torch.save({"model": STATE, "args": Trap(os.rename, path, trace)}, path)
+    with pytest.raises(CheckpointError, match=r"cannot be read as a checkpoint: .*posix\.rename"):
+        read_state(path)
+    assert not trace.exists()
+
+
+def test_classes_read_once_are_not_trusted_afterwards(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"model": STATE, "args": argparse.Namespace(lr=0.1)}, path)
+    read_state(path)
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=True)
+
+
+def test_an_old_file_with_other_classes_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "old.pth"
+    torch.save({"model": STATE}, path, _use_new_zipfile_serialization=False)
+    same_bits(read_state(path), STATE)
+    trace = tmp_path / "trace"
+    torch.save({"model": STATE, "args": Trap(shutil.copyfile, path, trace)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"old\.pth cannot be read as a checkpoint"):
+        read_state(path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("kept", [0, 0.5])
+def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) -> None:
+    path = tmp_path / f"cut{suffix}"
+    write_state(path, STATE, "model", {})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(CheckpointError, match="cannot be read as a checkpoint") as caught:
+        read_state(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "epoch.pth"
+    torch.save({"epoch": 3, "lr": 0.1}, path)
+    with pytest.raises(CheckpointError, match=r"holds no tensors .*it has epoch, lr"):
+        read_state(path)
+    torch.save([1, 2], path)
+    with pytest.raises(CheckpointError, match="holds a list, not weights by name"):
+        read_state(path)
+    with pytest.raises(CheckpointError, match="is not there"):
+        read_state(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_a_write_that_fails_leaves_the_file_that_was_there(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"weights{suffix}"
+    path.write_bytes(b"before")
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_state(path, STATE, None, {})
+    assert path.read_bytes() == b"before"
+    assert [item.name for item in tmp_path.iterdir()] == [path.name]
