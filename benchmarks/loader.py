@@ -286,12 +286,13 @@ def measure_caches(table: Table, root: Path, rounds: int) -> None:
                     forget(folder)
                 dataset = ImageFolder(str(folder), "train", 3, check="none") if name == "folder" else shards(folder)
                 walls.setdefault((cache, name), []).append(seconds_per_image(our_epoch(dataset, 1), time.perf_counter))
+    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} processors"
     for (cache, name), taken in walls.items():
         table.add(
             f"{cache} page cache, least wall time of {rounds} passes",
             f"dmjd, {name}, {decode.jpeg_decoder()} decodes",
             min(taken) * 1e6,
-            notes=f"{1 / min(taken):.0f} images/s",
+            notes=f"{1 / min(taken):.0f} images/s; {load}",
         )
 
 
