@@ -174,14 +174,15 @@ class OptimConfig:
 class EngineConfig:
     """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
 
-    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
+    matrix products, attention and convolutions, or whole blocks.
     """
 
     name: str = choice("single", "ddp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
-    activation_checkpointing: str = choice("none", "mlp", "full")
+    activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: bool = False
 
 

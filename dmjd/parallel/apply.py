@@ -1,6 +1,7 @@
 """Transforms that a model knows nothing about, applied from outside and in this order:
 
-1. activation checkpointing, per block or per block's MLP, whose hidden layer is most of what a block keeps;
+1. activation checkpointing of each block: of all of it, of all but its expensive ops (``selective.py``), or of its MLP,
+   whose hidden layer is most of what a block keeps;
 2. ``torch.compile``, per transformer block, around the checkpointed forward (the other way round loses the saving);
 3. sharding, which is the engine's.
 
@@ -16,10 +17,15 @@ from torch import nn
 from dmjd.config import EngineConfig
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.recompute import recompute
+from dmjd.parallel.selective import keep_expensive
 
 
 def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
-    """The units of recomputation and compilation: the encoder's and the decoder's transformer blocks."""
+    """The units of recomputation and compilation: the encoder's and the decoder's residual blocks.
+
+    An architecture takes part by having ``blocks`` in the order of computation, each with its ``mlp`` (ViT: a list;
+    ConViT: three stages, convolutions first).
+    """
     yield from model.encoder.blocks
     if model.decoder is not None:
         yield from model.decoder.blocks
@@ -28,8 +34,17 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     """Transform ``model`` in place as ``config`` asks."""
     for block in blocks(model):
-        recomputed = {"none": None, "mlp": block.mlp, "full": block}[config.activation_checkpointing]
-        if isinstance(recomputed, nn.Module):
-            recompute(recomputed)
+        checkpoint_block(block, config.activation_checkpointing)
         if config.compile:
             block.compile(fullgraph=True)
+
+
+def checkpoint_block(block: nn.Module, mode: str) -> None:
+    """Recompute in the backward pass what ``mode`` (``EngineConfig.activation_checkpointing``) says."""
+    if mode == "mlp":
+        assert isinstance(block.mlp, nn.Module)
+        recompute(block.mlp)
+    elif mode == "selective":
+        recompute(block, policy=keep_expensive)
+    elif mode == "full":
+        recompute(block)
