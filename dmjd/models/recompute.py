@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 Policy = Callable[..., CheckpointPolicy]
-"""``policy(context, op, *args, **kwargs)`` says whether the output of ``op`` is kept. It is asked in the forward pass and
-again while recomputing, so it must be a function of its arguments: one that counts calls must count the two apart."""
+"""``policy(context, op, *args, **kwargs)`` says whether the output of ``op`` is kept. It is asked in the forward pass
+and again while recomputing, so it must be a function of its arguments: one that counts calls must count both apart."""
 
 
 class _Recomputing:
@@ -19,8 +19,8 @@ class _Recomputing:
 
 
 def recompute(module: nn.Module, enable: bool = True, policy: Policy | None = None) -> None:
-    """Have ``module`` keep its inputs, and the outputs that ``policy`` names, and compute the rest again in the backward
-    pass. Names do not change.
+    """Have ``module`` keep its inputs and the outputs that ``policy`` names, and compute the rest again in the
+    backward pass. Names do not change.
 
     The module gets a subclass of its class, one for all modules of a kind: to a compiler they remain the same code,
     where a forward wrapped for each instance would be compiled for each, until it refuses.

@@ -34,8 +34,8 @@ _EXPENSIVE = {
 def keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy of :func:`dmjd.models.recompute.recompute`; it looks at the op and at shapes, and counts nothing.
 
-    A product that narrows is the end of an MLP. No backward pass reads its output, so that it is neither kept nor, since
-    recomputation ends with the last activation that is needed, computed again.
+    A product that narrows is the end of an MLP. No backward pass reads its output, so it is not kept; nor is it
+    computed again, since recomputation ends with the last activation that is needed.
     """
     if op in _PRODUCTS:
         inner, outer = args[_PRODUCTS[op]].shape

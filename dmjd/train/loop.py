@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
@@ -110,7 +111,7 @@ class Pretraining:
 
         encoder = self.engine.objective.model.encoder
         self.position = Position()
-        self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
+        self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
         self.random = RandomState(config.seed, world)
         self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
         self.registry = Registry()
@@ -137,6 +138,18 @@ class Pretraining:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
         self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
         self.quarantine = self._quarantine()
+        self._say_where(stack.enter_context(Heartbeat(run.path, self.world.rank)), stack)
+
+    def _say_where(self, heartbeat: Heartbeat, stack: ExitStack) -> None:
+        """From now on every phase that begins is a beat."""
+        clock = self.journal.clock
+
+        def beat(phase: str) -> None:
+            heartbeat.beat(self.position.step, phase, clock.elapsed, clock.spent["lost"])
+
+        clock.listener = beat
+        beat("start")
+        stack.callback(lambda: clock.enter("stop"))
 
     def _begin_to_write(self, stack: ExitStack, anew: bool) -> None:
         if anew:  # as the log does; another data set may have filled the list before the first checkpoint
@@ -144,6 +157,7 @@ class Pretraining:
         self._quarantine().admit(self.dataset.bad)
         self.run.record(self.config, self.world)
         self.journal.open(self.run, self.position.step, stack)
+        forget_ranks(self.run.path, self.world.size)
         for judge in self.judges:
             judge.restore(self.run.read_log())
 
@@ -201,6 +215,7 @@ class Pretraining:
 
     def _update(self) -> StepResult:
         """One optimizer step, and one of the average behind it."""
+        self.journal.clock.enter("step")
         result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
         if self.ema is not None:
             self.ema.update()
@@ -222,6 +237,7 @@ class Pretraining:
         """Let every judge look at the encoder, and log what it says."""
         if not self.judges:
             return
+        self.journal.clock.enter("evaluate")
         self._settle()
         step = self.position.step
 
@@ -235,6 +251,7 @@ class Pretraining:
 
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
+        self.journal.clock.enter("checkpoint")
         self._settle()  # a step that was not finite must stop the run before it reaches the disk
         self.world.on_main(self.journal.sync)
         state = self.registry.state_dict()
