@@ -12,6 +12,7 @@ import operator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from dmjd.accelerators import ACCELERATORS
 from dmjd.errors import ConfigError
 
 
@@ -234,6 +235,20 @@ class PretrainConfig:
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = None
+
+
+@dataclass
+class PlanConfig(PretrainConfig):
+    """What a pre-training run would take on ``gpus`` GPUs of kind ``gpu``, ``gpus_per_node`` to a host.
+
+    ``images`` is the size of the training set, ImageNet-1k's if left out, and ``mfu`` per cent of the GPU's peak.
+    """
+
+    gpus: int = positive(1)
+    gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
+    gpus_per_node: int = positive(8)
+    images: int = positive(1_281_167)
+    mfu: float = number(30.0, above=0, most=100)
 
 
 SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")

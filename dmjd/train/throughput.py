@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from dmjd.accelerators import accelerator_of
 from dmjd.config import PretrainConfig
 from dmjd.models.flops import count_flops
-from dmjd.parallel.accelerators import accelerator_of
 from dmjd.parallel.world import World
 from dmjd.train.rehearsal import rehearse
 
