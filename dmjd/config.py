@@ -211,6 +211,8 @@ class PretrainConfig:
     average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
     ``wandb`` names a Weights & Biases project.
+    ``profile=steps:10-14`` has torch's profiler watch these steps, on rank 0 or on all ``profile_ranks``.
+    ``memory_history`` keeps the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
 
     run: str = "runs/pretrain"
@@ -235,6 +237,9 @@ class PretrainConfig:
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = None
+    profile: str | None = None
+    profile_ranks: str = choice("main", "all")
+    memory_history: bool = False
 
 
 @dataclass

@@ -19,6 +19,10 @@ from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.recompute import recompute
 from dmjd.parallel.selective import keep_expensive
 
+MODES = ("none", "selective", "mlp", "full")
+"""Of activation checkpointing, by the memory that they leave in use where MLPs are as wide as a ConViT's. None of them
+changes a result."""
+
 
 def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
     """The units of recomputation and compilation: the encoder's and the decoder's residual blocks.

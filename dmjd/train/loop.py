@@ -33,8 +33,10 @@ from dmjd.train.ema import EncoderEma
 from dmjd.train.guard import PendingStep
 from dmjd.train.journal import Journal
 from dmjd.train.lock import only_run_in
+from dmjd.train.out_of_memory import explained
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
+from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
@@ -65,7 +67,8 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     with ExitStack() as stack:
         training = Pretraining(config, run, world, judges)
         training.enter(stack)
-        training.play()
+        with explained(config, run.path, world):
+            training.play()
         training.engine.close()
     world.close()
     return run
@@ -109,6 +112,9 @@ class Pretraining:
         self.peak_lr = peak_lr(config, spec, grid)
         self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
 
+        window = None if config.profile is None else Window.parse(config.profile, self.total_steps)
+        self.profiler = Profiler(window if world.is_main or config.profile_ranks == "all" else None, run.path, world)
+
         encoder = self.engine.objective.model.encoder
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
@@ -138,6 +144,7 @@ class Pretraining:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
         self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
         self.quarantine = self._quarantine()
+        stack.enter_context(self.profiler)
         self._say_where(stack.enter_context(Heartbeat(run.path, self.world.rank)), stack)
 
     def _say_where(self, heartbeat: Heartbeat, stack: ExitStack) -> None:
@@ -190,6 +197,7 @@ class Pretraining:
                 # DDP lays its buckets out anew after the first backward, and the layout decides in which order three or
                 # more ranks are added. From here on it is the same in every launch.
                 rehearsed = True
+            self.profiler.before(self.position.step + 1)
             losses, rates = self._forward_backward(upload(batch))
             result = self._update()
             self._observe(batch, losses, rates, result)

@@ -17,15 +17,12 @@ from torch.utils._pytree import tree_leaves
 from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.config import PlanConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.apply import apply, blocks
+from dmjd.parallel.apply import MODES, apply, blocks
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.memory import StepMemory, trace_step
 from dmjd.parallel.sharding import ENGINES, StateBytes, state_bytes
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
-
-MODES = ("none", "selective", "mlp", "full")
-"""Of activation checkpointing, roughly by the time that they cost."""
 
 TRACED = (32, 64)
 """Images of the two micro-batches that are traced."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dmjd.train.plan import MODES, RESERVE_GIB, Plan
+from dmjd.parallel.apply import MODES
+from dmjd.train.plan import RESERVE_GIB, Plan
 
 
 def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
