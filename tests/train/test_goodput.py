@@ -29,7 +29,7 @@ def test_work_that_a_crash_threw_away_is_counted_once(
     tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    config = compose("pretrain", tiny(run, "checkpoint_every=4", "log_every=1"))
+    config = compose("pretrain", tiny(run, "checkpoint_every=4", "keep_checkpoints=9", "log_every=1"))
     step = SingleEngine.step
     for crash in (7, 3, None):  # steps of each launch; the second starts at 4 and ends at 7 as well
         done = iter(range(100))
