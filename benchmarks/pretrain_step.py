@@ -16,17 +16,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from dmjd.accelerators import accelerator_of
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
 from dmjd.train.preparation import Preparation
+from dmjd.train.throughput import flops_per_image
 
 WARMUP, STEPS, BATCHES = 5, 20, 4
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def measure(config: PretrainConfig) -> dict[str, Any]:
@@ -71,10 +71,10 @@ def measure(config: PretrainConfig) -> dict[str, Any]:
     }
     total = median(marks[0].elapsed_time(marks[-1]) for marks in timed)
     peak = torch.cuda.max_memory_allocated() / 2**30
-    flops = count_flops(config)
+    flops = flops_per_image(config)
     images = config.batch_size / total * 1000
     card = torch.cuda.get_device_name(device)
-    ceiling = next((value for name, value in PEAK_FLOPS.items() if name in card), None)
+    gpu = accelerator_of(card)
     return {
         "step_ms": total,
         **{f"{name}_ms": value for name, value in parts.items()},
@@ -82,21 +82,8 @@ def measure(config: PretrainConfig) -> dict[str, Any]:
         "views_per_second": images * spec.views,
         "peak_gib": peak,
         "tflop_per_image": flops / 1e12,
-        "mfu_percent": 100 * flops * images / ceiling if ceiling else None,
+        "mfu_percent": 100 * flops * images / (gpu.tflops * 1e12) if gpu else None,
     }
-
-
-def count_flops(config: PretrainConfig) -> float:
-    """Forward and backward FLOPs of one image with all its views, counted on an eager model of the same shape."""
-    grid = token_grid(config)
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    objective = build_objective(config, tokenizer.dim).cuda()
-    images = torch.zeros(1, config.data.channels, *image_size(config), device="cuda")
-    masked_views = spec.draw(torch.zeros(1, dtype=torch.int64, device="cuda"), grid, seed=0, epoch=0)
-    targets = torch.zeros(1, grid[0] * grid[1], tokenizer.dim, device="cuda")
-    with FlopCounterMode(display=False) as counter, torch.autocast("cuda", torch.bfloat16):
-        objective(images, masked_views, targets).total.backward()
-    return float(counter.get_total_flops())
 
 
 def main() -> None:

@@ -33,6 +33,18 @@ def _pretrain(words: Sequence[str]) -> None:
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
 
 
+def _plan(words: Sequence[str]) -> None:
+    """parameters, FLOPs, memory per GPU and GPU hours of a pre-training, before it is submitted"""
+    from dmjd.compose import compose
+
+    config = compose("plan", words)
+    from dmjd.train.plan import Plan
+    from dmjd.train.plan_page import page
+
+    only = config.engine.name if any(word.startswith(("engine=", "engine.name=")) for word in words) else None
+    print(*page(Plan(config), only), sep="\n")
+
+
 def _of_checkpoint(words: Sequence[str]) -> list[str]:
     """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
     return [f"checkpoint={words[0]}", *words[1:]] if words and "=" not in words[0] else list(words)
@@ -137,6 +149,7 @@ def _shards(words: Sequence[str]) -> None:
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
+    "plan": _plan,
     "linprobe": _linprobe,
     "knn": _knn,
     "report": _report,

@@ -28,6 +28,7 @@ from dmjd.config import (
     ExportConfig,
     KnnConfig,
     LinprobeConfig,
+    PlanConfig,
     PretrainConfig,
     check_fields,
 )
@@ -36,6 +37,7 @@ from dmjd.resources import configs_dir
 
 SCHEMAS: dict[str, type] = {
     "pretrain": PretrainConfig,
+    "plan": PlanConfig,
     "linprobe": LinprobeConfig,
     "knn": KnnConfig,
     "export": ExportConfig,
@@ -111,7 +113,9 @@ def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
 
 def _groups_of(verb: str) -> dict[str, list[str]]:
     """The groups that a verb's defaults list knows, with their options."""
-    names = {field.name for field in fields(SCHEMAS[verb])} | ({"experiment"} if verb == "pretrain" else set())
+    names = {field.name for field in fields(SCHEMAS[verb])} | (
+        {"experiment"} if issubclass(SCHEMAS[verb], PretrainConfig) else set()
+    )
     return {name: options for name, options in groups().items() if name in names}
 
 

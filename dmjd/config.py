@@ -12,6 +12,7 @@ import operator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from dmjd.accelerators import ACCELERATORS
 from dmjd.errors import ConfigError
 
 
@@ -177,7 +178,8 @@ class OptimConfig:
 class EngineConfig:
     """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
 
-    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
+    matrix products, attention and convolutions, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
@@ -189,7 +191,7 @@ class EngineConfig:
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
-    activation_checkpointing: str = choice("none", "mlp", "full")
+    activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
     reshard_after_forward: bool = True
     replicas: int | None = number(None, least=1)
@@ -242,6 +244,8 @@ class PretrainConfig:
     ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
     auto: ``time_margin`` seconds before its Slurm job ends; null: never.
+    ``profile=steps:10-14`` has torch's profiler watch these steps, on rank 0 or on all ``profile_ranks``.
+    ``memory_history`` keeps the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
 
     run: str = "runs/pretrain"
@@ -270,6 +274,23 @@ class PretrainConfig:
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = None
+    profile: str | None = None
+    profile_ranks: str = choice("main", "all")
+    memory_history: bool = False
+
+
+@dataclass
+class PlanConfig(PretrainConfig):
+    """What a pre-training run would take on ``gpus`` GPUs of kind ``gpu``, ``gpus_per_node`` to a host.
+
+    ``images`` is the size of the training set, ImageNet-1k's if left out, and ``mfu`` per cent of the GPU's peak.
+    """
+
+    gpus: int = positive(1)
+    gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
+    gpus_per_node: int = positive(8)
+    images: int = positive(1_281_167)
+    mfu: float = number(30.0, above=0, most=100)
 
 
 SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")

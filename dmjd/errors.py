@@ -53,5 +53,9 @@ class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete, or of another model."""
 
 
+class OutOfMemory(UserError):
+    """A device whose memory is too small for a step; the sentence says what to try."""
+
+
 class StorageError(UserError):
     """A disk that is full, read-only or gone, while a run wants to write."""

@@ -1,6 +1,7 @@
 """Transforms that a model knows nothing about, applied from outside and in this order:
 
-1. activation checkpointing, per block or per block's MLP, whose hidden layer is most of what a block keeps;
+1. activation checkpointing of each block: of all of it, of all but its expensive ops (``selective.py``), or of its MLP,
+   whose hidden layer is most of what a block keeps;
 2. ``torch.compile`` around the checkpointed forward (the other way round loses the saving): per transformer block,
    which is short to compile and leaves room for hooks between blocks, or of the model as one graph, where residual
    additions and casts fuse across blocks;
@@ -19,10 +20,19 @@ from dmjd.config import EngineConfig
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.mlp import recompute_hidden
 from dmjd.models.recompute import recompute
+from dmjd.parallel.selective import keep_expensive
+
+MODES = ("none", "selective", "mlp", "full")
+"""Of activation checkpointing, by the memory that they leave in use where MLPs are as wide as a ConViT's. None of them
+changes a result."""
 
 
 def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
-    """The units of recomputation and compilation: the encoder's and the decoder's transformer blocks."""
+    """The units of recomputation and compilation: the encoder's and the decoder's residual blocks.
+
+    An architecture takes part by having ``blocks`` in the order of computation, each with its ``mlp`` (ViT: a list;
+    ConViT: three stages, convolutions first).
+    """
     yield from model.encoder.blocks
     if model.decoder is not None:
         yield from model.decoder.blocks
@@ -31,12 +41,19 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     """Transform ``model`` in place as ``config`` asks."""
     for block in blocks(model):
-        if config.activation_checkpointing == "full":
-            recompute(block)
-        elif config.activation_checkpointing == "mlp":
-            assert isinstance(block.mlp, nn.Module)
-            recompute_hidden(block.mlp)
+        checkpoint_block(block, config.activation_checkpointing)
         if config.compile == "block":
             block.compile(fullgraph=True)
     if config.compile == "model":
         model.compile(fullgraph=True)
+
+
+def checkpoint_block(block: nn.Module, mode: str) -> None:
+    """Recompute in the backward pass what ``mode`` (``EngineConfig.activation_checkpointing``) says."""
+    if mode == "mlp":
+        assert isinstance(block.mlp, nn.Module)
+        recompute_hidden(block.mlp)
+    elif mode == "selective":
+        recompute(block, policy=keep_expensive)
+    elif mode == "full":
+        recompute(block)

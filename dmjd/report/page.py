@@ -78,8 +78,29 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("Steps", reached),
         ("Images/s, median", f"{statistics.median(speeds):.1f}" if speeds else ABSENT),
         ("Wall time", ABSENT if seconds is None else duration(seconds)),
+        *_goodput(run),
         ("Device", plain(run.provenance.get("device"))),
     ]
+
+
+_ACCOUNTS = {
+    "training": "training",
+    "start": "starting and compiling",
+    "data": "waiting for data",
+    "checkpoint": "stalled by checkpoints",
+    "evaluate": "evaluating",
+    "lost": "lost to crashes and rollbacks",
+}
+
+
+def _goodput(run: Run) -> list[tuple[str, str]]:
+    """The share of all wall time that went into training, and where the rest went; runs of before did not count it."""
+    spent = {words: run.last(f"{account}_seconds") for account, words in _ACCOUNTS.items()}
+    known = {words: seconds for words, seconds in spent.items() if seconds}
+    if not known:
+        return []
+    share = 100 * (spent["training"] or 0.0) / sum(known.values())
+    return [("Goodput", f"{share:.1f} %: " + ", ".join(f"{duration(known[words])} {words}" for words in known))]
 
 
 def _scores(evaluations: list[Evaluation]) -> str:

@@ -14,11 +14,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dmjd.cluster.heartbeat import read_heartbeats
 from dmjd.config import PretrainConfig
+from dmjd.parallel.world import World
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Stopwatch, Window, workers_needed
+from dmjd.train.metrics import RunLog, Window, workers_needed
 from dmjd.train.progress import Progress
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.stopwatch import Stopwatch
+from dmjd.train.throughput import Throughput
 from dmjd.train.trackers import Trackers
 
 WAIT_WARNING = 0.1
@@ -35,15 +39,16 @@ class Journal:
         steps_per_epoch: to tell epochs from steps.
     """
 
-    def __init__(self, config: PretrainConfig, total_steps: int, steps_per_epoch: int) -> None:
+    def __init__(self, config: PretrainConfig, total_steps: int, steps_per_epoch: int, world: World) -> None:
         self.clock = Stopwatch()
-        self._config = config
+        self._config, self._world = config, world
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._window = Window()
         self._offsets = {"log": 0, "timing": 0}
         self._laps, self._warned = 0, False
         self._stalled, self._saving = 0.0, 0.0
+        self._resumed_at = 0.0  # seconds of the run at the checkpoint that this launch goes on from
         self._lap_step = 0  # the window may hold steps of an earlier launch, whose time this one did not take
         self._log: RunLog | None = None
         self._timing: RunLog | None = None
@@ -53,6 +58,9 @@ class Journal:
     def open(self, run: RunFolder, done: int, stack: ExitStack) -> None:
         """Begin to write, behind what earlier launches wrote up to step ``done``."""
         self._lap_step = done
+        if self._log is None:  # else this launch goes on, from an earlier step of its own
+            self._count_lost(run)
+        self._throughput = Throughput.of(self._config, self._world)
         self._log = RunLog(run.log, self._offsets["log"])
         stack.callback(self._log.close)
         self._timing = RunLog(run.timing, self._offsets["timing"])
@@ -79,20 +87,28 @@ class Journal:
         self._lap_step = step
         self.note(step, {**self._window.flush(), "lr": lr})
         seconds, waited = self.clock.lap()
-        timing = {
-            "step": step,
-            "images_per_second": images / seconds,
-            "data_wait_percent": 100 * waited / seconds,
-            "seconds": self.clock.elapsed,
-            "checkpoint_stall_seconds": self._stalled,
-        }
-        if self._saving:
-            timing["checkpoint_seconds"] = self._saving
-        self._stalled = self._saving = 0.0
         if self._timing is not None and self._trackers is not None:
+            timing = {
+                "step": step,
+                "ete": self._config.mask.views * step / self._steps_per_epoch,
+                **self._throughput.row(images, seconds, waited),
+                "seconds": self.clock.elapsed,
+                **{f"{account}_seconds": spent for account, spent in self.clock.spent.items()},
+                "checkpoint_stall_seconds": self._stalled,
+            }
+            if self._saving:
+                timing["save_seconds"] = self._saving
+            self._stalled = self._saving = 0.0
             self._timing.write(timing)
             self._trackers.scalars(timing, step)
             self._watch_waiting(seconds, waited)
+
+    def _count_lost(self, run: RunFolder) -> None:
+        """What the launch before did after the checkpoint that this one goes on from was in vain."""
+        before = next((beat for beat in read_heartbeats(run.path) if beat.rank == 0), None)
+        if before is not None:
+            known = self.clock.spent["lost"]
+            self.clock.lose(before.seconds - self._resumed_at + before.lost - known)
 
     def _watch_waiting(self, seconds: float, waited: float) -> None:
         """Say once a launch that loading is what takes the time, and what would help."""
@@ -146,9 +162,15 @@ class Journal:
             "window": self._window.state_dict(),
             "offsets": dict(self._offsets),
             "seconds": self.clock.elapsed,
+            "spent": self.clock.spent,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._window.load_state_dict(state["window"])
         self._offsets = dict(state["offsets"])
-        self.clock = Stopwatch(state["seconds"])
+        seconds, spent = state["seconds"], state.get("spent", {})
+        if self._log is None:
+            self._resumed_at = seconds
+            self.clock.resume(seconds, spent)
+        else:
+            self.clock.rewind(seconds, spent)

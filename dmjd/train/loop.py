@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
@@ -37,8 +38,10 @@ from dmjd.train.ending import Ending
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
 from dmjd.train.journal import Journal
 from dmjd.train.lock import only_run_in
+from dmjd.train.out_of_memory import explained
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
+from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
 from dmjd.train.schedules import cosine
@@ -74,7 +77,8 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     with ExitStack() as stack:
         training = Pretraining(config, run, world, judges)
         training.enter(stack)
-        training.play()
+        with explained(config, run.path, world):
+            training.play()
         training.engine.close()
     world.close()
     return run
@@ -126,8 +130,10 @@ class Pretraining:
             keep_every=config.keep_every,
             asynchronous=config.checkpoint_async,
         )
+        window = None if config.profile is None else Window.parse(config.profile, self.total_steps)
+        self.profiler = Profiler(window if world.is_main or config.profile_ranks == "all" else None, run.path, world)
         self.position = Position()
-        self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
+        self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
         decay = config.ema_decay
@@ -157,6 +163,19 @@ class Pretraining:
         self.world.on_main(self._begin_to_write)
         self.quarantine = self._quarantine()
         stack.callback(self.saver.close)
+        stack.enter_context(self.profiler)
+        self._say_where(stack.enter_context(Heartbeat(self.run.path, self.world.rank)), stack)
+
+    def _say_where(self, heartbeat: Heartbeat, stack: ExitStack) -> None:
+        """From now on every phase that begins is a beat."""
+        clock = self.journal.clock
+
+        def beat(phase: str) -> None:
+            heartbeat.beat(self.position.step, phase, clock.elapsed, clock.spent["lost"])
+
+        clock.listener = beat
+        beat("start")
+        stack.callback(lambda: clock.enter("stop"))
 
     def _restore(self, path: Path) -> None:
         """Become what was saved in ``path``, on all ranks or on none."""
@@ -179,6 +198,7 @@ class Pretraining:
             self.run.guard.unlink(missing_ok=True)
         self._quarantine().admit(self.dataset.bad)
         self.run.record(self.config, self.world)
+        forget_ranks(self.run.path, self.world.size)
 
     def _begin_to_write(self) -> None:
         """Drop the rows of steps that will be done again, and let judges know of the others."""
@@ -227,6 +247,7 @@ class Pretraining:
                     self._forward_backward(upload(batch))
                     self.engine.discard()
                     rehearsed = True
+                self.profiler.before(self.position.step + 1)
                 losses, rates = self._forward_backward(upload(batch))
                 result = self._update()
                 self._observe(batch, losses, rates, result)
@@ -275,6 +296,7 @@ class Pretraining:
 
     def _update(self) -> StepResult:
         """One optimizer step, and one of the average behind it."""
+        self.journal.clock.enter("step")
         result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
         if self.ema is not None:
             self.ema.update()
@@ -340,6 +362,7 @@ class Pretraining:
         """Let every judge look at the encoder, and log what it says."""
         if not self.judges:
             return
+        self.journal.clock.enter("evaluate")
         self._settle()
         step = self.position.step
 
@@ -359,6 +382,7 @@ class Pretraining:
 
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
+        self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
         self.world.on_main(self.journal.sync)

@@ -7,51 +7,13 @@ import json
 import logging
 import math
 import os
-import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dmjd.errors import StorageError
 from dmjd.train.guard import StepNumbers
 
 logger = logging.getLogger("dmjd")
-
-T = TypeVar("T")
-
-
-class Stopwatch:
-    """Wall time of the run, restarts included, and how much of each lap went into waiting for data."""
-
-    def __init__(self, elapsed: float = 0.0) -> None:
-        self._begin = time.perf_counter() - elapsed
-        self._lap = time.perf_counter()
-        self._waited = 0.0
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since the run began, over all launches."""
-        return time.perf_counter() - self._begin
-
-    def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap, and those of them spent in :meth:`waiting`."""
-        now = time.perf_counter()
-        seconds, waited = now - self._lap, self._waited
-        self._lap, self._waited = now, 0.0
-        return seconds, waited
-
-    def waiting(self, items: Iterable[T]) -> Iterator[T]:
-        """``items``, counting the time that each takes to come."""
-        iterator = iter(items)
-        while True:
-            begin = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self._waited += time.perf_counter() - begin
-            yield item
 
 
 def workers_needed(workers: int, seconds: float, waited: float) -> int:
@@ -59,7 +21,8 @@ def workers_needed(workers: int, seconds: float, waited: float) -> int:
 
     Args:
         workers: there were; 0 loads within the process that trains.
-        seconds, waited: as :meth:`Stopwatch.lap` gives them, of a stretch that waited for data again and again.
+        seconds, waited: as :meth:`~dmjd.train.stopwatch.Stopwatch.lap` gives them, of a stretch that waited for data
+            again and again.
     """
     busy = max(seconds - waited, 1e-9)
     # So many processes keep pace with a step of `seconds`; without waiting a step takes `busy`.

@@ -67,7 +67,7 @@ def test_blocks_are_those_of_encoder_and_decoder(kind: str, expected: int) -> No
 
 @pytest.mark.parametrize("kind", ["decoder", "linear"])
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("mode", ["mlp", "full"])
+@pytest.mark.parametrize("mode", ["mlp", "selective", "full"])
 def test_recomputation_changes_no_bit_and_no_name(kind: str, precision: torch.dtype, mode: str) -> None:
     plain, recomputed = make_objective(kind), make_objective(kind)
     names = list(recomputed.state_dict())
@@ -118,7 +118,7 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks there itself
 @pytest.mark.parametrize("unit", ["block", "model"])
-@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
+@pytest.mark.parametrize("mode", ["none", "mlp", "selective", "full"])
 def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more blocks than torch compiles versions of one function: those of a kind have to share theirs."""
     plain, compiled = make_objective(depth=10), make_objective(depth=10)

@@ -7,12 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from dmjd.compose import compose
+from dmjd.parallel.world import alone
 from dmjd.train.guard import StepNumbers
 from dmjd.train.journal import Journal
-from dmjd.train.metrics import Stopwatch
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.stopwatch import Stopwatch
 
 Laps = list[tuple[float, float]]
 
@@ -39,7 +41,7 @@ def warnings_of(
         config = compose("pretrain", tiny(tmp_path / "run", "log_every=1", f"workers={workers}"))
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        journal = Journal(config, total_steps=99, steps_per_epoch=9)
+        journal = Journal(config, total_steps=99, steps_per_epoch=9, world=alone(torch.device("cpu")))
         journal.clock = Told(laps)
         with caplog.at_level(logging.WARNING, logger="dmjd"), ExitStack() as stack:
             journal.open(folder, 0, stack)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Stopwatch, Window, workers_needed
+from dmjd.train.metrics import RunLog, Window, workers_needed
+from dmjd.train.stopwatch import Stopwatch
 
 
 def numbers(value: float, vis: float | None = None) -> StepNumbers:
@@ -124,7 +125,8 @@ def test_laps_tell_working_from_waiting(clock: Clock) -> None:
             clock.now += 2.0
             yield item
 
-    watch = Stopwatch(elapsed=50.0)
+    watch = Stopwatch()
+    watch.resume(50.0, {})
     seen = []
     for item in watch.waiting(loader()):
         seen.append(item)

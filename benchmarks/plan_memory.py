@@ -1,0 +1,93 @@
+"""Does `dmjd plan` say how much memory a step takes? Allocated peaks of steps on one GPU, for the plan to be held to.
+
+    python benchmarks/plan_memory.py [benchmarks/results/plan_memory_h100.json]
+
+Two to three minutes. Results are written after every case; tests/train/test_plan.py compares the plan with them.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dmjd.compose import compose
+from dmjd.data.batch import Batch
+from dmjd.parallel.build import build_engine
+from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.train.preparation import Preparation
+
+MAE_B = ("experiment=mae_vit_base",)
+MAE_L = ("experiment=mae_vit_base", "backbone=vit_large")
+CONVIT_B = ("experiment=dmjd_convvit_base_hog",)
+MODES = ("none", "mlp", "selective", "full")
+
+# (words, images of a step, mode, compile); graphs are compiled anew for each case, so there are few of those.
+CASES = [
+    *((words, images, mode, False) for words in (MAE_B, CONVIT_B) for images in (64, 128) for mode in MODES),
+    *((MAE_L, images, mode, False) for images in (64, 128) for mode in ("none", "selective", "full")),
+    (MAE_B, 128, "none", True),
+    (MAE_B, 128, "full", True),
+    (CONVIT_B, 128, "mlp", True),
+]
+
+STEPS = 4
+"""The first makes optimizer state and, compiled, the kernels; the peak is that of the others."""
+
+
+def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> dict[str, Any]:
+    options = (f"engine.activation_checkpointing={mode}", f"engine.compile={str(compiled).lower()}")
+    config = compose("pretrain", [*words, f"batch_size={images}", *options])
+    torch._dynamo.reset()
+    grid, data = token_grid(config), config.data
+    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
+    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
+    prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
+    ids = torch.arange(images, device="cuda")
+    pixels = torch.randint(0, 256, (images, *image_size(config), 3), dtype=torch.uint8, device="cuda")
+    for step in range(STEPS):
+        if step == 1:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        prepared = prepare(Batch(pixels, ids, ids), step)
+        with engine.micro_batch(last=True):
+            losses = engine.module(*prepared.inputs)
+            engine.backward(losses.total)
+        engine.step(1e-4, 0.05)
+        del losses, prepared
+    torch.cuda.synchronize()
+    return {
+        "words": list(words),
+        "images": images,
+        "mode": mode,
+        "compile": compiled,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
+def main() -> None:
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/plan_memory_h100.json")
+    record: dict[str, Any] = {
+        "card": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "rows": [],
+    }
+    for case in CASES:
+        row = measure(*case)
+        gc.collect()
+        torch.cuda.empty_cache()
+        record["rows"].append(row)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{row['peak_bytes'] / 2**30:7.2f} GiB  {' '.join(case[0])} {case[1:]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""How much memory a step takes, found by running it on tensors that have shapes and no bytes.
+
+The step is the real one, forward and backward through autograd, under torch's FakeTensorMode; every storage that comes
+to life is counted until it dies. So activation checkpointing, autocast's copies of weights, views that share a storage
+and what lives for a moment in the backward pass all count as they do on a device. Not counted: what kernels and
+libraries allocate inside (cuBLAS and NCCL workspaces), fragmentation, and what a compiler's fusion saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_BLOCK = 512
+"""torch's CUDA allocator rounds every request up to this many bytes."""
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the storages made under this mode, while they live.
+
+    Args:
+        block: each storage counts as a multiple of this many bytes.
+
+    Attributes:
+        live: bytes now, without those set aside.
+        peak: the most that ``live`` was.
+        aside: bytes of storages that :meth:`set_aside` was told of, while they live.
+        peak_total: the most that ``live + aside`` was.
+    """
+
+    def __init__(self, block: int = 1) -> None:
+        super().__init__()
+        self._block = block
+        self._storages: dict[int, tuple[int, bool]] = {}
+        self.live = self.peak = self.aside = self.peak_total = 0
+
+    def size(self, tensor: Tensor) -> int:
+        """Bytes that the storage of ``tensor`` counts as."""
+        return -(-tensor.untyped_storage().nbytes() // self._block) * self._block
+
+    def set_aside(self, tensor: Tensor) -> None:
+        """Count the storage of ``tensor`` under ``aside``, whether or not it was made under this mode."""
+        self._enter(tensor, aside=True)
+
+    def _enter(self, tensor: Tensor, aside: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = self.size(tensor)
+        known = self._storages.get(key)
+        if known is None:
+            weakref.finalize(storage, self._leave, key).atexit = False
+        elif known == (size, aside) or known[1]:
+            return
+        else:  # moved aside, or resized in place
+            self._count(known[0], known[1], -1)
+        self._storages[key] = size, aside
+        self._count(size, aside, 1)
+
+    def _leave(self, key: int) -> None:
+        self._count(*self._storages.pop(key), -1)
+
+    def _count(self, size: int, aside: bool, sign: int) -> None:
+        if aside:
+            self.aside += sign * size
+        else:
+            self.live += sign * size
+        self.peak = max(self.peak, self.live)
+        self.peak_total = max(self.peak_total, self.live + self.aside)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf, aside=False)
+        return result
+
+
+class _AutocastAsOnCuda(TorchFunctionMode):
+    """Autocast of the CPU leaves LayerNorm in the dtype of its input; that of CUDA computes it in float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.layer_norm:
+            args = (args[0].float(), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+class StepMemory(NamedTuple):
+    """Bytes that one forward and backward pass takes beside parameters and optimizer state.
+
+    saved: what is held at the end of the forward pass: activations that the backward pass needs, and autocast's copies
+        of weights. The objective's inputs, which are there anyway, do not count.
+    transient: the most that is held at any time beyond parameters, their gradients and inputs; at least ``saved``.
+    with_gradients: the most that is held at any time beyond parameters and inputs, gradients as they come.
+    """
+
+    saved: int
+    transient: int
+    with_gradients: int
+
+
+def trace_step(
+    objective: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    precision: torch.dtype = torch.float32,
+    as_on_cuda: bool = False,
+) -> StepMemory:
+    """Run one forward and backward pass of ``objective(*inputs).total`` and count.
+
+    Objective and inputs are fake tensors on the "cpu" device, made under the FakeTensorMode that is active (see
+    :func:`dmjd.train.rehearsal.rehearse`). With real tensors it counts as well, and computes.
+
+    Args:
+        objective: a transformed one (:func:`dmjd.parallel.apply.apply`) that has no gradients; left without.
+        as_on_cuda: promote and round up as CUDA does. Otherwise bytes are those of the CPU: exactly in float32; in
+            bfloat16 torch's fake LayerNorm counts its statistics at half their size.
+    """
+    count = LiveBytes(_BLOCK if as_on_cuda else 1)
+    for held in (*objective.parameters(), *objective.buffers(), *_tensors(inputs)):
+        count.set_aside(held)
+    held_before = count.aside
+    with _gradients_aside(objective, count), count, _autocast(precision, as_on_cuda):
+        total = objective(*inputs).total
+        saved = count.live - count.size(total)
+        total.backward()
+        del total
+    for parameter in objective.parameters():
+        parameter.grad = None
+    return StepMemory(saved, count.peak, count.peak_total - held_before)
+
+
+def _tensors(inputs: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+
+
+@contextmanager
+def _gradients_aside(module: nn.Module, count: LiveBytes) -> Iterator[None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        count.set_aside(parameter.grad)
+
+    hooks = [p.register_post_accumulate_grad_hook(hook) for p in module.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
+
+
+@contextmanager
+def _autocast(precision: torch.dtype, as_on_cuda: bool) -> Iterator[None]:
+    lowered = precision != torch.float32
+    with torch.autocast("cpu", precision, enabled=lowered):
+        if lowered and as_on_cuda:
+            with _AutocastAsOnCuda():
+                yield
+        else:
+            yield

@@ -1,0 +1,48 @@
+"""What each engine keeps of a model on one GPU: arithmetic on the number of parameters.
+
+Parameters, gradients and AdamW's two moments are float32, whatever is computed in; the engines differ in which of them
+every GPU holds whole.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+ENGINES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+
+_FLOAT = 4
+_SHARDED = {  # weights, gradients, optimizer state: whole (False) or one part of each GPU's
+    "single": (False, False, False),
+    "ddp": (False, False, False),
+    "fsdp": (True, True, True),
+    "hsdp": (True, True, True),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+}
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one GPU. gathered: what is whole for a moment only, of the block at work and of the next."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+
+def state_bytes(engine: str, parameters: int, largest_block: int, gpus: int, gpus_per_node: int) -> StateBytes:
+    """Of a model with so many ``parameters``, of which its largest block has ``largest_block``.
+
+    Args:
+        engine: one of :data:`ENGINES`; "hsdp" shards within a node, the others over all GPUs.
+    """
+    shards = gpus_per_node if engine == "hsdp" else gpus
+    weights, gradients, optimizer = (
+        parameters * _FLOAT * moments / (shards if sharded else 1)
+        for moments, sharded in zip((1, 1, 2), _SHARDED[engine], strict=True)
+    )
+    weights_parted, gradients_parted, _ = _SHARDED[engine]
+    # Two blocks' weights are there while the next is fetched, and a block's gradients until they are reduced.
+    blocks = 2 * weights_parted + gradients_parted
+    return StateBytes(weights, gradients, optimizer, blocks * largest_block * _FLOAT)

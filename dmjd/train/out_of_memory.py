@@ -1,0 +1,78 @@
+"""When a GPU's memory is too small for a step: a snapshot for whoever looks into it, and what to try."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from dmjd.config import PretrainConfig
+from dmjd.errors import OutOfMemory
+from dmjd.parallel.apply import MODES
+from dmjd.parallel.world import World
+
+FOLDER = "out_of_memory"
+HISTORY = 100_000
+"""Allocations and releases that are remembered with their stacks."""
+
+logger = logging.getLogger("dmjd")
+
+
+@contextmanager
+def explained(config: PretrainConfig, run: Path, world: World) -> Iterator[None]:
+    """Turn torch's error into one sentence that says what helps.
+
+    On CUDA ``RUN/out_of_memory/rank-00000.pickle`` keeps what was allocated, for https://pytorch.org/memory_viz; with
+    ``memory_history`` the stacks too.
+
+    Raises:
+        OutOfMemory: in place of ``torch.OutOfMemoryError``.
+    """
+    on_cuda = world.device.type == "cuda"
+    if on_cuda and config.memory_history:
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        kept = _keep_snapshot(run / FOLDER / f"rank-{world.rank:05d}.pickle") if on_cuda else ""
+        raise OutOfMemory(
+            f"rank {world.rank} ran out of {_size(world)} in a step; {_advice(config, world)}{kept}"
+        ) from error
+    finally:
+        if on_cuda and config.memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _size(world: World) -> str:
+    if world.device.type != "cuda":
+        return "the memory"
+    about = torch.cuda.get_device_properties(world.device)
+    return f"the {about.total_memory / 2**30:.1f} GiB of {about.name}"
+
+
+def _advice(config: PretrainConfig, world: World) -> str:
+    engine, images = config.engine, config.batch_size // world.size
+    remedies = []
+    more = next((n for n in range(engine.accumulation + 1, images + 1) if images % n == 0), None)
+    if more is not None:
+        remedies.append(f"engine.accumulation={more} (micro-batches of {images // more} images)")
+    stronger = MODES[MODES.index(engine.activation_checkpointing) + 1 :]
+    if stronger:
+        remedies.append(f"engine.activation_checkpointing={stronger[0]}")
+    tried = f"try {' or '.join(remedies)}" if remedies else "use more GPUs, or an engine that shards"
+    return f"{tried}; dmjd plan says what fits"
+
+
+def _keep_snapshot(path: Path) -> str:
+    draft = path.with_name(f".{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(draft))
+        draft.replace(path)
+    except OSError as error:
+        logger.warning("no snapshot of the memory at %s: %s", path, error)
+        return ""
+    return f"; what was allocated is in {path}"

@@ -1,0 +1,156 @@
+"""What a run will take, before it is submitted: parameters, FLOPs, memory of each engine, GPU hours.
+
+Parameters and FLOPs are counted; activations are counted by :mod:`dmjd.parallel.memory` for one GPU at two sizes of a
+micro-batch, between which and beyond which they are affine. What an engine adds or shards is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dmjd.accelerators import ACCELERATORS, Accelerator
+from dmjd.config import PlanConfig
+from dmjd.errors import ConfigError
+from dmjd.parallel.apply import MODES, apply, blocks
+from dmjd.parallel.build import select_precision
+from dmjd.parallel.memory import StepMemory, trace_step
+from dmjd.parallel.sharding import ENGINES, StateBytes, state_bytes
+from dmjd.train.rehearsal import rehearse
+from dmjd.train.throughput import flops_per_image
+
+TRACED = (32, 64)
+"""Images of the two micro-batches that are traced."""
+
+RESERVE_GIB = 2.0
+"""Of a GPU's memory, for the CUDA context, workspaces of libraries, and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``fixed + images * per_image`` bytes."""
+
+    fixed: float
+    per_image: float
+
+    def __call__(self, images: int) -> float:
+        return self.fixed + images * self.per_image
+
+    @classmethod
+    def through(cls, first: int, second: int) -> Affine:
+        """Through the bytes of the two traced micro-batches."""
+        few, many = TRACED
+        slope = (second - first) / (many - few)
+        return cls(first - few * slope, slope)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch under one mode, as those of :class:`~dmjd.parallel.memory.StepMemory`; ``inputs`` are
+    images, views and targets."""
+
+    inputs: Affine
+    saved: Affine
+    transient: Affine
+    with_gradients: Affine
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest micro-batch that fits: images of one GPU, how many of them make a step, and the peak in bytes."""
+
+    micro_batch: int
+    accumulation: int
+    peak: float
+
+
+class Plan:
+    """The numbers of one configuration on one cluster.
+
+    Raises:
+        ConfigError: if the batch cannot be divided among the GPUs.
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        if config.batch_size % config.gpus:
+            raise ConfigError(f"batch_size={config.batch_size} is not divisible by gpus={config.gpus}")
+        if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
+            raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
+        self.config = config
+        self.gpu: Accelerator = ACCELERATORS[config.gpu]
+        self.images_per_gpu = config.batch_size // config.gpus
+        with torch.device("meta"):
+            objective, _ = rehearse(config, 1)
+        model = objective.model
+        self.parameters = sum(parameter.numel() for parameter in objective.parameters())
+        self.largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+        self.encoder_parameters = sum(parameter.numel() for parameter in model.encoder.parameters())
+
+    @cached_property
+    def flops_per_image(self) -> int:
+        return flops_per_image(self.config)
+
+    @cached_property
+    def activations(self) -> dict[str, Activations]:
+        """By mode."""
+        return {mode: trace(self.config, mode) for mode in MODES}
+
+    def state(self, engine: str) -> StateBytes:
+        """Weights, gradients and optimizer state of ``engine`` on each GPU."""
+        shared_by = self.config.gpus, min(self.config.gpus_per_node, self.config.gpus)
+        return state_bytes(engine, self.parameters, self.largest_block, *shared_by)
+
+    def peak(self, engine: str, mode: str, images: int) -> float:
+        """The most bytes that a GPU holds in a step with micro-batches of ``images``."""
+        state, some = self.state(engine), self.activations[mode]
+        # On one GPU gradients come while activations go. Elsewhere buckets or shards for all of them are there before.
+        step = some.with_gradients(images) if engine == "single" else state.gradients + some.transient(images)
+        held = state.weights + state.optimizer + state.gathered
+        return held + max(step + some.inputs(images), state.gradients)
+
+    def fit(self, engine: str, mode: str) -> Fit | None:
+        """The largest micro-batch that fits a GPU and divides its part of the batch; None if one image is too much."""
+        room = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
+        for accumulation in _divisors(self.images_per_gpu):
+            images = self.images_per_gpu // accumulation
+            peak = self.peak(engine, mode, images)
+            if peak <= room:
+                return Fit(images, accumulation, peak)
+        return None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Those that make sense for so many GPUs."""
+        return ENGINES[:1] if self.config.gpus == 1 else ENGINES[1:]
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run at the stated MFU."""
+        flops = self.flops_per_image * self.config.images * self.config.epochs
+        return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
+
+
+def trace(config: PlanConfig, mode: str) -> Activations:
+    """Count the bytes of a step under ``mode``, in the precision that ``config`` would have on CUDA."""
+    precision = select_precision(config.engine.precision, torch.device("cuda"))
+    steps: list[StepMemory] = []
+    inputs: list[int] = []
+    for images in TRACED:
+        with FakeTensorMode():
+            objective, prepared = rehearse(config, images)
+            apply(objective.model, replace(config.engine, activation_checkpointing=mode, compile="none"))
+            steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
+            inputs.append(sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None))
+    return Activations(
+        Affine.through(*inputs),
+        *(Affine.through(getattr(steps[0], name), getattr(steps[1], name)) for name in StepMemory._fields),
+    )
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)

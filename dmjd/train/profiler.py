@@ -1,0 +1,88 @@
+"""A few steps of a run under torch's profiler."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dmjd.errors import ConfigError
+from dmjd.files import replace_file
+from dmjd.parallel.world import World
+
+FOLDER = "profile"
+ROWS = 30
+"""Of the table, the ops or kernels that took the most time."""
+
+
+class Window(NamedTuple):
+    """The steps ``first`` to ``last``, both included and counted from 1 as in the log."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str, total_steps: int) -> Window:
+        """``"steps:10-14"`` of a run of ``total_steps``. Raises ConfigError if it is no such thing."""
+        found = re.fullmatch(r"steps:([0-9]+)-([0-9]+)", text)
+        if found is None:
+            raise ConfigError(f"profile must be steps:FIRST-LAST, such as steps:10-14, got {text!r}")
+        window = cls(int(found[1]), int(found[2]))
+        if not 1 <= window.first <= window.last:
+            raise ConfigError(f"profile={text} must name steps from 1 on, the first before the last")
+        if window.last > total_steps:
+            raise ConfigError(f"profile={text} ends behind the run, which has {total_steps} steps")
+        return window
+
+
+class Profiler:
+    """Context manager; :meth:`before` ahead of every step. Without a window it does nothing.
+
+    ``RUN/profile/steps-10-14-rank-00000.json.gz`` is a trace for chrome://tracing or Perfetto, the file of the same
+    name in ``.txt`` a table of the longest kernels (on the CPU: ops). A run that stops within the window leaves what it
+    has.
+    """
+
+    def __init__(self, window: Window | None, run: Path, world: World) -> None:
+        self._window, self._cuda = window, world.device.type == "cuda"
+        self._folder, self._rank = run / FOLDER, world.rank
+        self._profile: profile | None = None
+
+    def before(self, step: int) -> None:
+        """Step ``step``, counted from 1, is about to begin."""
+        if self._window is None:
+            return
+        if self._profile is not None and step > self._window.last:
+            self._finish()
+        elif step == self._window.first:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])]
+            self._profile = profile(activities=kinds)
+            self._profile.start()
+
+    def _finish(self) -> None:
+        assert self._profile is not None
+        assert self._window is not None
+        done, self._profile = self._profile, None
+        if self._cuda:
+            torch.cuda.synchronize()
+        done.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"steps-{self._window.first}-{self._window.last}-rank-{self._rank:05d}"
+        draft = self._folder / f".{name}.json.gz"
+        done.export_chrome_trace(str(draft))
+        draft.replace(self._folder / f"{name}.json.gz")
+        longest = f"self_{'cuda' if self._cuda else 'cpu'}_time_total"
+        replace_file(self._folder / f"{name}.txt", done.key_averages().table(sort_by=longest, row_limit=ROWS))
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._profile is not None:
+            self._finish()

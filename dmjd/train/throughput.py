@@ -1,0 +1,59 @@
+"""How fast a run is, in images, in views, and in the share of the device's peak."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dmjd.accelerators import accelerator_of
+from dmjd.config import PretrainConfig
+from dmjd.models.flops import count_flops
+from dmjd.parallel.world import World
+from dmjd.train.rehearsal import rehearse
+
+
+def flops_per_image(config: PretrainConfig) -> int:
+    """Model FLOPs of one image with all its views, forward and backward; nothing is computed."""
+    with torch.device("meta"):
+        objective, prepared = rehearse(config, 1)
+        return count_flops(objective, prepared.inputs)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """From images and seconds to a row of ``timing.jsonl``.
+
+    flops_per_image, peak_flops: of one image, and a second's over all devices; None if the device's peak is not known.
+    """
+
+    views: int
+    device: torch.device
+    flops_per_image: int | None = None
+    peak_flops: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainConfig, world: World) -> Throughput:
+        """Counts the model's FLOPs, if there is a peak to compare them with."""
+        device = world.device
+        gpu = accelerator_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        if gpu is None:
+            return cls(config.mask.views, device)
+        return cls(config.mask.views, device, flops_per_image(config), gpu.tflops * 1e12 * world.size)
+
+    def row(self, images: int, seconds: float, waited: float) -> dict[str, float]:
+        """images_per_second and views_per_second over all processes, data_wait_percent, mfu_percent (model FLOPs
+        against the bf16 peak), and on CUDA the peaks of this process's memory since the last row."""
+        speed = images / seconds
+        row = {
+            "images_per_second": speed,
+            "views_per_second": speed * self.views,
+            "data_wait_percent": 100 * waited / seconds,
+        }
+        if self.flops_per_image is not None and self.peak_flops is not None:
+            row["mfu_percent"] = 100 * speed * self.flops_per_image / self.peak_flops
+        if self.device.type == "cuda":
+            row["memory_allocated_gib"] = torch.cuda.max_memory_allocated(self.device) / 2**30
+            row["memory_reserved_gib"] = torch.cuda.max_memory_reserved(self.device) / 2**30
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return row

@@ -1,0 +1,133 @@
+"""Bytes counted on tensors without bytes are the bytes of a real run."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.parallel.apply import apply
+from dmjd.parallel.memory import LiveBytes, trace_step
+from dmjd.train.rehearsal import rehearse
+
+SMALL = ("data.image_size=[64,64]", "backbone.embed_dim=64", "backbone.depth=2", "backbone.num_heads=4")
+VIT = ("backbone=vit_tiny", *SMALL)
+CONVVIT = ("backbone=convvit_base", *SMALL, "backbone.conv_stages.embed_dims=[8,16]")
+MODELS = {
+    "mae": ("method=mae", "target=pixels", "target.norm=patch", *VIT),
+    "dmjd": VIT,
+    "convvit": CONVVIT,
+    "linear": ("method.decoder.name=linear", "backbone.hidden=mask_token", "backbone.drop_path=0.1", *VIT),
+}
+
+
+def config(model: str, mode: str) -> PretrainConfig:
+    small = ("method.decoder.dim=64", "method.decoder.depth=2", "method.decoder.num_heads=4")
+    made: PretrainConfig = compose("pretrain", [*MODELS[model], *small, f"engine.activation_checkpointing={mode}"])
+    return made
+
+
+def planned(made: PretrainConfig, images: int, **options: Any) -> Any:
+    with FakeTensorMode():
+        objective, prepared = rehearse(made, images)
+        apply(objective.model, made.engine)
+        return trace_step(objective, prepared.inputs, **options)
+
+
+def bytes_seen_by_hooks(objective: nn.Module, inputs: tuple[Any, ...]) -> int:
+    """Bytes of the storages that autograd saves, each once, without parameters, buffers and inputs."""
+    held = [*objective.parameters(), *objective.buffers(), *(x for x in tree_leaves(inputs) if isinstance(x, Tensor))]
+    known = {tensor.untyped_storage().data_ptr() for tensor in held}
+    saved: dict[int, int] = {}
+    kept: list[Tensor] = []  # a storage that died could lend its address to another
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+            kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        objective(*inputs)
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("mode", ["none", "mlp", "full"])
+def test_planned_activations_are_those_that_autograd_saves(model: str, mode: str) -> None:
+    made = config(model, mode)
+    objective, prepared = rehearse(made, 3)
+    apply(objective.model, made.engine)
+    assert planned(made, 3).saved == bytes_seen_by_hooks(objective, prepared.inputs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("selective", {}),  # whose activations are kept where no hook sees them
+        ("none", {"precision": torch.bfloat16, "as_on_cuda": True}),
+        ("selective", {"precision": torch.bfloat16, "as_on_cuda": True}),
+    ],
+)
+def test_a_real_step_holds_what_a_fake_one_does(model: str, mode: str, options: dict[str, Any]) -> None:
+    made = config(model, mode)
+    objective, prepared = rehearse(made, 2)
+    apply(objective.model, made.engine)
+    real, fake = trace_step(objective, prepared.inputs, **options), planned(made, 2, **options)
+    assert fake.saved == real.saved
+    # Kernels that are Python (the ops' references) hold more for a moment; the fake ones do not run.
+    assert fake.transient <= real.transient
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_activations_are_affine_in_the_batch(mode: str) -> None:
+    sizes = [planned(config("dmjd", mode), images).saved for images in (2, 3, 5)]
+    assert (sizes[2] - sizes[1]) == 2 * (sizes[1] - sizes[0])
+
+
+def test_less_is_kept_the_more_is_recomputed() -> None:
+    none, mlp, selective, full = (planned(config("mae", mode), 4) for mode in ("none", "mlp", "selective", "full"))
+    assert full.saved < min(mlp.saved, selective.saved) < max(mlp.saved, selective.saved) < 0.75 * none.saved
+    assert full.transient < min(mlp.transient, selective.transient) < none.transient
+
+
+def test_gradients_count_apart() -> None:
+    made = config("mae", "none")
+    with FakeTensorMode():
+        objective, prepared = rehearse(made, 1)
+        memory = trace_step(objective, prepared.inputs)
+        gradients = 4 * sum(parameter.numel() for parameter in objective.parameters())
+        assert all(parameter.grad is None for parameter in objective.parameters())
+    assert memory.with_gradients >= gradients
+    assert memory.with_gradients <= memory.transient + gradients
+
+
+def test_live_bytes_follow_storages_not_tensors() -> None:
+    with LiveBytes(block=512) as count:
+        x = torch.empty(100)
+        view = x[:10].view(2, 5)
+        assert (count.live, count.peak) == (512, 512)
+        del x
+        assert count.live == 512, "a view keeps its storage"
+        y = view + 1
+        assert count.live == 1024
+        del view, y
+        gc.collect()
+        assert (count.live, count.peak) == (0, 1024)
+
+
+def test_rehearsing_leaves_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    rehearse(config("mae", "none"), 1)
+    assert torch.equal(torch.rand(3), expected)
