@@ -212,12 +212,14 @@ def test_help_has_every_key_and_every_option(verb: str) -> None:
     lines = describe(verb)
     first = {line.split()[0] for line in lines if line.strip()}
     names = {field.name for field in fields(SCHEMAS[verb])}
-    words = ["checkpoint=x", *(["data=digits"] if "data" in names else [])] if verb != "pretrain" else []
+    words = ["checkpoint=x", *(["data=digits"] if "data" in names else [])] if verb not in ("pretrain", "plan") else []
     assert leaves(asdict(compose(verb, words))) <= first
     text = "\n".join(lines)
-    assert "block | uniform" in text or verb != "pretrain"
+    assert "block | uniform" in text or verb not in ("pretrain", "plan")
     for group, options in groups().items():
-        if group in {field.name for field in fields(SCHEMAS[verb])} or (verb, group) == ("pretrain", "experiment"):
+        if group in {field.name for field in fields(SCHEMAS[verb])} or (
+            verb in ("pretrain", "plan") and group == "experiment"
+        ):
             assert any(line.split() == [group, *", ".join(options).split()] for line in lines), group
         else:
             assert group not in first, f"{verb} has no group {group}"
@@ -226,5 +228,5 @@ def test_help_has_every_key_and_every_option(verb: str) -> None:
 def test_science_and_orchestration_are_all_the_keys() -> None:
     orchestration = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints"}
     orchestration |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
-    orchestration |= {"checkpoint_async"}
+    orchestration |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}
     assert {field.name for field in fields(PretrainConfig)} == {*SCIENCE} | orchestration

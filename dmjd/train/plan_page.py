@@ -23,7 +23,7 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     yield f"                      at {config.mfu:g} % of {plan.gpu.tflops:g} TFLOP/s ({config.gpu})"
     yield ""
     yield "Memory of a GPU that does not depend on the batch, GiB"
-    rows = [("engine", "weights", "gradients", "optimizer", "gathered")]
+    rows: list[tuple[str, ...]] = [("engine", "weights", "gradients", "optimizer", "gathered")]
     rows += [(name, *map(_gib, plan.state(name))) for name in engines]
     yield from _table(rows)
     yield ""

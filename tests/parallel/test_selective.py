@@ -87,7 +87,7 @@ def test_a_compiled_selective_block_is_one_graph_and_computes_the_same() -> None
     outputs: list[Tensor] = [block(x) for block, x in zip((plain, compiled), inputs, strict=True)]
     for output in outputs:
         output.square().mean().backward()
-    assert torch.allclose(*outputs, atol=1e-6)
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
     assert inputs[0].grad is not None
     assert inputs[1].grad is not None
     assert torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-7)

@@ -146,6 +146,7 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
     assert {path.name for path in finished_run.iterdir()} - {"source.diff", "report.html"} == {
         "config.yaml",
         "environment.txt",
+        "heartbeat",
         "provenance.json",
         "log.jsonl",
         "timing.jsonl",
