@@ -34,9 +34,9 @@ def recompute(module: nn.Module, enable: bool = True, policy: Policy | None = No
 
 @cache
 def _recomputing(kind: type[nn.Module], policy: Policy | None) -> type[nn.Module]:
-    contexts: dict[str, Any] = (
-        {} if policy is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
-    )
+    contexts: dict[str, Any] = {}
+    if policy is not None:
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     class Recomputing(_Recomputing, kind):  # type: ignore[misc, valid-type]
         def forward(self, *inputs: Any) -> Any:
