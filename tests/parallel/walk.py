@@ -40,6 +40,9 @@ ENGINES = {
     "fsdp": engine("fsdp"),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False),
     "hsdp": engine("hsdp", replicas=2),
+    "zero1": engine("zero1"),
+    "zero2": engine("zero2"),
+    "zero3": engine("zero3"),
 }
 """What is held to the single engine's results, by the name that results have."""
 
