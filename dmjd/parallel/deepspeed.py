@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -54,11 +53,12 @@ class DeepSpeedEngine:
         self.stage = STAGES[engine.name]
         self._bare, self._world, self._precision = bare, world, precision
         self._saving = world.apart()
-        settings = deepspeed_config(engine, optim, bf16=precision == torch.bfloat16, micro_batch=micro_batch)
+        bf16 = precision == torch.bfloat16
+        settings = world.together(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
         groups = parameter_groups(objective.parameters())
         betas = (optim.betas[0], optim.betas[1])
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
-        self._ds = _initialise(objective, optimizer, settings, world.device, engine.deepspeed_config)
+        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config)
         self.module: nn.Module = self._ds
         self._stager = make_stager(world.device)
 
@@ -197,10 +197,8 @@ class DeepSpeedEngine:
 
 
 def _initialise(
-    objective: Objective, optimizer: torch.optim.Optimizer, settings: dict[str, Any], device: torch.device, file: Any
+    objective: Objective, optimizer: torch.optim.Optimizer, settings: dict[str, Any], file: str | None
 ) -> Any:
-    # Told, not guessed: a run on the CPU of a host with a card would find the card.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
     deepspeed = zero_files.import_deepspeed()
     try:
         engine, *_ = deepspeed.initialize(

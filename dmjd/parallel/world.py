@@ -153,6 +153,9 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         ConfigError: if the engine and the number of processes do not fit.
     """
     deepspeed_config.check(engine)
+    if engine.name in deepspeed_config.STAGES:
+        # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if size > 1 and engine.name == "single":

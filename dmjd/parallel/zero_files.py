@@ -15,6 +15,7 @@ import argparse
 import io
 import json
 import logging
+import os
 import shutil
 import tempfile
 import warnings
@@ -47,6 +48,7 @@ _SLICES = {store.PARAMETER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg
 
 def import_deepspeed(module: str = "deepspeed") -> Any:
     """DeepSpeed, quiet. Raises ConfigError if it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # it looks too, and says so
     probe = logging.getLogger("torch.utils.cpp_extension")  # on a host with a CUDA toolkit and no card it says so
     level = probe.level
     probe.setLevel(logging.ERROR)
@@ -197,7 +199,8 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
             for kind, slices in _SLICES.items():
                 if kind in wanted:
                     content = torch.load(folder / _PARTS / name / f"{slices}.pt", weights_only=False)
-                    tensors[f"{kind}/{name}"] = content["param"].reshape(shape)
+                    whole = content["param"] if isinstance(content, dict) else content  # of stages 1 and 2, or of 3
+                    tensors[f"{kind}/{name}"] = whole.reshape(shape)
             if "step" in wanted:
                 tensors[f"step/{name}"] = step.clone()
     return tensors
@@ -215,10 +218,7 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)  # of a launch that was killed here
         (folder / TAG).mkdir(parents=True)
-        if is_zero(path):
-            _convert(path, folder / TAG)
-        else:
-            _unfold(store.read(path, store.PARAMETER, *store.MOMENTS), folder / TAG / _PARTS)
+        _unfold(store.read(path, store.PARAMETER, *store.MOMENTS), folder / TAG / _PARTS)
         _complete(folder / TAG, groups)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -237,7 +237,7 @@ def _convert(path: Path, folder: Path) -> None:
 
 
 def _unfold(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write whole tensors of a native checkpoint as slices of the universal format."""
+    """Write whole tensors by our names as parts of the universal format."""
     for full_name, value in tensors.items():
         kind, _, name = full_name.partition("/")
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -246,19 +246,12 @@ def _unfold(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def _complete(folder: Path, groups: int) -> None:
-    """Add what DeepSpeed looks for beside the slices, which differs from stage to stage, for all stages."""
-    deepspeed = import_deepspeed()
-    slices = folder / _PARTS
-    step = _step(folder)
-    for parameter in {file.parent for file in slices.rglob("fp32.pt")}:
-        torch.save(step, parameter / "step.pt")
-    nothing: list[dict[str, Any]] = [{} for _ in range(groups)]
+    """Add what DeepSpeed looks for beside the parts, which differs from stage to stage, for all stages."""
+    step, nothing = _step(folder), [dict[str, Any]() for _ in range(groups)]
     state = {"state": {0: {"step": step}}, "param_groups": nothing}
-    common = {"ds_version": deepspeed.__version__, "param_groups": nothing, "optimizer_state_dict": state}
-    torch.save(common, slices / "optimizer_state.pt")
+    common = {"ds_version": import_deepspeed().__version__, "param_groups": nothing, "optimizer_state_dict": state}
+    torch.save(common, folder / _PARTS / "optimizer_state.pt")
     counts = {"global_steps": int(step), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1, "module": {}}
-    for old in folder.glob("*_model_states.pt"):
-        old.unlink()
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         torch.save(counts, folder / name)
 
