@@ -177,8 +177,8 @@ class EngineConfig:
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
-    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a JSON
-    file of DeepSpeed's keys that are not ours to decide.
+    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
+    JSON file of DeepSpeed's keys that are not ours to decide.
     ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
     step after it.
     """

@@ -1,4 +1,4 @@
-"""Moments, gradients and, at stage 3, parameters divided among processes: DeepSpeed's ZeRO behind the engine protocol."""
+"""Moments, gradients and, at stage 3, parameters divided among processes: ZeRO behind the engine protocol."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
-from dmjd.parallel import store, zero_files
+from dmjd.parallel import zero_files
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.optimizer import parameter_groups
@@ -110,6 +110,7 @@ class DeepSpeedEngine:
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
         states = zero_files.capture(self._ds, self._shapes(), self._world.size, self.stage)
         copied = self._stager.stage({"states": states, "averages": self._whole_of(averages)})
+        assert isinstance(copied, dict)
         return partial(zero_files.write, path, copied["states"], copied["averages"], self._saving)
 
     def _whole_of(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,8 +5,8 @@
     averages/           averaged parameters, whole, in the native engines' format (:mod:`dmjd.parallel.store`)
 
 Partitions fit the stage and the number of processes that wrote them. Anything else is loaded by way of DeepSpeed's
-universal format, a folder of whole tensors for each parameter, which is made for the occasion and removed: a run that was
-requeued on fewer nodes shall go on by itself, where a verb for the conversion would wait for somebody to call it.
+universal format, a folder of whole tensors for each parameter, which is made for the occasion and removed: a run that
+was requeued on fewer nodes shall go on by itself, where a verb for the conversion would wait for somebody to call it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def capture(engine: Any, shapes: Mapping[str, torch.Size], size: int, stage: int
     """
     files = _capturing()
     usual, engine.checkpoint_engine = engine.checkpoint_engine, files
-    # It copies a script beside the checkpoint, at once and on rank 0 alone: on a full disk the others would wait for it.
+    # It copies a script beside the checkpoint, at once and by rank 0 alone: on a full disk the others would wait.
     engine._copy_recovery_script = lambda folder: None
     try:
         # Without the version the files of stages 1 and 2 cannot be converted to another number of processes.
@@ -171,7 +171,7 @@ def _same_layout(saved: int, stage: int) -> bool:
 
 
 def _separate_steps(engine: Any) -> None:
-    """Give each partition a count of its own on its device: stage 3 shares one tensor, which every group would raise."""
+    """Give each partition its own count on its device: stage 3 shares one tensor, which every group would raise."""
     for partition, state in engine.optimizer.optimizer.state.items():
         state["step"] = torch.tensor(float(state["step"]), device=partition.device)
 

@@ -181,9 +181,7 @@ def test_a_run_that_was_cut_goes_on(
     assert settings["zero_optimization"]["stage"] == STAGES[name]
 
 
-def test_a_conflicting_file_is_one_line_and_touches_nothing(
-    tmp_path: Path, pretrain: Callable[..., list[int]]
-) -> None:
+def test_a_conflicting_file_is_one_line_and_touches_nothing(tmp_path: Path, pretrain: Callable[..., list[int]]) -> None:
     (tmp_path / "mine.json").write_text('{"gradient_clipping": 1.0}')
     said = tmp_path / "said"
     prelude = f"sys.stderr = open({str(said)!r}, 'a', buffering=1)"
