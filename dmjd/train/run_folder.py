@@ -22,6 +22,7 @@ from dmjd.errors import ConfigError, StorageError
 from dmjd.files import replace_file
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
+from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.train import checkpoint
 
@@ -109,6 +110,8 @@ class RunFolder:
         device = world.device
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
+        if world.size > 1:
+            (self.path / FLIGHT).mkdir(exist_ok=True)  # the recorder writes into it and does not make it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
         if config.engine.name in STAGES:

@@ -123,7 +123,8 @@ checkpoint._flush = fault
 """,
     "before the rename": f"""
 from pathlib import Path
-Path.rename = lambda self, target: {KILL}
+rename = Path.rename
+Path.rename = lambda self, target: {KILL} if "step-" in Path(target).name else rename(self, target)
 """,
     "while dropping an old checkpoint": f"""
 import dmjd.train.checkpoint as checkpoint
