@@ -132,16 +132,11 @@ WORDS = ("batch_size=64", "log_every=1", "checkpoint_every=8", "ema_decay=0.9", 
 
 
 @pytest.fixture
-def pretrain(tiny: Callable[..., list[str]], launch: Callable[..., Any]) -> Callable[..., list[int]]:
+def pretrain(tiny: Callable[..., list[str]], launch_world: Callable[..., Any]) -> Callable[..., list[int]]:
     """``pretrain(folder, processes, *words, prelude="")``: exit codes of a run over that many processes."""
 
     def run(folder: Path, size: int, *words: str, prelude: str = "") -> list[int]:
-        command = ["pretrain", *tiny(folder, *WORDS, *words)]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
-        processes = [
-            launch(command, prelude, **shared, WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank))
-            for rank in range(size)
-        ]
+        processes = launch_world(size, ["pretrain", *tiny(folder, *WORDS, *words)], prelude)
         for process in processes:
             process.join(180)
         return [process.exitcode for process in processes]
