@@ -32,5 +32,4 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
         if isinstance(recomputed, nn.Module):
             recompute(recomputed)
         if config.compile:
-            # ZeRO-3 gathers by hooks of a block's layers, and the graph breaks at each.
-            block.compile(fullgraph=config.name != "zero3")
+            block.compile(fullgraph=True)

@@ -121,6 +121,12 @@ def test_options_of_zero_need_zero(options: dict[str, Any]) -> None:
         check(EngineConfig(name="ddp", **options))
 
 
+def test_zero3_is_not_compiled() -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.compile=true does not go with engine=zero3; use engine=fsdp"):
+        check(EngineConfig(name="zero3", compile=True))
+    check(EngineConfig(name="zero2", compile=True))
+
+
 def test_deepspeed_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^engine=zero3 needs deepspeed: pip install 'dmjd\[scale\]'$"):
