@@ -96,7 +96,8 @@ class DeepSpeedEngine:
         else:
             zero.micro_step_id = -1
             zero._release_preflattened_grad_buffers()
-            for group in zero.averaged_gradients:
+            zero._offload_accumulated_param_ids = set()
+            for group in range(len(zero.bit16_groups)):
                 zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
 
     def local_shards(self) -> dict[str, Tensor]:
