@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -202,11 +203,12 @@ def _initialise(
     objective: Objective, optimizer: torch.optim.Optimizer, settings: dict[str, Any], file: str | None
 ) -> Any:
     deepspeed = zero_files.import_deepspeed()
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists, also where one process was started by nobody
     try:
         engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=settings, dist_init_required=False
         )
-    except (ValueError, AssertionError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         if file is None:
             raise
         reason = " ".join(str(error).split())

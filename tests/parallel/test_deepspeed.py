@@ -102,7 +102,8 @@ def assert_rows(ours: Any, theirs: Any, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_bf16_is_that_of_ddp(name: str, seen: dict[str, Any], alone: Any) -> None:
-    assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 1e-5)
+    # Stage 3 has a linear layer of its own, which rounds once before it adds the bias.
+    assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 5e-3 if name == "zero3" else 1e-5)
     assert seen["ddp in bf16"] != alone, "something was computed in bfloat16"
 
 
