@@ -38,6 +38,9 @@ ENGINES = {
     "fsdp": ("engine=fsdp",),
     "fsdp_gathered": ("engine=fsdp", "engine.reshard_after_forward=false"),
     "hsdp": ("engine=hsdp", "engine.replicas=2"),
+    "zero1": ("engine=zero1",),
+    "zero2": ("engine=zero2",),
+    "zero3": ("engine=zero3",),
 }
 WARMUP, STEPS, BATCHES = 10, 40, 4
 LR, WEIGHT_DECAY = 1e-4, 0.05

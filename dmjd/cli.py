@@ -163,7 +163,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -214,6 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _local_rank(word: str) -> bool:
+    """Whether the word is what DeepSpeed's launcher adds unless told not to; it sets LOCAL_RANK as well."""
+    return word.startswith(("--local_rank=", "--local-rank="))
 
 
 def _usage() -> str:

@@ -183,11 +183,13 @@ class EngineConfig:
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
+    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
+    JSON file of DeepSpeed's keys that are not ours to decide.
     ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
     step after it.
     """
 
-    name: str = choice("single", "ddp", "fsdp", "hsdp")
+    name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
@@ -195,6 +197,8 @@ class EngineConfig:
     compile: str = choice("none", "block", "model")
     reshard_after_forward: bool = True
     replicas: int | None = number(None, least=1)
+    offload_optimizer: bool = False
+    deepspeed_config: str | None = None
     start_timeout: float = positive(30.0)
     step_timeout: float = positive(10.0)
 

@@ -9,6 +9,7 @@ from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
 from dmjd.parallel.apply import apply
 from dmjd.parallel.ddp import DDPEngine
+from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.fsdp import FSDPEngine, without_parameters
 from dmjd.parallel.single import SingleEngine
@@ -29,8 +30,13 @@ def select_precision(name: str, device: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
 
 
-def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World | None = None) -> Engine:
-    """Transform the model as asked, then hand it to the engine. Without a ``world``, one process by itself."""
+def build_engine(
+    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World | None = None, micro_batch: int = 1
+) -> Engine:
+    """Transform the model as asked, then hand it to the engine. Without a ``world``, one process by itself.
+
+    ``micro_batch``, a process's images in one, changes nothing; DeepSpeed wants to be told.
+    """
     world = alone(select_device(engine.device)) if world is None else world
     precision = select_precision(engine.precision, world.device)
     objective.to(world.device)
@@ -40,6 +46,12 @@ def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig,
         copies = replicas(engine, world.size, world.local_size) if engine.name == "hsdp" else None
         reshard = engine.reshard_after_forward
         return FSDPEngine(objective, bare, optim, world, world.mesh(copies), precision, reshard_after_forward=reshard)
+    if engine.name in STAGES:
+        from dmjd.parallel.deepspeed import DeepSpeedEngine  # for those who have it and ask for it
+
+        bare = without_parameters(objective)
+        apply(objective.model, engine)
+        return DeepSpeedEngine(objective, bare, engine, optim, world, precision, micro_batch)
     apply(objective.model, engine)
     if world.size == 1:
         return SingleEngine(objective, optim, world.device, precision)

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dmjd.config import OptimConfig
 from dmjd.models.objective import Objective
 from dmjd.parallel import store
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.optimizer import build_optimizer
+from dmjd.parallel.staging import make_stager
 
 
 class SingleEngine:
@@ -39,15 +39,7 @@ class SingleEngine:
         self._owned = self._own()
         self._optimizer = build_optimizer(self._owned.values(), config)
         self._stepped = False
-        on_cuda = device.type == "cuda"
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=on_cuda,
-                use_non_blocking_copy=on_cuda,
-                use_shared_memory=False,
-                use_async_staging=False,
-            )
-        )
+        self._stager = make_stager(device)
 
     def _own(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer moves: plain tensors, by the objective's names."""

@@ -76,6 +76,10 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
     Args:
         path: a checkpoint folder, or a consolidated file.
     """
+    from dmjd.parallel import zero_files  # which writes averages through this module
+
+    if zero_files.is_zero(path):
+        return zero_files.read(path, *kinds)
     reader = _reader(path)
     wanted = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
@@ -94,6 +98,11 @@ def read_model(path: Path) -> dict[str, Tensor]:
 def read_average(path: Path) -> dict[str, Tensor]:
     """The averaged parameters, by the same names; empty if the run keeps no average."""
     return _of_kind(read(path, AVERAGE), AVERAGE)
+
+
+def shapes(path: Path, kind: str) -> dict[str, torch.Size]:
+    """Shapes of the tensors of ``kind`` in a native checkpoint, by the parameters' names."""
+    return _of_kind(_shapes(_reader(path)), kind)
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:

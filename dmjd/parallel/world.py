@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, UserError
+from dmjd.parallel import deepspeed_config
 
 T = TypeVar("T")
 
@@ -151,6 +152,10 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     Raises:
         ConfigError: if the engine and the number of processes do not fit.
     """
+    deepspeed_config.check(engine)
+    if engine.name in deepspeed_config.STAGES:
+        # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.
+        os.environ.setdefault("DS_ACCELERATOR", device.type)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if size > 1 and engine.name == "single":
@@ -164,7 +169,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(minutes=engine.start_timeout)
     if size == 1:
-        if engine.name in SHARDED and not dist.is_initialized():
+        if engine.name in (*SHARDED, *deepspeed_config.STAGES) and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)

@@ -104,7 +104,9 @@ class Pretraining:
         initial = world.on_main(self._initial_checkpoint)
         if initial is not None:
             load_strictly(objective, read_model(initial), initial)
-        self.engine = build_engine(objective, config.engine, config.optim, world)
+        self.engine = build_engine(
+            objective, config.engine, config.optim, world, config.batch_size // (parts * world.size)
+        )
         self.dataset = world.together(lambda: training_source(data))
         self.batches = training_batches(data, self.dataset, config.batch_size, config.seed, world.rank, world.size)
         self.prepare = Preparation(

@@ -20,6 +20,8 @@ from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import replace_file
+from dmjd.parallel.build import select_precision
+from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.train import checkpoint
@@ -120,6 +122,8 @@ class RunFolder:
             (self.path / FLIGHT).mkdir(exist_ok=True)  # the recorder writes into it and does not make it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
+        if config.engine.name in STAGES:
+            replace_file(self.path / "deepspeed.json", json.dumps(_deepspeed(config, world), indent=1))
         sha, diff = _source_state()
         if diff:
             replace_file(self.path / "source.diff", diff)
@@ -154,6 +158,13 @@ class RunFolder:
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))
         return path
+
+
+def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
+    """The configuration that this launch's engine was made with."""
+    bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
+    micro_batch = config.batch_size // (config.engine.accumulation * world.size)
+    return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
 
 
 def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:

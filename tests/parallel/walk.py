@@ -21,8 +21,10 @@ from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.parallel.build import build_engine
+from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import World, alone, join_world
+from dmjd.parallel.zero_files import is_zero
 from dmjd.train.ema import EncoderEma
 from dmjd.train.schedules import cosine
 
@@ -40,6 +42,8 @@ ENGINES = {
     "fsdp": engine("fsdp"),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False),
     "hsdp": engine("hsdp", replicas=2),
+    # With many small buckets, and every vector divided, as they would be in a model of a thousand times the size.
+    **{name: engine(name, deepspeed_config=str(Path(__file__).with_name(f"{name}.json"))) for name in STAGES},
 }
 """What is held to the single engine's results, by the name that results have."""
 
@@ -185,6 +189,8 @@ def _look_at(
     run.load(folder)
     seen["rolled back"] = run.take(STEPS - SAVED_AT)
     for origin, path in saved.items():
+        if is_zero(path) and config.name not in STAGES:
+            continue  # native engines read the consolidated file
         other = Run(config, world)
         other.load(path)
         seen[f"from {origin}"] = other.take(STEPS - SAVED_AT)

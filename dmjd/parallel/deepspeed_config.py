@@ -1,0 +1,174 @@
+"""DeepSpeed's configuration, made from ours. Knows DeepSpeed's keys and not DeepSpeed, so it can refuse at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.errors import ConfigError
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
+"""Engine names. Stage 0 is not among them: it is DDP with other files, and with bf16 its optimizer takes a real step
+with zero gradients when it is made, so Adam's count starts at 1; engine=ddp is the baseline."""
+
+_OWNED = {
+    "train_batch_size": "batch_size",
+    "train_micro_batch_size_per_gpu": "batch_size and engine.accumulation",
+    "gradient_accumulation_steps": "engine.accumulation",
+    "managed_gradient_accumulation": "engine.accumulation",
+    "gradient_clipping": "optim.clip_grad",
+    "fp16": "engine.precision",
+    "bf16": "engine.precision",
+    "torch_autocast": "engine.precision",
+    "data_types": "engine.precision",
+    "optimizer": "optim",
+    "scheduler": "optim",
+    "zero_allow_untested_optimizer": "optim",
+    "zero_force_ds_cpu_optimizer": "engine.offload_optimizer",
+    "zero_optimization.stage": "engine",
+    "zero_optimization.offload_optimizer": "engine.offload_optimizer",
+    "zero_optimization.elastic_checkpoint": "checkpoints, which dmjd writes",
+    "checkpoint": "checkpoints, which dmjd writes",
+}
+"""What a file may not change -> what decides it here."""
+
+
+def check(engine: EngineConfig) -> None:
+    """Refuse what can be refused before processes meet. Raises ConfigError."""
+    if engine.name not in STAGES:
+        for key in ("offload_optimizer", "deepspeed_config"):
+            if getattr(engine, key):
+                raise ConfigError(f"engine.{key} is for engine={', '.join(STAGES)}, not engine={engine.name}")
+        return
+    if find_spec("deepspeed") is None:
+        raise ConfigError(f"engine={engine.name} needs deepspeed: pip install 'dmjd[scale]'")
+    if engine.name == "zero3" and engine.compile:
+        # Its hooks gather inside of what is compiled: dynamo traces weights of no elements.
+        raise ConfigError("engine.compile=true does not go with engine=zero3; use engine=fsdp, or engine.compile=false")
+    if engine.deepspeed_config is not None:
+        _read(Path(engine.deepspeed_config))
+
+
+def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, micro_batch: int) -> dict[str, Any]:
+    """The dictionary for ``deepspeed.initialize``. Defaults of DeepSpeed move between releases, so none is relied on.
+
+    Args:
+        bf16: whether to autocast to bfloat16; parameters are float32 either way.
+        micro_batch: images of one process in a micro-batch. DeepSpeed only counts samples with it.
+
+    Raises:
+        ConfigError: if ``engine.deepspeed_config`` cannot be read, or sets what our configuration decides.
+    """
+    stage = STAGES[engine.name]
+    zero: dict[str, Any] = {
+        "stage": stage,
+        # Stage 1 reduces once, in the step; there is nothing beside which it could.
+        "overlap_comm": stage > 1,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 50_000_000,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 50_000_000,
+        "round_robin_gradients": False,
+        # Partitions are flat: a parameter outside of the loss has a gradient of zero there, and need not be looked for.
+        "ignore_unused_parameters": True,
+        "elastic_checkpoint": False,
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": 50_000_000,
+            # Vectors and tokens stay whole everywhere: a gather of a few KiB costs as much as one of a few MiB.
+            "stage3_param_persistence_threshold": 10_000,
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "sub_group_size": 1_000_000_000,
+        }
+    if engine.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": engine.device != "cpu"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        # The loop divides the loss and decides which micro-batch is the last.
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        # 0 is off; left out it has been 0 in some releases and 1 in others.
+        "gradient_clipping": 0.0 if optim.clip_grad is None else float(optim.clip_grad),
+        "prescale_gradients": False,
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        # Torch's fused AdamW, also where it runs on the host: DeepSpeed's own would be compiled on every node at start.
+        "zero_force_ds_cpu_optimizer": False,
+        "fp16": {"enabled": False},
+        # With bf16.enabled parameters would be bfloat16, and so would what an average of them reads.
+        "bf16": {"enabled": False},
+        "torch_autocast": {
+            "enabled": bf16,
+            "dtype": "bfloat16",
+            # Modules whose gradients would be reduced in bfloat16. The other engines reduce in float32.
+            "lower_precision_safe_modules": [],
+        },
+        "checkpoint": {"load_universal": False, "tag_validation": "Ignore"},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    if engine.deepspeed_config is not None:
+        path = Path(engine.deepspeed_config)
+        theirs = _read(path)
+        _refuse_conflicts(path, theirs, config)
+        config = _merged(config, theirs)
+    return config
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"engine.deepspeed_config={path} cannot be read: {reason}") from error
+    except ValueError as error:
+        raise ConfigError(f"engine.deepspeed_config={path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"engine.deepspeed_config={path} must hold a JSON object")
+    return content
+
+
+def _refuse_conflicts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise ConfigError at the first key that the file sets to another value than we do and that is ours."""
+    for key, value in _leaves(theirs):
+        owner = next((_OWNED[name] for name in _parents(key) if name in _OWNED), None)
+        if owner is not None and value != _at(ours, key):
+            raise ConfigError(f"engine.deepspeed_config={path} sets {key}={json.dumps(value)}; that is for {owner}")
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _parents(key: str) -> Iterator[str]:
+    parts = key.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+
+
+def _at(config: Mapping[str, Any], key: str) -> Any:
+    node: Any = config
+    for name in key.split("."):
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    merged = deepcopy(ours)
+    for key, value in theirs.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,282 @@
+"""DeepSpeed's own files inside a checkpoint folder: written beside the training, loaded at any number of processes.
+
+    zero.json           stage, number of processes, and shapes by parameter
+    zero/               what ``save_checkpoint`` of every process makes: partitions of parameters and moments
+    averages/           averaged parameters, whole, in the native engines' format (:mod:`dmjd.parallel.store`)
+
+Partitions fit the stage and the number of processes that wrote them. Anything else is loaded by way of DeepSpeed's
+universal format, a folder of whole tensors for each parameter, which is made for the occasion and removed: a run that
+was requeued on fewer nodes shall go on by itself, where a verb for the conversion would wait for somebody to call it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmjd.errors import CheckpointError, ConfigError, StorageError
+from dmjd.parallel import store
+from dmjd.parallel.world import World
+
+# New names since torch 2.13; DeepSpeed calls collectives by those that 2.11 has as well.
+warnings.filterwarnings(
+    "ignore", r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning
+)
+
+INDEX, TAG, AVERAGES = "zero.json", "zero", "averages"
+_UNIVERSAL = ".universal"
+_PARTS = "zero"
+"""The folder of whole tensors inside the universal format."""
+
+_SLICES = {store.PARAMETER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+"""Our kinds of tensors -> the names of DeepSpeed's universal format."""
+
+
+def import_deepspeed(module: str = "deepspeed") -> Any:
+    """DeepSpeed, quiet. Raises ConfigError if it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # it looks too, and says so
+    probe = logging.getLogger("torch.utils.cpp_extension")  # on a host with a CUDA toolkit and no card it says so
+    level = probe.level
+    probe.setLevel(logging.ERROR)
+    try:
+        found = import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "deepspeed":
+            raise
+        raise ConfigError("this needs deepspeed: pip install 'dmjd[scale]'") from error
+    finally:
+        probe.setLevel(level)
+    # On a CPU it would compile an op for shared memory when processes meet; gloo does without.
+    import_module("deepspeed.ops").__compatible_ops__["deepspeed_shm_comm"] = False
+    # Its warnings are addressed to whoever writes its configuration, which we do.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    return found
+
+
+def is_zero(path: Path) -> bool:
+    """Whether a ZeRO engine wrote the checkpoint ``path``."""
+    return (path / INDEX).is_file()
+
+
+def capture(engine: Any, shapes: Mapping[str, torch.Size], size: int, stage: int) -> dict[str, Any]:
+    """What DeepSpeed would write now, by file name, and the index on rank 0. The tensors are its own, not copies.
+
+    Collective: every rank has its own partition.
+    """
+    files = _capturing()
+    usual, engine.checkpoint_engine = engine.checkpoint_engine, files
+    # It copies a script beside the checkpoint, at once and by rank 0 alone: on a full disk the others would wait.
+    engine._copy_recovery_script = lambda folder: None
+    try:
+        # Without the version the files of stages 1 and 2 cannot be converted to another number of processes.
+        info = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        engine.save_checkpoint("captured", tag=TAG, client_state=info, save_latest=False)
+    finally:
+        engine.checkpoint_engine = usual
+    if engine.global_rank == 0:
+        files.captured[INDEX] = {"stage": stage, "processes": size, "shapes": {n: list(s) for n, s in shapes.items()}}
+    return files.captured
+
+
+def _capturing() -> Any:
+    module = import_deepspeed("deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine")
+
+    class Capturing(module.TorchCheckpointEngine):  # type: ignore[misc, name-defined]
+        """Keeps what it is to save. Writing is left to the thread that writes checkpoints of all engines."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.captured: dict[str, Any] = {}
+
+        def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
+
+        def save(self, state_dict: Any, path: str) -> None:
+            self.captured[Path(path).name] = state_dict
+
+    return Capturing()
+
+
+def write(path: Path, files: Mapping[str, Any], averages: Mapping[str, Tensor], world: World) -> list[Path]:
+    """Write what :func:`capture` gave, and this rank's share of the averages; the files of this rank. Collective."""
+    # First what ranks do together: one that cannot write its own files must not keep the others waiting there.
+    (path / AVERAGES).mkdir(exist_ok=True)
+    named = {f"{store.AVERAGE}/{name}": value for name, value in averages.items()}
+    written = store.write(path / AVERAGES, named, world.group)
+    (path / TAG).mkdir(exist_ok=True)
+    for name, content in files.items():
+        if name == INDEX:
+            (path / INDEX).write_text(json.dumps(content))
+            written.append(path / INDEX)
+        else:
+            torch.save(content, path / TAG / name)
+            written.append(path / TAG / name)
+    return written
+
+
+def check(path: Path, shapes: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
+    """Raises CheckpointError if ``path`` holds other parameters or averages."""
+    if is_zero(path):
+        saved = {name: torch.Size(shape) for name, shape in _index(path)["shapes"].items()}
+        saved_averages = store.shapes(path / AVERAGES, store.AVERAGE)
+    else:
+        saved, saved_averages = store.shapes(path, store.PARAMETER), store.shapes(path, store.AVERAGE)
+    store.check_same_model(shapes, saved, path)
+    store.check_same_model(averages, saved_averages, path, store.AVERAGE)
+
+
+def load(engine: Any, path: Path, world: World, stage: int) -> None:
+    """Parameters, moments and step counts of any checkpoint of this model. Collective.
+
+    Raises:
+        StorageError: if another layout is needed and there is no place for it.
+    """
+    scales = [(group["lr_scale"], group["wd_scale"]) for group in engine.optimizer.param_groups]
+    if is_zero(path) and (index := _index(path))["processes"] == world.size and _same_layout(index["stage"], stage):
+        engine.load_checkpoint(str(path), tag=TAG)
+    else:
+        folder = path.parent / f"{_UNIVERSAL}-{path.name}"
+        groups = len(engine.optimizer.optimizer.param_groups)
+        world.on_main(lambda: _make_universal(path, folder, groups))
+        config = engine._config
+        config.load_universal_checkpoint = True  # never while saving: stage 3 would leave out what other ranks hold
+        try:
+            engine.load_checkpoint(str(folder), tag=TAG)
+        finally:
+            config.load_universal_checkpoint = False
+        world.gather(None)
+        world.on_main(lambda: shutil.rmtree(folder, ignore_errors=True))
+        _separate_steps(engine)
+    # From the universal format stage 3 gives all groups what the first had.
+    for group, (lr_scale, wd_scale) in zip(engine.optimizer.param_groups, scales, strict=True):
+        group["lr_scale"], group["wd_scale"] = lr_scale, wd_scale
+
+
+def _same_layout(saved: int, stage: int) -> bool:
+    """Stages 1 and 2 divide moments alike."""
+    return (saved == 3) == (stage == 3)
+
+
+def _separate_steps(engine: Any) -> None:
+    """Give each partition its own count on its device: stage 3 shares one tensor, which every group would raise."""
+    for partition, state in engine.optimizer.optimizer.state.items():
+        state["step"] = torch.tensor(float(state["step"]), device=partition.device)
+
+
+def read_average(path: Path) -> dict[str, Tensor]:
+    """The averaged parameters, whole, by their own names."""
+    return store.read_average(path / AVERAGES if is_zero(path) else path)
+
+
+def read(path: Path, *kinds: str) -> dict[str, Tensor]:
+    """As :func:`dmjd.parallel.store.read`, of a checkpoint of a ZeRO engine. Needs no process group."""
+    wanted = kinds or (store.PARAMETER, *store.MOMENTS, store.AVERAGE)
+    tensors: dict[str, Tensor] = {}
+    if store.AVERAGE in wanted:
+        tensors |= store.read(path / AVERAGES)
+    if set(wanted) <= {store.PARAMETER, store.AVERAGE}:
+        if store.PARAMETER in wanted:
+            tensors |= {f"{store.PARAMETER}/{name}": value for name, value in _read_parameters(path).items()}
+        return tensors
+    with tempfile.TemporaryDirectory(prefix="dmjd-") as scratch:
+        folder = Path(scratch) / "universal"
+        _convert(path, folder)
+        step = _step(folder)
+        for name, shape in _index(path)["shapes"].items():
+            for kind, slices in _SLICES.items():
+                if kind in wanted:
+                    content = torch.load(folder / _PARTS / name / f"{slices}.pt", weights_only=False)
+                    whole = content["param"] if isinstance(content, dict) else content  # of stages 1 and 2, or of 3
+                    tensors[f"{kind}/{name}"] = whole.reshape(shape)
+            if "step" in wanted:
+                tensors[f"step/{name}"] = step.clone()
+    return tensors
+
+
+def _read_parameters(path: Path) -> dict[str, Tensor]:
+    module = import_deepspeed("deepspeed.utils.zero_to_fp32")
+    with _quiet():
+        whole = module.get_fp32_state_dict_from_zero_checkpoint(str(path), TAG)
+    return {name: whole[name].clone() for name in _index(path)["shapes"]}
+
+
+def _make_universal(path: Path, folder: Path, groups: int) -> None:
+    """Make ``folder/zero`` in the universal format from a checkpoint of any engine."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)  # of a launch that was killed here
+        (folder / TAG).mkdir(parents=True)
+        _unfold(store.read(path, store.PARAMETER, *store.MOMENTS), folder / TAG / _PARTS)
+        _complete(folder / TAG, groups)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise StorageError(f"{path} cannot be laid out for this number of processes in {folder}: {error}") from error
+
+
+def _convert(path: Path, folder: Path) -> None:
+    """DeepSpeed's conversion, in this process: it forks workers otherwise, which a process with CUDA must not."""
+    converter = import_deepspeed("deepspeed.checkpoint.ds_to_universal")
+    words = argparse.Namespace(
+        input_folder=str(path / TAG), output_folder=str(folder), num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=True, inject_missing_state=False,
+    )  # fmt: skip
+    with _quiet():
+        converter.main(words)
+
+
+def _unfold(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write whole tensors by our names as parts of the universal format."""
+    for full_name, value in tensors.items():
+        kind, _, name = full_name.partition("/")
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        content = value if kind == "step" else {"param": value}
+        torch.save(content, folder / name / f"{_SLICES.get(kind, kind)}.pt")
+
+
+def _complete(folder: Path, groups: int) -> None:
+    """Add what DeepSpeed looks for beside the parts, which differs from stage to stage, for all stages."""
+    step, nothing = _step(folder), [dict[str, Any]() for _ in range(groups)]
+    state = {"state": {0: {"step": step}}, "param_groups": nothing}
+    common = {"ds_version": import_deepspeed().__version__, "param_groups": nothing, "optimizer_state_dict": state}
+    torch.save(common, folder / _PARTS / "optimizer_state.pt")
+    counts = {"global_steps": int(step), "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1, "module": {}}
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(counts, folder / name)
+
+
+def _step(folder: Path) -> Tensor:
+    """Adam's count, which all parameters share."""
+    common = folder / _PARTS / "optimizer_state.pt"
+    if common.is_file():
+        content = torch.load(common, weights_only=False)
+        if "optimizer_state_dict" in content:
+            return torch.as_tensor(content["optimizer_state_dict"]["state"][0]["step"]).float()
+    file = next(iter(sorted((folder / _PARTS).rglob("step.pt"))), None)
+    return torch.zeros(()) if file is None else torch.as_tensor(torch.load(file, weights_only=False)).float()
+
+
+def _index(path: Path) -> dict[str, Any]:
+    try:
+        index: dict[str, Any] = json.loads((path / INDEX).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
+    return index
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Neither what a conversion prints nor its progress bars."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        yield

@@ -1,0 +1,210 @@
+"""What ZeRO has beyond the conformance suite: bf16, offload, compilation, whole runs, and DeepSpeed's own launcher."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dmjd.parallel import store
+from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.world import World, join_world
+from tests.parallel import walk
+
+STEPS = 3
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def look(rank: int, folder: Path, port: str) -> None:
+    """The life of one of two ranks; rank 0 writes what it saw."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo",
+        WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+    )  # fmt: skip
+    world = join_world(walk.CPU, walk.engine("ddp"))
+    seen: dict[str, Any] = {}
+    for name in ("ddp", *STAGES):
+        config = walk.ENGINES[name]
+        seen[f"{name} in bf16"] = taken(replace(config, precision="bf16"), world)
+        if name in STAGES:
+            seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
+    compile_module = nn.Module.compile
+    nn.Module.compile = lambda block, **options: compile_module(block, backend="aot_eager", **options)  # type: ignore[method-assign]
+    seen["zero2 compiled"] = taken(replace(walk.ENGINES["zero2"], compile=True), world)
+    seen["frozen"] = frozen_agrees(world)
+    if world.is_main:
+        torch.save(seen, folder / "seen.pt")
+    world.close()
+
+
+def taken(config: Any, world: World) -> list[tuple[float, float, float]]:
+    run = walk.Run(config, world)
+    rows = run.take(STEPS)
+    run.engine.close()
+    return rows
+
+
+def frozen_agrees(world: World) -> bool:
+    """Whether a frozen module gives every rank, each with other inputs, what it gave before it was divided."""
+    run = walk.Run(walk.ENGINES["zero3"], world)
+    torch.manual_seed(1)
+    teacher = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
+    inputs = torch.randn(3, 6) + world.rank
+    expected = teacher(inputs).detach()
+    frozen = run.engine.shard_frozen(teacher)
+    same = torch.equal(frozen(inputs), expected) and not any(p.requires_grad for p in frozen.parameters())
+    run.engine.close()
+    return all(world.gather(same))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, port = tmp_path_factory.mktemp("seen"), free_port()
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=look, args=(rank, folder, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return torch.load(folder / "seen.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[float, float, float]]:
+    return walk.reference().take(STEPS)
+
+
+def assert_rows(ours: Any, theirs: Any, tolerance: float) -> None:
+    assert len(ours) == len(theirs) == STEPS
+    for row, expected in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(expected, rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_bf16_is_that_of_ddp(name: str, seen: dict[str, Any], alone: Any) -> None:
+    # Stage 3 has a linear layer of its own, which rounds once before it adds the bias.
+    assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 5e-3 if name == "zero3" else 1e-5)
+    assert seen["ddp in bf16"] != alone, "something was computed in bfloat16"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_moments_on_the_host_change_nothing(name: str, seen: dict[str, Any], alone: Any) -> None:
+    assert_rows(seen[f"{name} offloaded"], alone, 1e-5)
+
+
+def test_compiled_blocks_change_nothing(seen: dict[str, Any], alone: Any) -> None:
+    assert_rows(seen["zero2 compiled"], alone, 1e-5)
+
+
+def test_a_frozen_module_is_divided_too(seen: dict[str, Any]) -> None:
+    assert seen["frozen"]
+
+
+CUT = """
+import dmjd.train.loop as loop
+persist = loop.Pretraining._persist
+def fault(self, batch):
+    persist(self, batch)
+    self.saver.wait()
+    os._exit(9)
+loop.Pretraining._persist = fault
+"""
+WORDS = ("batch_size=64", "log_every=1", "checkpoint_every=8", "ema_decay=0.9", "backbone.depth=2")
+
+
+@pytest.fixture
+def pretrain(tiny: Callable[..., list[str]], launch_world: Callable[..., Any]) -> Callable[..., list[int]]:
+    """``pretrain(folder, processes, *words, prelude="")``: exit codes of a run over that many processes."""
+
+    def run(folder: Path, size: int, *words: str, prelude: str = "") -> list[int]:
+        processes = launch_world(size, ["pretrain", *tiny(folder, *WORDS, *words)], prelude)
+        for process in processes:
+            process.join(180)
+        return [process.exitcode for process in processes]
+
+    return run
+
+
+def curve(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_run_that_was_cut_goes_on(
+    name: str, tmp_path: Path, pretrain: Callable[..., list[int]], dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    straight, cut, fewer = tmp_path / "straight", tmp_path / "cut", tmp_path / "fewer"
+    assert pretrain(straight, 2, f"engine={name}") == [0, 0]
+    assert pretrain(cut, 2, f"engine={name}", prelude=CUT) == [9, 9]
+    shutil.copytree(cut, fewer)
+    assert pretrain(cut, 2, f"engine={name}") == [0, 0]
+    assert (cut / "log.jsonl").read_bytes() == (straight / "log.jsonl").read_bytes(), "the same bits at the same size"
+    assert pretrain(fewer, 1, f"engine={name}") == [0]
+    for row, expected in zip(curve(fewer), curve(straight), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert [path.name for path in (fewer / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    # What evaluations read, here where there are no other processes.
+    newest = straight / "checkpoints" / "step-00000022"
+    trained, average = store.read_model(newest), store.read_average(newest)
+    assert trained.keys() > average.keys()
+    for parameter, value in average.items():
+        assert value.shape == trained[parameter].shape
+    code, out, err = dmjd("knn", f"checkpoint={straight}", "workers=0", "device=cpu", "weights=ema")
+    assert (code, err) == (0, "")
+    assert out.startswith("knn top-1 ")
+    settings = json.loads((straight / "deepspeed.json").read_text())
+    assert settings["train_micro_batch_size_per_gpu"] == 32
+    assert settings["zero_optimization"]["stage"] == STAGES[name]
+
+
+def test_a_conflicting_file_is_one_line_and_touches_nothing(tmp_path: Path, pretrain: Callable[..., list[int]]) -> None:
+    (tmp_path / "mine.json").write_text('{"gradient_clipping": 1.0}')
+    said = tmp_path / "said"
+    prelude = f"sys.stderr = open({str(said)!r}, 'a', buffering=1)"
+    words = ("engine=zero1", f"engine.deepspeed_config={tmp_path / 'mine.json'}")
+    assert pretrain(tmp_path / "run", 2, *words, prelude=prelude) == [2, 2]
+    assert said.read_text().count("error: ") == 1
+    assert "sets gradient_clipping=1.0; that is for optim.clip_grad" in said.read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_deepspeeds_launcher_starts_the_command_line(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    words = tiny(tmp_path / "run", *WORDS, "engine=zero2")
+    launcher = Path(sys.executable).with_name("deepspeed")
+    options = ["--num_gpus", "2", "--master_port", free_port()]  # without --no_local_rank: the stray word does no harm
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+        "PATH": f"{launcher.parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [launcher, *options, "--module", "dmjd", "pretrain", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{tmp_path / 'run'}: finished" in done.stdout
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["world_size"] == 2
+    assert len(curve(tmp_path / "run")) == 22
+
+
+def test_a_stray_local_rank_is_no_word_of_ours(dmjd: Callable[..., tuple[int, str, str]]) -> None:
+    assert dmjd("--local_rank=1", "--version") == dmjd("--version")
