@@ -47,9 +47,11 @@ def check(engine: EngineConfig) -> None:
         return
     if find_spec("deepspeed") is None:
         raise ConfigError(f"engine={engine.name} needs deepspeed: pip install 'dmjd[scale]'")
-    if engine.name == "zero3" and engine.compile:
+    if engine.name == "zero3" and engine.compile != "none":
         # Its hooks gather inside of what is compiled: dynamo traces weights of no elements.
-        raise ConfigError("engine.compile=true does not go with engine=zero3; use engine=fsdp, or engine.compile=false")
+        raise ConfigError(
+            f"engine.compile={engine.compile} does not go with engine=zero3; use engine=fsdp, or engine.compile=none"
+        )
     if engine.deepspeed_config is not None:
         _read(Path(engine.deepspeed_config))
 

@@ -49,7 +49,7 @@ def look(rank: int, folder: Path, port: str) -> None:
             seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
     compile_module = nn.Module.compile
     nn.Module.compile = lambda block, **options: compile_module(block, backend="aot_eager", **options)  # type: ignore[method-assign]
-    seen["zero2 compiled"] = taken(replace(walk.ENGINES["zero2"], compile=True), world)
+    seen["zero2 compiled"] = taken(replace(walk.ENGINES["zero2"], compile="block"), world)
     seen["frozen"] = frozen_agrees(world)
     if world.is_main:
         torch.save(seen, folder / "seen.pt")

@@ -122,9 +122,9 @@ def test_options_of_zero_need_zero(options: dict[str, Any]) -> None:
 
 
 def test_zero3_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"^engine\.compile=true does not go with engine=zero3; use engine=fsdp"):
-        check(EngineConfig(name="zero3", compile=True))
-    check(EngineConfig(name="zero2", compile=True))
+    with pytest.raises(ConfigError, match=r"^engine\.compile=block does not go with engine=zero3; use engine=fsdp"):
+        check(EngineConfig(name="zero3", compile="block"))
+    check(EngineConfig(name="zero2", compile="block"))
 
 
 def test_deepspeed_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
