@@ -28,7 +28,9 @@ def _pretrain(words: Sequence[str]) -> None:
     run = pretrain(config, judges)
     if os.environ.get("RANK", "0") != "0":
         return
-    print(f"{run.path}: finished; next: dmjd knn checkpoint={run.path}, dmjd report {run.path}")
+    ending = run.read_stop_reason()
+    stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
+    print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
 
 
 def _of_checkpoint(words: Sequence[str]) -> list[str]:
@@ -163,9 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted; what was finished is intact", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        if type(error).__name__ != "NonFiniteLoss":
+        if type(error).__name__ != "Diverged":
             raise
-        print(f"error: {error}", file=sys.stderr)
+        if not getattr(error, "told", False):
+            print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -202,13 +202,33 @@ class OnlineKnnConfig:
 
 
 @dataclass
+class GuardConfig:
+    """What is done about steps that go wrong (docs/robustness.md). All limits at 0: the first such step stops the run.
+
+    A step whose loss or gradient is not finite is skipped. More than ``max_skips`` of them in ``window`` steps roll the
+    run back to a checkpoint from ``margin`` or more steps before the first, and the batches from ``margin`` steps
+    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run.
+    ``spike`` rolls back as well, after ``spike_steps`` losses in a row that are so many standard deviations above the
+    median of the last ``window``; null: a loss may be as high as it likes.
+    """
+
+    max_skips: int = number(3, least=0)
+    window: int = number(100, least=10)
+    margin: int = number(100, least=0)
+    max_rollbacks: int = number(2, least=0)
+    spike: float | None = number(None, above=0)
+    spike_steps: int = positive(3)
+
+
+@dataclass
 class PretrainConfig:
     """A pre-training run.
 
     ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
     average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
-    ``wandb`` names a Weights & Biases project.
+    ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
+    auto: ``time_margin`` seconds before its Slurm job ends; null: never.
     """
 
     run: str = "runs/pretrain"
@@ -230,6 +250,9 @@ class PretrainConfig:
     checkpoint_every: int = positive(1000)
     keep_checkpoints: int = positive(2)
     keep_every: int | None = number(None, least=1)
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    time_budget: str | None = "auto"
+    time_margin: float = number(300.0, least=0)
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = None

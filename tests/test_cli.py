@@ -16,7 +16,7 @@ from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.ops import status
 from dmjd.train import checkpoint
-from dmjd.train.guard import NonFiniteLoss
+from dmjd.train.guard import Diverged
 
 Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
@@ -298,7 +298,7 @@ def outcome_of(dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: BaseExcept
 
 
 def test_a_loss_that_is_not_finite_is_exit_code_one(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = outcome_of(dmjd, monkeypatch, NonFiniteLoss("step 3 gave a loss of nan"))
+    outcome = outcome_of(dmjd, monkeypatch, Diverged("step 3 gave a loss of nan"))
     assert outcome == (1, "", "error: step 3 gave a loss of nan\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,12 @@ class Batch(NamedTuple):
     images: Tensor
     sample_ids: Tensor
     labels: Tensor
+
+    @classmethod
+    def empty(cls, count: int, size: Sequence[int], channels: int) -> Batch:
+        """``count`` black images of (height, width) ``size``, all of them sample 0."""
+        images = torch.zeros(count, *size, channels, dtype=torch.uint8)
+        return cls(images, torch.zeros(count, dtype=torch.int64), torch.full((count,), -1))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""

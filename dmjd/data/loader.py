@@ -5,9 +5,11 @@ Workers only decide who computes a batch, never what is in it. Resuming is start
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -234,7 +236,7 @@ class BatchLoader:
             sampler=range(start, stop),
             num_workers=workers,
             pin_memory=pin_memory,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_obey_the_parent_alone,
             generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
         )
 
@@ -266,7 +268,7 @@ class BatchLoader:
 
 
 def make_loader(
-    batches: StepBatches,
+    batches: Batches,
     start_step: int,
     stop_step: int,
     workers: int,
@@ -303,7 +305,16 @@ class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataErr
             return error
 
 
-def _ignore_signals(worker: int) -> None:
-    # Ctrl-C and Slurm's warning (USR1) reach every process of a job; only the main process decides what to do.
+def _obey_the_parent_alone(worker: int) -> None:
+    # Ctrl-C and the signals of a launcher (Slurm's warning is USR1, torchrun's end TERM) reach every process of a job;
+    # only the main process decides what to do. It needs its workers to write a last checkpoint, and ends them by TERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    Thread(target=_end_with_the_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_the_parent(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (parent, 0):
+        pass
+    os._exit(0)

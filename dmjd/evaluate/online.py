@@ -70,7 +70,8 @@ class OnlineKnn:
         self._best: tuple[float, int] | None = None  # score and step
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take in the scores of earlier launches: rows of log.jsonl, of which those without a score are passed over."""
+        """Remember the scores in these rows of log.jsonl and no others; rows without a score are passed over."""
+        self._best = None
         for row in rows:
             if row.get(SCORE) is not None:
                 self._remember(row[SCORE], row["step"])

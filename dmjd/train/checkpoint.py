@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -58,12 +59,24 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int, ke
     older = folders[: max(0, position - keep)]
     for torn in [path for path in folder.glob(f"{_PREFIX}*") if not (path / MANIFEST).is_file()]:
         shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
-    for old in [path for path in older if not keep_every or step_of(path) % keep_every] + folders[position:]:
-        # The manifest goes first, so a half-deleted checkpoint does not count either.
-        # Somebody may be reading it on a network disk; what stays behind is swept with the next commit.
-        (old / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(old, ignore_errors=True)
+    for old in [path for path in older if not keep_every or step_of(path) % keep_every]:
+        _drop(old)
+    drop_after(folder, step)
     return final
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Drop the checkpoints of more than ``step`` steps: the run has gone back, and they are no part of it any more."""
+    for later in committed(folder):
+        if step_of(later) > step:
+            _drop(later)
+
+
+def _drop(path: Path) -> None:
+    # The manifest goes first, so a half-deleted checkpoint does not count either.
+    # Somebody may be reading it on a network disk; what stays behind is swept with the next commit.
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def step_of(path: Path) -> int:
@@ -93,13 +106,16 @@ def committed(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}") if path.parent.suffix != ".tmp")
 
 
-def newest(folder: Path) -> Path | None:
+def newest(folder: Path, until: float = math.inf) -> Path | None:
     """The newest checkpoint whose files are all as its manifest says; None if there is none at all.
+
+    Args:
+        until: steps; later checkpoints do not count.
 
     Raises:
         CheckpointError: if there are some and all are damaged. Beginning anew is for the user to decide.
     """
-    found = committed(folder)
+    found = [path for path in committed(folder) if step_of(path) <= until]
     for path in reversed(found):
         defects = _defects(path)
         if not defects:

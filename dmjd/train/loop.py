@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,11 +15,12 @@ from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, fetch_ahead, training_batches
+from dmjd.data.detour import Detour, DetourAhead, passing_over
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.upload import Uploader
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, mean_losses
 from dmjd.parallel.build import build_engine, select_device
@@ -29,7 +30,8 @@ from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
 from dmjd.train.ema import EncoderEma
-from dmjd.train.guard import PendingStep
+from dmjd.train.ending import Ending
+from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
 from dmjd.train.journal import Journal
 from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
@@ -37,6 +39,7 @@ from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
+from dmjd.train.stop import Requests, deadline_of
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -48,21 +51,25 @@ class Judge(Protocol):
     def __call__(self, encoder: nn.Module, step: int, epoch: float) -> Mapping[str, float] | None: ...
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take in what earlier launches logged."""
+        """Forget what it knows and take in these rows: what earlier launches logged, up to where the run goes on."""
 
 
 def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
-    """Run ``config`` to its end, continuing from the newest checkpoint in its run folder.
+    """Run ``config`` to its end, or until it is asked to stop, from the newest checkpoint in its run folder.
+
+    The run folder's STOP_REASON tells which it was.
 
     Raises:
         UserError: before any work, where the configuration, the data or the run folder do not allow it.
-        NonFiniteLoss: at the first step whose loss or gradient is not finite.
+        Diverged: where more steps went wrong than ``config.guard`` allows.
     """
     run = RunFolder(Path(config.run))
+    deadline = deadline_of(config.time_budget, config.time_margin)
     world = join_world(select_device(config.engine.device), config.engine.name)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
-        training = Pretraining(config, run, world, judges)
+        requests = stack.enter_context(Requests(run.path, world, deadline))
+        training = Pretraining(config, run, world, judges, requests)
         training.enter(stack)
         training.play()
         training.engine.close()
@@ -73,8 +80,10 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
 class Pretraining:
     """One run's cast. What can be refused is refused while it is built, before the run folder is touched."""
 
-    def __init__(self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge]) -> None:
-        self.config, self.run, self.world, self.judges = config, run, world, judges
+    def __init__(
+        self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge], requests: Requests
+    ) -> None:
+        self.config, self.run, self.world, self.judges, self.requests = config, run, world, judges, requests
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         grid = token_grid(config)
         spec = build_mask_spec(config.mask, grid)
@@ -112,11 +121,13 @@ class Pretraining:
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
         self.random = RandomState(config.seed, world)
+        self.guard = Guard(config.guard, run.guard, world)
         self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
         self.registry.add("random", self.random)
+        self.registry.add("guard", self.guard)
         if isinstance(self.dataset, ShardDataset):
             self.registry.add("data", DataIdentity(self.dataset.fingerprint))
         if self.ema is not None:
@@ -126,24 +137,36 @@ class Pretraining:
 
     def enter(self, stack: ExitStack) -> None:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
-        run = self.run
         self.world.on_main(lambda: self._lock(stack))
-        own = self.world.on_main(lambda: checkpoint.newest(run.checkpoints))
+        self.writing = stack.enter_context(ExitStack())
+        own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
         if own is not None:
-            self.engine.load(own)
-            state = checkpoint.read_loop_state(own)
-            self.world.together(lambda: self.registry.load_state_dict(state))
+            self._continue_from(own)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
-        self.world.on_main(lambda: self._begin_to_write(stack, anew=own is None))
+        self.ending = stack.enter_context(Ending(self.run.stop_reason, self.position, self.total_steps, self.world))
+        self.world.on_main(lambda: self._settle_in(anew=own is None))
+        self.world.on_main(self._begin_to_write)
         self.quarantine = self._quarantine()
 
-    def _begin_to_write(self, stack: ExitStack, anew: bool) -> None:
+    def _continue_from(self, path: Path) -> None:
+        """Become the run that wrote this checkpoint."""
+        self.engine.load(path)
+        state = checkpoint.read_loop_state(path)
+        self.world.together(lambda: self.registry.load_state_dict(state))
+
+    def _settle_in(self, anew: bool) -> None:
+        """Clear away what an earlier launch left, and record this one."""
+        self.run.stop_reason.unlink(missing_ok=True)
         if anew:  # as the log does; another data set may have filled the list before the first checkpoint
             self.run.quarantine.unlink(missing_ok=True)
+            self.run.guard.unlink(missing_ok=True)
         self._quarantine().admit(self.dataset.bad)
         self.run.record(self.config, self.world)
-        self.journal.open(self.run, self.position.step, stack)
+
+    def _begin_to_write(self) -> None:
+        """Drop the rows of steps that will be done again, and let judges know of the others."""
+        self.journal.open(self.run, self.position.step, self.writing)
         for judge in self.judges:
             judge.restore(self.run.read_log())
 
@@ -160,41 +183,74 @@ class Pretraining:
         stack.enter_context(only_run_in(self.run.create()))
 
     def play(self) -> None:
-        """The whole run."""
-        device, stop = self.engine.device, self.total_steps
-        pin, upload = device.type == "cuda", Uploader(device)
-        world, config = self.world, self.config
-        ranks = world.rank, world.size, world.local_rank, world.local_size
-        ahead = fetch_ahead(self.dataset, config.batch_size, config.seed, *ranks)
-        loader = make_loader(self.batches, self.position.step, stop, config.workers, pin, self.quarantine, ahead)
+        """The whole run, from where it stands to its end or to where it is asked to stop."""
         self.engine.module.train()
         rehearsed = self.world.size == 1
-        for batch in self.journal.clock.waiting(loader):
-            if not rehearsed:
-                self._forward_backward(upload(batch))
-                self.engine.discard()
-                # DDP lays its buckets out anew after the first backward, and the layout decides in which order three or
-                # more ranks are added. From here on it is the same in every launch.
+        while True:
+            try:
+                self._play_on(rehearsed)
+                break
+            except Alarm as alarm:
+                self._roll_back(alarm)
                 rehearsed = True
-            losses, rates = self._forward_backward(upload(batch))
-            result = self._update()
-            self._observe(batch, losses, rates, result)
-            self.position.step += 1
-            if self.position.step % self.steps_per_epoch == 0:
-                self._judge()
-            if self.position.step % self.config.checkpoint_every == 0 or self.position.step == stop:
-                self._persist(batch)
+        if self.position.step == self.total_steps:
+            self.ending.write("finished", "all steps are done")
+        else:
+            self.ending.write(*self.requests.stopping())
+
+    def _play_on(self, rehearsed: bool) -> None:
+        """Step after step. Raises Alarm where the run must go back."""
+        upload = Uploader(self.engine.device)
+        with closing(self._batches()) as batches:
+            for batch in self.journal.clock.waiting(batches):
+                if not rehearsed:
+                    self._forward_backward(upload(batch))
+                    self.engine.discard()
+                    # DDP lays its buckets out anew after the first backward, and the layout decides in which order
+                    # three or more ranks are added. From here on it is the same in every launch.
+                    rehearsed = True
+                losses, rates = self._forward_backward(upload(batch))
+                result = self._update()
+                self._observe(batch, losses, rates, result)
+                self.position.step += 1
+                if self.position.step % self.steps_per_epoch == 0:
+                    self._judge()
+                if self._is_time_to_persist():
+                    self._persist(batch)
+                if self.requests.reason is not None:
+                    return
+
+    def _batches(self) -> Generator[Batch]:
+        """The batches from where the run stands to its end, or empty ones once this rank cannot read its own."""
+        config, world, windows = self.config, self.world, self.position.passed_over
+        ranks = world.rank, world.size, world.local_rank, world.local_size
+        ahead = fetch_ahead(self.dataset, config.batch_size, config.seed, *ranks)
+        loader = make_loader(
+            Detour(self.batches, windows),
+            self.position.step,
+            self.total_steps,
+            config.workers,
+            self.engine.device.type == "cuda",
+            self.quarantine,
+            None if ahead is None else DetourAhead(ahead, windows),
+        )
+        try:
+            yield from loader
+        except UserError as error:
+            self.requests.fail(error)
+            while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
+                yield Batch.empty(config.batch_size // world.size, config.data.image_size, config.data.channels)
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
         """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
-        epoch, parts = self.position.step // self.steps_per_epoch, self.config.engine.accumulation
+        epoch, parts = self._epoch(self.position.step), self.config.engine.accumulation
         seen: list[Losses] = []
         rates = []
         for index, micro in enumerate(batch.split(parts)):
             prepared = self.prepare(micro, epoch)
             with self.engine.micro_batch(last=index + 1 == parts):
                 losses = self.engine.module(*prepared.inputs)
-                self.engine.backward(losses.total / parts)
+                self.engine.backward(trapped(losses.total) / parts)
             seen.append(losses)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(seen), torch.stack(rates).mean(dim=0)
@@ -209,14 +265,46 @@ class Pretraining:
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._settle()
-        self.pending = PendingStep(self.position.step + 1, batch.sample_ids, losses, rates, result, self.world)
+        step = self.position.step + 1
+        asks = self.requests.asks(step)
+        self.pending = PendingStep(step, batch.sample_ids, losses, rates, result, asks, self.world)
 
     def _settle(self) -> None:
-        """Take in the pending step: the guard sees it, then the journal."""
-        if self.pending is not None:
-            step, numbers = self.pending.step, self.pending.read()
-            self.pending = None
-            self.journal.take_in(step, numbers, self._lr(step - 1))
+        """Take in the pending step: what ranks were asked for, then its numbers; the guard first, then the journal."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        reading, step = pending.read(), pending.step
+        self.requests.agree(reading.asked)
+        self.guard.judge(step, self.position.batch(step - 1), pending.sample_ids, reading)
+        try:
+            self.journal.take_in(step, reading.numbers, self._lr(step - 1))
+        except UserError as error:  # rank 0 alone writes, and the others are about to wait for it
+            self.requests.fail(error)
+
+    def _roll_back(self, alarm: Alarm) -> None:
+        """Go back to a checkpoint from before the alarm, and pass over the batches that led to it."""
+        self.pending = None
+        if not self.guard.may_roll_back:
+            self.guard.give_up(alarm, f"after {self.guard.rollbacks} rollback(s)")
+        begin = max(0, alarm.first - 1 - self.config.guard.margin)
+        target = self.world.on_main(lambda: self._checkpoint_before(begin, alarm.first - 1))
+        if target is None:
+            self.guard.give_up(alarm, "for there is no checkpoint from before them to go back to")
+        begin = max(begin, checkpoint.step_of(target))
+        passed = self.position.batch(begin), self.position.batch(alarm.last - 1) + 1
+        windows, rollbacks = passing_over(self.position.passed_over, *passed), self.guard.rollbacks + 1
+        self.writing.close()
+        self._continue_from(target)
+        self.world.on_main(lambda: checkpoint.drop_after(self.run.checkpoints, self.position.step))
+        # The checkpoint knows of neither, and of no rollback since.
+        self.position.passed_over = windows
+        self.guard.roll_back(alarm, rollbacks, self.position.step, passed)
+        self.world.on_main(self._begin_to_write)
+
+    def _checkpoint_before(self, begin: int, first: int) -> Path | None:
+        """The newest checkpoint of at most ``begin`` steps or, failing that, of less than ``first``."""
+        return checkpoint.newest(self.run.checkpoints, begin) or checkpoint.newest(self.run.checkpoints, first)
 
     def _judge(self) -> None:
         """Let every judge look at the encoder, and log what it says."""
@@ -233,9 +321,15 @@ class Pretraining:
 
         self.world.on_main(hear)
 
+    def _is_time_to_persist(self) -> bool:
+        step = self.position.step
+        planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
+        return planned or self.requests.saving or self.requests.reason is not None
+
     def _persist(self, batch: Batch) -> None:
         """Commit a checkpoint and refresh the pictures."""
-        self._settle()  # a step that was not finite must stop the run before it reaches the disk
+        self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
+        self.requests.compare()
         self.world.on_main(self.journal.sync)
         state = self.registry.state_dict()
         step = self.position.step
@@ -246,20 +340,27 @@ class Pretraining:
             (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
 
         def commit() -> None:
-            keep, every = self.config.keep_checkpoints, self.config.keep_every
+            # One more while steps are in doubt, so that there is one from before them.
+            keep, every = self.config.keep_checkpoints + self.guard.in_doubt, self.config.keep_every
             checkpoint.commit(self.run.checkpoints, step, write, keep=keep, keep_every=every)
 
         self.world.on_main(commit)
-        self.world.on_main(lambda: self._show(batch))
+        self.requests.saved()
+        if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
+            self.world.on_main(lambda: self._show(batch))
 
     def _show(self, batch: Batch) -> None:
         """Refresh the pictures. A run does not end for want of them."""
         step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
-        prepared = self.prepare(shown.to(self.engine.device), (step - 1) // self.steps_per_epoch)
+        prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
         try:
             self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
+
+    def _epoch(self, step: int) -> int:
+        """The epoch of the batch that ``step`` reads, which keys its random draws."""
+        return self.position.batch(step) // self.steps_per_epoch
 
     def _lr(self, step: int) -> float:
         return cosine(

@@ -67,13 +67,20 @@ def workers_needed(workers: int, seconds: float, waited: float) -> int:
 
 
 class Window:
-    """Means over the steps since the last log line. Its state is in checkpoints, so a resumed log has equal rows."""
+    """Means over the steps since the last log line. Its state is in checkpoints, so a resumed log has equal rows.
+
+    Steps that were skipped are counted, and are in no mean.
+    """
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.steps = 0
+        self.skipped = 0
 
     def add(self, numbers: StepNumbers) -> None:
+        if not numbers.finite:
+            self.skipped += 1
+            return
         self.steps += 1
         for name in ("loss", "mim", "vis", "grad_norm", "m_corr", "m_pred"):
             value = getattr(numbers, name)
@@ -81,16 +88,18 @@ class Window:
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
     def flush(self) -> dict[str, float]:
-        """The means; the window is empty afterwards."""
+        """The means, and how many steps were skipped if any were; the window is empty afterwards."""
         means = {name: total / self.steps for name, total in self.sums.items()}
+        if self.skipped:
+            means["skipped"] = self.skipped
         self.__init__()  # type: ignore[misc]
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sums": dict(self.sums), "steps": self.steps}
+        return {"sums": dict(self.sums), "steps": self.steps, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums, self.steps = dict(state["sums"]), state["steps"]
+        self.sums, self.steps, self.skipped = dict(state["sums"]), state["steps"], state["skipped"]
 
 
 class RunLog:

@@ -51,6 +51,14 @@ class RunFolder:
         return self.path / "quarantine.jsonl"
 
     @property
+    def guard(self) -> Path:
+        return self.path / "guard.jsonl"
+
+    @property
+    def stop_reason(self) -> Path:
+        return self.path / "STOP_REASON"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / checkpoint.FOLDER
 
@@ -132,6 +140,10 @@ class RunFolder:
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``."""
         return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
+
+    def read_stop_reason(self) -> dict[str, Any]:
+        """Why the last launch ended; empty if it was killed, or has not ended."""
+        return json.loads(self.stop_reason.read_text()) if self.stop_reason.is_file() else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""

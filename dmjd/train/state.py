@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from dmjd.data.detour import Windows, batch_of
 from dmjd.errors import ConfigError
 from dmjd.parallel.world import World
 
@@ -54,16 +55,24 @@ class Registry:
 
 
 class Position:
-    """Where a run stands: ``step`` optimizer steps are done. The loader's whole state follows from it."""
+    """Where a run stands: ``step`` optimizer steps are done, and batches in ``passed_over`` are not read.
+
+    The loader's whole state follows from it.
+    """
 
     def __init__(self) -> None:
         self.step = 0
+        self.passed_over: Windows = ()
+
+    def batch(self, step: int) -> int:
+        """The number of the batch that optimizer step ``step`` reads, both counted from 0."""
+        return batch_of(step, self.passed_over)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        return {"step": self.step, "passed_over": self.passed_over}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step = state["step"]
+        self.step, self.passed_over = state["step"], state["passed_over"]
 
 
 class DataIdentity:

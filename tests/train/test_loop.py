@@ -28,7 +28,7 @@ from dmjd.ops.masks import draw_masks
 from dmjd.parallel.single import SingleEngine
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer
 from dmjd.train.checkpoint import newest, read_loop_state
-from dmjd.train.guard import NonFiniteLoss, StepNumbers
+from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
 
@@ -437,7 +437,7 @@ def test_a_bad_step_moves_neither_parameters_nor_moments(words: Words, no_pictur
     with pytest.MonkeyPatch.context() as patch:
         poison(patch, config, 5)
         patch.setattr(SingleEngine, "step", watched)
-        with pytest.raises(NonFiniteLoss):
+        with pytest.raises(Diverged):
             loop.pretrain(config)
     assert_equal(states[5], states[4])
     assert all(bool(value.isfinite().all()) for value in engine[0].module.state_dict().values())
@@ -452,7 +452,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "build_objective", spoiled)
-        with pytest.raises(NonFiniteLoss, match="step 1 "):
+        with pytest.raises(Diverged, match="step 1 "):
             pretrain(words("run"))
 
 

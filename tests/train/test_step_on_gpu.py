@@ -15,7 +15,7 @@ from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import alone
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.train.guard import NonFiniteLoss, PendingStep
+from dmjd.train.guard import Diverged, PendingStep
 from dmjd.train.preparation import Preparation, Prepared
 
 pytestmark = pytest.mark.gpu
@@ -132,5 +132,5 @@ def test_a_non_finite_gradient_moves_nothing() -> None:
     )
     after = engine.full_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(NonFiniteLoss, match=r"step 7 .* samples 0, 1, 2"):
+    with pytest.raises(Diverged, match=r"step 7 .* samples 0, 1, 2"):
         pending.read()

@@ -1,0 +1,156 @@
+"""Who may ask a run to stop or to save, and how all its ranks come to do so at the same step.
+
+A rank hears a signal, a file or a clock alone. What it has heard rides along in the reduction of the next step, so that
+all ranks save at the same step and leave together; a rank that acted by itself would leave the others waiting for it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmjd.errors import ConfigError, UserError
+from dmjd.parallel.world import World
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+STOPS = ("signal", "time", "file")
+ASKS = (*STOPS, "save", "error")
+POLL_STEPS = 10
+"""Rank 0 looks for files every so many steps: a network disk may take milliseconds to say that one is not there."""
+ECHO_SECONDS = 5.0
+"""A launcher's second signal of a kind, of which Slurm and torchrun each send one, comes within this time."""
+
+
+def seconds_of(text: str) -> float:
+    """Seconds in ``[D-]H:MM:SS``, as Slurm writes times. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", text)
+    if match is None:
+        raise ConfigError(f"time_budget must be H:MM:SS or D-HH:MM:SS, auto, or null for none, got {text!r}")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+
+
+def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
+    """When the run should stop, on the clock of ``time.time()``; None for never.
+
+    Args:
+        time_budget: as in :class:`dmjd.config.PretrainConfig`; it begins now.
+        time_margin: seconds before the end of the Slurm job.
+
+    Raises:
+        ConfigError: if ``time_budget`` is none.
+    """
+    if time_budget is None:
+        return None
+    if time_budget != "auto":
+        return time.time() + seconds_of(time_budget)
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return float(end) - time_margin if end.isdigit() else None
+
+
+class Requests:
+    """What this rank was asked for, and what all have agreed on. A context manager: within it, signals only ask.
+
+    The second signal of a kind ends the process as if nobody listened, unless it is a launcher's echo of the first.
+
+    Args:
+        run: the run folder, in which ``stop`` and ``save`` are looked for; it need not exist yet.
+        deadline: see :func:`deadline_of`.
+    """
+
+    def __init__(self, run: Path, world: World, deadline: float | None) -> None:
+        self.reason: str | None = None
+        """Why all ranks stop after this step; None while they do not."""
+        self.saving = False
+        """Whether all ranks save after this step and go on."""
+        self._world = world
+        self._deadline = deadline
+        self._stop, self._save = run / "stop", run / "save"
+        self._asked: set[str] = set()
+        self._heard: dict[int, float] = {}  # when each signal came first
+        self._before: dict[int, Any] = {}
+        self._error: UserError | None = None
+        self._nothing = torch.zeros(len(ASKS), device=world.device)
+
+    def __enter__(self) -> Requests:
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._asked.add("signal")
+        if time.monotonic() - self._heard.setdefault(number, time.monotonic()) > ECHO_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def fail(self, error: UserError) -> None:
+        """This rank cannot go on. By itself it raises; among others it keeps step until all have heard of it."""
+        if self._world.size == 1:
+            raise error
+        self._error = self._error or error
+        self._asked.add("error")
+
+    def asks(self, step: int) -> Tensor:
+        """float32 ``[len(ASKS)]`` on the device: what rides along with ``step``. Never makes the host wait."""
+        if self._world.is_main:
+            self._look_around(step)
+        if not self._asked:
+            return self._nothing
+        flags = torch.tensor([float(name in self._asked) for name in ASKS])
+        return flags.pin_memory().to(self._world.device, non_blocking=True) if self._nothing.is_cuda else flags
+
+    def _look_around(self, step: int) -> None:
+        if self._deadline is not None and time.time() > self._deadline:
+            self._asked.add("time")
+        if step % POLL_STEPS == 0:
+            self._asked.update(name for name, path in (("file", self._stop), ("save", self._save)) if path.exists())
+
+    def agree(self, asked: Sequence[float]) -> None:
+        """Take in what all ranks were asked for, as :meth:`asks` had it one step ago.
+
+        Raises:
+            UserError: what a rank failed with, there; the same sentence, already told, on the others.
+        """
+        agreed = [name for name, share in zip(ASKS, asked, strict=True) if share]
+        if "error" in agreed:
+            self.compare()
+        self.saving = self.saving or "save" in agreed
+        self.reason = self.reason or next((name for name in agreed if name in STOPS), None)
+
+    def compare(self) -> None:
+        """Raise on every rank if one has failed; they all call this at the same step."""
+        self._world.together(self._complain)
+
+    def _complain(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def saved(self) -> None:
+        """What was asked of rank 0 by a file has been done, and the file goes."""
+        if self._world.is_main:
+            self._asked.discard("save")
+            for path in [self._save] * self.saving + [self._stop] * (self.reason is not None):
+                path.unlink(missing_ok=True)
+        self.saving = False
+
+    def stopping(self) -> tuple[str, str]:
+        """Why all ranks stop, as one of :data:`STOPS` and in words. Every rank calls this."""
+        assert self.reason is not None
+        heard = self._world.gather([signal.Signals(number).name for number in self._heard])
+        names = [f"{name} at rank {rank}" for rank, signals in enumerate(heard) for name in signals]
+        words = {"signal": " and ".join(names), "time": "its time is over", "file": f"{self._stop} was there"}
+        return self.reason, words[self.reason]
