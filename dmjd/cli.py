@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
@@ -149,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
+            _leave_word(str(error))
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
@@ -171,6 +173,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _leave_word(refusal: str) -> None:
+    """Tell a batch script, which sees torchrun's exit code alone, that another launch would be refused as well."""
+    path = os.environ.get("DMJD_REFUSAL")
+    if path:
+        Path(path).write_text(refusal + "\n")
 
 
 def _usage() -> str:
