@@ -115,6 +115,26 @@ def _shards(words: Sequence[str]) -> None:
         print(line)
 
 
+def _submit(words: Sequence[str]) -> None:
+    """submit a verb to Slurm: dmjd submit VERB site=NAME nodes=N key=value ... [--dry-run]"""
+    from dmjd.cluster.submit import plan, submit, verbs
+
+    words = list(words)
+    dry = "--dry-run" in words
+    words = [word for word in words if word != "--dry-run"]
+    if not words:
+        raise ConfigError(
+            f"dmjd submit takes one of {', '.join(verbs())} and its words: dmjd submit pretrain nodes=4 ..."
+        )
+    verb, *rest = words
+    if dry:
+        job = plan(verb, rest)
+        print(job.script, end="")
+        print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
+    else:
+        print("\n".join(submit(verb, rest)))
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "linprobe": _linprobe,
@@ -123,6 +143,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "ops": _ops,
     "export": _export,
     "shards": _shards,
+    "submit": _submit,
 }
 
 
@@ -194,6 +215,10 @@ def _help(verb: str) -> str:
 
     if verb in SCHEMAS:
         lines += ["", *describe(verb)]
+    if verb == "submit":
+        from dmjd.cluster.submit import OPTIONS
+
+        lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
     if verb == "shards":
         from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
 

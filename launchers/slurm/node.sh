@@ -13,7 +13,7 @@ export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 agent=(
-    "${DMJD_PYTHON:-python}" -m torch.distributed.run
+    "${DMJD_PYTHON:-python}" "$DMJD_LAUNCHERS/slurm/agent.py"
     --nnodes="$SLURM_NNODES" --nproc-per-node="$processes"
     # A rank that dies ends the job, and Slurm starts it anew where nodes are sound; a restart in place would hide them.
     --max-restarts=0
@@ -36,4 +36,7 @@ case ${DMJD_RENDEZVOUS:-c10d} in
         ;;
 esac
 # In its place: Slurm signals the processes that it started, not their children.
+if [[ -n ${DMJD_START:-} ]]; then
+    exec "${agent[@]}" "$DMJD_START" "$@"
+fi
 exec "${agent[@]}" -m dmjd "$@"

@@ -174,7 +174,9 @@ class Cluster:
 
     def logs(self) -> str:
         """The last lines of every daemon."""
-        return "\n".join(f"{log.name}: " + "\n".join(log.read_text().splitlines()[-5:]) for log in self.root.glob("*.log"))
+        return "\n".join(
+            f"{log.name}: " + "\n".join(log.read_text().splitlines()[-5:]) for log in self.root.glob("*.log")
+        )
 
 
 @contextmanager
