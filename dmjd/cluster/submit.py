@@ -89,8 +89,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
     options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
     own = [word for word in words if word.partition("=")[0] not in OPTIONS]
-    site_file = _site_file(options["site"]) if "site" in options else None
-    site = read_site(site_file) if site_file is not None else {}
+    site = read_site(_site_file(options["site"])) if "site" in options else {}
     template = launchers_dir() / "slurm" / f"{verb}.sbatch"
     header = _header(template.read_text())
     header.update(_site_header(site))
@@ -103,8 +102,10 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
     first = re.match(r"\d*", options.get("array", "0"))
     config = compose(verb, [word.replace("%a", (first.group() if first else "") or "0") for word in own])
-    if verb == "pretrain" and nodes * gpus > 1 and not any(word.startswith("engine=") for word in own):
-        own.insert(0, "engine=ddp")
+    if verb == "pretrain":
+        _check_batch(config, nodes * gpus)
+        if nodes * gpus > 1 and not any(word.startswith("engine=") for word in own):
+            own.insert(0, "engine=ddp")
     folder = _folder(config, own, array="array" in options)
     header.update(
         {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
@@ -113,8 +114,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
     header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
-    if site_file is not None:
-        exports["DMJD_SITE"] = str(site_file.absolute())
+    # Into the script, so that it stays what it is when the site's file changes.
+    exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
     container = site.get("DMJD_CONTAINER")
     if container is None and "DMJD_PYTHON" not in site:
         exports["DMJD_PYTHON"] = sys.executable
@@ -181,6 +182,16 @@ def _header(template: str) -> dict[str, str | None]:
     """``--option=value`` lines of a script; None for an option without a value."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", template, re.MULTILINE)
     return {name: value or None for name, value in found}
+
+
+def _check_batch(config: Any, processes: int) -> None:
+    """What the run itself would refuse, after hours in the queue."""
+    parts = config.engine.accumulation * processes
+    if config.batch_size % parts:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is not divisible by engine.accumulation={config.engine.accumulation} "
+            f"times {processes} process(es); take other nodes or gpus, or another batch_size"
+        )
 
 
 def _count(options: Mapping[str, str], key: str, default: int) -> int:

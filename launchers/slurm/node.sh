@@ -13,7 +13,7 @@ export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 agent=(
-    "${DMJD_PYTHON:-python}" "$DMJD_LAUNCHERS/slurm/agent.py"
+    "${DMJD_PYTHON:-python}" "$DMJD_LAUNCHERS/agent.py"
     --nnodes="$SLURM_NNODES" --nproc-per-node="$processes"
     # A rank that dies ends the job, and Slurm starts it anew where nodes are sound; a restart in place would hide them.
     --max-restarts=0

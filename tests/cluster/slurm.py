@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,7 +136,7 @@ class Cluster:
         return [int(pid) for pid in found.stdout.split()]
 
     def ranks(self, name: str) -> list[int]:
-        """Process ids of training processes on the node, without their loader workers."""
+        """Process ids of the training processes on the node."""
         found = []
         for pid in self.processes_of(name):
             try:
@@ -144,10 +144,17 @@ class Cluster:
                 environment = Path(f"/proc/{pid}/environ").read_bytes()
             except OSError:
                 continue
-            if b"-m" in words and b"dmjd" in words and b"torch.distributed.run" not in words:
-                if b"\0RANK=" in environment:
-                    found.append(pid)
+            if b"\0RANK=" in environment and b"pretrain" in words:
+                found.append(pid)
         return found
+
+    def ranks_anywhere(self) -> list[int]:
+        """Process ids of the training processes on all nodes."""
+        return [pid for name in self.slurmd for pid in self.ranks(name)]
+
+    def nodes_of(self, job: str) -> list[str]:
+        """Names of the nodes a job runs on."""
+        return self("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
 
     def submit(self, *words: str | Path, **environment: str) -> str:
         """Submit a job and return its id."""
@@ -160,17 +167,32 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.job(job)["JobState"]
 
-    def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 120) -> str:
+    def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 150) -> str:
         """The state of a job once it has ended, or ``until`` holds. Slurm's two minutes before a requeue are skipped."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+
+        since: list[float] = []
+
+        def over() -> bool:
             known = self.job(job)
-            if known["JobState"] in ENDED or (until is not None and until()):
-                return known["JobState"]
-            if known["JobState"] == "PENDING" and known["Reason"] == "BeginTime":
+            if known["JobState"] != "PENDING" or known["Reason"] != "BeginTime":
+                since.clear()
+            elif not since:
+                since.append(time.monotonic())
+            elif time.monotonic() - since[0] > 2:  # any sooner, and slurmd may take it for the launch that was revoked
                 self("scontrol", "update", f"JobId={job}", "StartTime=now")
+            return known["JobState"] in ENDED or (until is not None and until())
+
+        self.wait_until(over, seconds, lambda: str(self.job(job)))
+        return self.state(job)
+
+    def wait_until(
+        self, holds: Callable[[], bool], seconds: float = 30, story: Callable[[], str] = lambda: "what is waited for"
+    ) -> None:
+        """Look every now and then whether something holds; fail if it does not in time."""
+        end = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < end, f"{story()} after {seconds} s\n{self.logs()}"
             time.sleep(0.2)
-        raise AssertionError(f"job {job} is {self.job(job)} after {seconds} s\n{self.logs()}")
 
     def logs(self) -> str:
         """The last lines of every daemon."""
@@ -222,7 +244,7 @@ def _start(made: Cluster, memory: int) -> None:
     places = {"key-file": key, "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
     flags = [f"--{name}={root / place}" for name, place in {**places, "seed-file": "munge.seed"}.items()]
     made._daemon(["munged", "--foreground", "--force", "--num-threads=2", *flags])
-    _until(lambda: (root / "munge.sock").exists(), made, "munged")
+    made.wait_until((root / "munge.sock").exists, story=lambda: "no munged")
     _ip(made, f"link add {BRIDGE} type bridge", f"addr add {SUBNET}.254/24 dev {BRIDGE}", f"link set {BRIDGE} up")
     made._daemon(["slurmctld", "-D", "-f", str(root / "slurm.conf")])
     for number, name in enumerate(names):
@@ -242,7 +264,7 @@ def _start(made: Cluster, memory: int) -> None:
         told = subprocess.run(idle, env=made.environment, capture_output=True, text=True, timeout=60)
         return told.stdout.strip() == str(made.nodes)
 
-    _until(all_idle, made, f"{made.nodes} idle nodes")
+    made.wait_until(all_idle, story=lambda: f"no {made.nodes} idle nodes")
 
 
 def _fake_gpus(root: Path, made: Cluster) -> str:
@@ -252,29 +274,20 @@ def _fake_gpus(root: Path, made: Cluster) -> str:
     return f"NodeName=n[1-{made.nodes}] Name=gpu File={root}/dev/gpu[0-{made.gpus - 1}]\n"
 
 
-def _until(holds: Callable[[], bool], made: Cluster, what: str) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end, f"{what} did not come:\n{made.logs()}"
-        time.sleep(0.05)
-
-
 def _ip(made: Cluster, *lines: str) -> None:
     for line in lines:
         made("ip", *line.split())
 
 
 def _kill(pid: int, number: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass
 
 
 def _clear(made: Cluster) -> None:
     """Take down whatever is up, of this cluster or of one that was not taken down."""
     listed = subprocess.run(["ip", "netns", "list"], env=made.environment, capture_output=True, text=True).stdout
-    names = [name for name in re.findall(r"^(n\d+)\b", listed, re.MULTILINE)]
+    names = list(re.findall(r"^(n\d+)\b", listed, re.MULTILINE))
     pids = {name: made.processes_of(name) for name in names}
     for daemon in made.daemons:
         daemon.kill()
