@@ -135,6 +135,36 @@ def _submit(words: Sequence[str]) -> None:
         print("\n".join(submit(verb, rest)))
 
 
+def _preflight(words: Sequence[str]) -> None:
+    """check nodes before a long job, with the job's own words: dmjd preflight [warm=true] key=value ..."""
+    from dmjd.compose import compose
+
+    warm = "warm=true" in words
+    config = compose("pretrain", [word for word in words if word not in ("warm=true", "warm=false")])
+    from dmjd.cluster.preflight import preflight, report
+
+    checks = preflight(config, warm)
+    failed = [check.name for check in checks if check.fix]
+    if os.environ.get("RANK", "0") == "0":
+        print(report(checks))
+    if failed:
+        error = UserError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
+        error.told = os.environ.get("RANK", "0") != "0"
+        raise error
+
+
+def _doctor(words: Sequence[str]) -> None:
+    """what happened to a run, which rank, in which phase, and what to do: dmjd doctor RUN"""
+    from dmjd.cluster.doctor import examine
+
+    if len(words) != 1:
+        raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
+    for finding in examine(Path(words[0])):
+        print(finding.what)
+        if finding.advice:
+            print(f"    -> {finding.advice}")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "linprobe": _linprobe,
@@ -144,6 +174,8 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": _export,
     "shards": _shards,
     "submit": _submit,
+    "preflight": _preflight,
+    "doctor": _doctor,
 }
 
 

@@ -167,7 +167,7 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.job(job)["JobState"]
 
-    def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 150) -> str:
+    def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 300) -> str:
         """The state of a job once it has ended, or ``until`` holds. Slurm's two minutes before a requeue are skipped."""
 
         since: list[float] = []

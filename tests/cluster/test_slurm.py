@@ -182,7 +182,7 @@ def test_a_refused_run_is_not_tried_again(site: Site) -> None:
     job = site.cluster.submit("--nodes=2", "--time=10", f"--output={out}", script, *words, **environment)
     assert site.cluster.wait(job) == "FAILED"
     assert len(site.launches("refused")) == 1
-    assert f"not requeued: {site.folder}/nowhere" in out.read_text()
+    assert f"not requeued: data.root={site.folder}/nowhere" in out.read_text()
 
 
 def test_four_nodes_without_names(site: Site) -> None:
