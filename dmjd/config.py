@@ -175,14 +175,22 @@ class EngineConfig:
     """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
 
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, or whole blocks.
+    ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
+    ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
+    ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
+    step after it.
     """
 
-    name: str = choice("single", "ddp")
+    name: str = choice("single", "ddp", "fsdp", "hsdp")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16")
     accumulation: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "full")
     compile: bool = False
+    reshard_after_forward: bool = True
+    replicas: int | None = number(None, least=1)
+    start_timeout: float = positive(30.0)
+    step_timeout: float = positive(10.0)
 
 
 @dataclass
@@ -203,13 +211,13 @@ class OnlineKnnConfig:
 
 @dataclass
 class GuardConfig:
-    """What is done about steps that go wrong (docs/robustness.md). All limits at 0: the first such step stops the run.
+    """What is done about steps that go wrong (docs/robustness.md); a run without any does not depend on it.
 
     A step whose loss or gradient is not finite is skipped. More than ``max_skips`` of them in ``window`` steps roll the
     run back to a checkpoint from ``margin`` or more steps before the first, and the batches from ``margin`` steps
-    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run.
-    ``spike`` rolls back as well, after ``spike_steps`` losses in a row that are so many standard deviations above the
-    median of the last ``window``; null: a loss may be as high as it likes.
+    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run; with
+    both limits at 0 the first bad step does. ``spike`` rolls back as well, after ``spike_steps`` losses in a row that
+    are so many standard deviations above the median of the last ``window``; null: a loss may be as high as it likes.
     """
 
     max_skips: int = number(3, least=0)
@@ -227,6 +235,7 @@ class PretrainConfig:
     ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
     average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
+    ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
     auto: ``time_margin`` seconds before its Slurm job ends; null: never.
     """
@@ -250,6 +259,7 @@ class PretrainConfig:
     checkpoint_every: int = positive(1000)
     keep_checkpoints: int = positive(2)
     keep_every: int | None = number(None, least=1)
+    checkpoint_async: bool = True
     guard: GuardConfig = field(default_factory=GuardConfig)
     time_budget: str | None = "auto"
     time_margin: float = number(300.0, least=0)

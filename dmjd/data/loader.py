@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing import parent_process
 from threading import Thread
 from typing import Protocol
 
@@ -311,10 +312,13 @@ def _obey_the_parent_alone(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    Thread(target=_end_with_the_parent, args=(os.getppid(),), daemon=True).start()
+    parent = parent_process()  # not os.getppid(), which is a server where processes are forked from one
+    assert parent is not None
+    assert parent.pid is not None
+    Thread(target=_end_with_the_parent, args=(parent.pid,), daemon=True).start()
 
 
 def _end_with_the_parent(parent: int) -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid not in (parent, 0):
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)

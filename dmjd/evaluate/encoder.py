@@ -16,9 +16,10 @@ from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
-from dmjd.parallel.single import load_strictly, read_model
+from dmjd.parallel.store import load_strictly, read_average, read_model
 from dmjd.train import checkpoint
 from dmjd.train.build import build_objective, build_tokenizer, check_data, image_size, token_grid
+from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
 
 
@@ -84,12 +85,12 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
             f"weights=untrained: this run began from init={trained.init}; evaluate that checkpoint instead"
         )
     if config.weights == "ema":
-        average = checkpoint.read_loop_state(folder).get("ema")
-        if average is None:
+        average = read_average(folder)
+        if not average:
             raise ConfigError(
                 f"weights=ema, but {folder} has no average; train with ema_decay=..., or use weights=trained"
             )
-        objective.model.encoder.load_state_dict(average)
+        objective.model.encoder.load_state_dict({name.removeprefix(ENCODER): v for name, v in average.items()})
     encoder = objective.model.encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")

@@ -10,8 +10,9 @@ from dmjd.models.objective import Objective
 from dmjd.parallel.apply import apply
 from dmjd.parallel.ddp import DDPEngine
 from dmjd.parallel.engine import Engine
+from dmjd.parallel.fsdp import FSDPEngine, without_parameters
 from dmjd.parallel.single import SingleEngine
-from dmjd.parallel.world import World
+from dmjd.parallel.world import SHARDED, World, alone, replicas
 
 
 def select_device(name: str, key: str = "engine.device") -> torch.device:
@@ -30,9 +31,16 @@ def select_precision(name: str, device: torch.device) -> torch.dtype:
 
 def build_engine(objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World | None = None) -> Engine:
     """Transform the model as asked, then hand it to the engine. Without a ``world``, one process by itself."""
-    device = select_device(engine.device) if world is None else world.device
-    precision = select_precision(engine.precision, device)
+    world = alone(select_device(engine.device)) if world is None else world
+    precision = select_precision(engine.precision, world.device)
+    objective.to(world.device)
+    if engine.name in SHARDED:
+        bare = without_parameters(objective)
+        apply(objective.model, engine)
+        copies = replicas(engine, world.size, world.local_size) if engine.name == "hsdp" else None
+        reshard = engine.reshard_after_forward
+        return FSDPEngine(objective, bare, optim, world, world.mesh(copies), precision, reshard_after_forward=reshard)
     apply(objective.model, engine)
-    if world is None or world.size == 1:
-        return SingleEngine(objective, optim, device, precision)
+    if world.size == 1:
+        return SingleEngine(objective, optim, world.device, precision)
     return DDPEngine(objective, optim, world, precision)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmjd.config import OptimConfig
@@ -26,8 +28,12 @@ _BUFFER_SWITCH = (
 class DDPEngine(SingleEngine):
     """A :class:`SingleEngine` on every rank, whose gradients are averaged in the last micro-batch's backward.
 
-    Every rank holds the same parameters and moments, so rank 0 alone saves and all ranks load the same files.
+    Every rank holds the same parameters and moments, so a save is written by all together, each tensor by one of them.
     """
+
+    # DDP lays its buckets out anew after the first backward, and with three ranks or more the layout decides the order
+    # of summation.
+    rehearses = True
 
     def __init__(self, objective: Objective, config: OptimConfig, world: World, precision: torch.dtype) -> None:
         super().__init__(objective, config, world.device, precision)
@@ -39,9 +45,21 @@ class DDPEngine(SingleEngine):
             **no_buffers,
         )
         self.module = self._replicas
+        self._world = world
+        self._saving = world.apart()
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._saving.group
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         # Around forward as well: DDP decides there whether this backward will reduce.
         with nullcontext() if last else self._replicas.no_sync(), super().micro_batch(last):
             yield
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return super().full_state_dict() if self._world.is_main else {}
+
+    def gathered(self) -> AbstractContextManager[Objective | None]:
+        return nullcontext(self.objective if self._world.is_main else None)

@@ -6,6 +6,7 @@ non-finite gradients, updates, and moves its own state to and from disk. Nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.models.objective import Objective
+
+Write = Callable[[], list[Path]]
+"""Writes what a save has staged and returns the files that this rank wrote. Collective; called once, on any thread."""
 
 
 class StepResult(NamedTuple):
@@ -31,10 +35,13 @@ class Engine(Protocol):
     """What the loop may ask of an engine."""
 
     objective: Objective
-    """The objective itself, for whoever reads weights or predicts outside a step."""
+    """The objective itself. Its weights may be sharded: read them through the methods below."""
     module: nn.Module
     """What to call for the forward pass of a step: the objective, or what wraps it."""
     device: torch.device
+    rehearses: bool
+    """Whether the first backward of a launch adds in another order than all later ones, so that it has to be thrown
+    away for a resumed run to have the bits of an uninterrupted one."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Surrounds forward *and* backward of one micro-batch; ``last`` marks the one after which :meth:`step` follows.
@@ -51,14 +58,45 @@ class Engine(Protocol):
     def discard(self) -> None:
         """Drop accumulated gradients without a step."""
 
-    def save(self, path: Path) -> None:
-        """Write parameters and optimizer state into the existing folder ``path``. Called on rank 0 alone."""
+    def local_shards(self) -> dict[str, Tensor]:
+        """What this rank owns of every parameter, float32 on the device, under the objective's names.
 
-    def load(self, path: Path) -> None:
-        """Read what :meth:`save` wrote. Raises CheckpointError if it belongs to another model."""
+        The tensors follow the training; their shapes are the engine's business.
+        """
+
+    def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
+        """Copy parameters and optimizer state, and ``averages`` with them. Collective.
+
+        Training may go on before the result is called; another save may not begin before that has returned.
+
+        Args:
+            path: an existing folder that all ranks share; what is returned writes into it.
+            averages: tensors laid out as those of the same names in :meth:`local_shards`.
+        """
+
+    def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
+        """Read what :meth:`save` wrote, at any number of processes; ``averages`` are filled in place. Collective, and
+        callable between any two steps.
+
+        Raises:
+            CheckpointError: if it belongs to another model or another kind of engine; nothing has changed then.
+        """
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter, float32 on the CPU."""
+        """Every parameter, whole, float32 on the CPU; empty on all ranks but the first. Collective."""
+
+    def gathered(self) -> AbstractContextManager[Objective | None]:
+        """The objective with whole parameters on rank 0, to be called there alone; None elsewhere. Collective.
+
+        It is to be read, not trained, and not kept: it may be a copy that goes with the context.
+        """
+
+    def shard_frozen(self, module: nn.Module) -> nn.Module:
+        """``module``, frozen, on the device and ready for forward on every rank at once. Collective.
+
+        Raises:
+            ConfigError: if this engine cannot.
+        """
 
     def close(self) -> None:
-        """Release what the engine holds; the process can then exit with code 0."""
+        """Release what the engine holds, together with the other ranks; the process can then exit with code 0."""

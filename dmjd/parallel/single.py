@@ -1,40 +1,73 @@
-"""One process on one device: the engine that the others must agree with."""
+"""One process on one device: the engine that the others must agree with, and whose step they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from dmjd.config import OptimConfig
-from dmjd.errors import CheckpointError
 from dmjd.models.objective import Objective
-from dmjd.parallel.engine import StepResult
+from dmjd.parallel import store
+from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.optimizer import build_optimizer
-
-MODEL_FILE = "model.pt"
-OPTIMIZER_FILE = "optimizer.pt"
 
 
 class SingleEngine:
     """See :class:`~dmjd.parallel.engine.Engine`. Parameters stay float32; ``precision`` is what forward computes in.
 
     Args:
-        objective: already transformed by :func:`dmjd.parallel.apply.apply`.
+        objective: on its device and already transformed by :func:`dmjd.parallel.apply.apply`.
         precision: torch.float32, or torch.bfloat16 for autocast.
     """
 
+    rehearses = False
+
     def __init__(self, objective: Objective, config: OptimConfig, device: torch.device, precision: torch.dtype) -> None:
         assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
-        self.objective = objective.to(device)
-        self.module: nn.Module = self.objective
+        self.objective = objective
+        self.module: nn.Module = objective
         self.device = device
         self._precision = precision
         self._clip = config.clip_grad
-        self._optimizer = build_optimizer(objective, config)
+        self._owned = self._own()
+        self._optimizer = build_optimizer(self._owned.values(), config)
+        self._stepped = False
+        on_cuda = device.type == "cuda"
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_cuda,
+                use_non_blocking_copy=on_cuda,
+                use_shared_memory=False,
+                use_async_staging=False,
+            )
+        )
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        """What this rank's optimizer moves: plain tensors, by the objective's names."""
+        return dict(self.objective.named_parameters())
+
+    def _collect(self) -> None:
+        """See to it that gradients lie at what :meth:`_own` gave."""
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm over all parameters, of all ranks."""
+        return nn.utils.get_total_norm(gradients)
+
+    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        """``tensor``, of the layout that this rank owns of parameter ``name``, as a checkpoint is to understand it."""
+        return tensor
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        """For saves alone, which run beside the training and must not mix with what ranks do in it."""
+        return None
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -48,63 +81,71 @@ class SingleEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
             group["weight_decay"] = weight_decay * group["wd_scale"]
-        parameters = [p for p in self.objective.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self._collect()
+        parameters = [p for p in self._owned.values() if p.grad is not None]
+        norm = self._norm([p.grad for p in parameters if p.grad is not None])
         if self._clip is not None:
             nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
         skipped = (~norm.isfinite()).float()
         # The fused kernel reads this flag on the device and leaves parameters, moments and step counts alone.
         self._optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self._optimizer.step()
+        if not self._stepped:
+            self._check_moments()
         self.discard()
         return StepResult(norm, 1 - skipped)
+
+    def _check_moments(self) -> None:
+        # A parameter outside the loss has no moments at its first save, which the load after it would look for.
+        idle = [name for name, p in self._owned.items() if p.requires_grad and not self._optimizer.state[p]]
+        assert not idle, f"{idle[0]} took no part in the loss; freeze it, or leave it out of the model"
+        self._stepped = True
 
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def save(self, path: Path) -> None:
-        torch.save(self.objective.state_dict(), path / MODEL_FILE)
-        torch.save(self._optimizer.state_dict(), path / OPTIMIZER_FILE)
+    def local_shards(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._owned.items()}
 
-    def load(self, path: Path) -> None:
-        load_strictly(self.objective, read_model(path), path)
-        self._optimizer.load_state_dict(torch.load(path / OPTIMIZER_FILE, map_location=self.device, weights_only=True))
+    def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
+        # The copy's memory is kept from save to save, and on CUDA it is pinned.
+        copied = self._stager.stage(self._state(averages))
+        assert isinstance(copied, dict)
+        return partial(store.write, path, copied, self._group)
+
+    def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
+        store.read_into(path, self._state(averages))
+
+    def _state(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All that a checkpoint holds, by its names there; the tensors are the engine's own, not copies."""
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._owned.items():
+            state[f"{store.PARAMETER}/{name}"] = self._laid_out(name, parameter.detach())
+            if parameter.requires_grad:
+                for moment, value in self._moments(parameter).items():
+                    state[f"{moment}/{name}"] = value if moment == "step" else self._laid_out(name, value)
+        for name, value in averages.items():
+            state[f"{store.AVERAGE}/{name}"] = self._laid_out(name, value)
+        return state
+
+    def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        state = self._optimizer.state[parameter]
+        if not state:  # before the first step; the fused AdamW would begin with the same
+            state["step"] = torch.zeros((), device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        assert state.keys() == set(store.MOMENTS), state.keys()
+        return state
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        return {
-            name: value.detach().to("cpu", torch.float32, copy=True)
-            for name, value in self.objective.state_dict().items()
-        }
+        return {name: value.to("cpu", copy=True) for name, value in self.local_shards().items()}
+
+    def gathered(self) -> AbstractContextManager[Objective | None]:
+        return nullcontext(self.objective)
+
+    def shard_frozen(self, module: nn.Module) -> nn.Module:
+        return module.requires_grad_(False).to(self.device)
 
     def close(self) -> None:
+        self._stager.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def read_model(path: Path) -> dict[str, Tensor]:
-    """The parameters saved under ``path``, on the CPU."""
-    return torch.load(path / MODEL_FILE, map_location="cpu", weights_only=True)
-
-
-def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    """Load ``state``, or say in one sentence how it differs from ``module``.
-
-    Raises:
-        CheckpointError: on missing, unknown or differently shaped parameters; ``module`` is then unchanged.
-    """
-    own = module.state_dict()
-    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or unknown:
-        differences = [
-            f"{len(names)} {what} ({names[0]}{', ...' if len(names) > 1 else ''})"
-            for what, names in (("missing", missing), ("unknown", unknown))
-            if names
-        ]
-        raise CheckpointError(f"{path} is a checkpoint of another model: {' and '.join(differences)} parameters")
-    for name, value in state.items():
-        if own[name].shape != value.shape:
-            raise CheckpointError(
-                f"{path} is a checkpoint of another model: {name} is {tuple(value.shape)} there and "
-                f"{tuple(own[name].shape)} here"
-            )
-    module.load_state_dict(state)

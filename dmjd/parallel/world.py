@@ -4,31 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for the others: compilation, a cold file system and online kNN on rank 0 take their time."""
+# torch 2.14 made it public under another name and warns about the old one, which is all that 2.11 knows.
+_set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+
+SHARDED = ("fsdp", "hsdp")
+"""Engines that work on a mesh, of one process if need be."""
 
 
 @dataclass(frozen=True)
 class World:
-    """Rank ``rank`` of ``size``; ``local_rank`` of ``local_size`` counts within the host and picks the CUDA device."""
+    """Rank ``rank`` of ``size``; ``local_rank`` of ``local_size`` counts within the host and picks the CUDA device.
+
+    group: on the CPU and patient, for what ranks do together besides a step, which has groups of its own; None for one
+        process.
+    patience: how long a rank waits there for the others: compilation, a cold file system and an evaluation on rank 0
+        take their time.
+    """
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     local_size: int = 1
+    group: dist.ProcessGroup | None = None
+    patience: timedelta = timedelta(minutes=30)
+    _meshes: list[DeviceMesh] = field(default_factory=list, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -52,9 +66,9 @@ class World:
             try:
                 outcome = [act(), None]
             except Exception as error:
-                dist.broadcast_object_list([None, str(error)], src=0)
+                dist.broadcast_object_list([None, str(error)], src=0, group=self.group)
                 raise
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
             raise _told(outcome[1])
         result: T = outcome[0]
@@ -82,14 +96,41 @@ class World:
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
+
+    def apart(self) -> World:
+        """The same processes over a group of their own, for what another thread does with them. Collective."""
+        return self if self.size == 1 else replace(self, group=_patient_group(self.patience))
+
+    def mesh(self, replicas: int | None = None) -> DeviceMesh:
+        """All processes as one dimension "shard", or as ``replicas`` rows of it, "replicate" x "shard". Collective."""
+        if replicas is None:
+            mesh = init_device_mesh(self.device.type, (self.size,), mesh_dim_names=("shard",))
+        else:
+            shape = (replicas, self.size // replicas)
+            mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        self._meshes.append(mesh)
+        return mesh
+
+    def expect_steps(self, timeout: timedelta) -> None:
+        """The first step is done: from here on a rank that keeps the others waiting in one for longer has failed."""
+        if self.size > 1:
+            for group in (None, *(group for mesh in self._meshes for group in mesh.get_all_groups())):
+                _set_timeout(timeout, group)
 
     def close(self) -> None:
         """Leave together, so that no rank's exit looks like a failure to another."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _patient_group(patience: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=patience)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def _told(sentence: str) -> UserError:
@@ -104,16 +145,24 @@ def alone(device: torch.device) -> World:
     return World(0, 1, 0, device)
 
 
-def join_world(device: torch.device, engine: str) -> World:
+def join_world(device: torch.device, engine: EngineConfig) -> World:
     """Meet the other processes, if torchrun (or any launcher that sets its variables) started some.
 
     Raises:
         ConfigError: if the engine and the number of processes do not fit.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1 and engine == "single":
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size > 1 and engine.name == "single":
         raise ConfigError(f"engine=single is one process, and the launcher started {size}; use engine=ddp")
+    if engine.name == "hsdp" and size % replicas(engine, size, local_size):
+        raise ConfigError(f"engine.replicas={engine.replicas} does not divide {size} process(es)")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    patience = timedelta(minutes=engine.start_timeout)
     if size == 1:
+        if engine.name in SHARDED and not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -123,5 +172,10 @@ def join_world(device: torch.device, engine: str) -> World:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
-    return World(rank, size, local_rank, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    dist.init_process_group(backend, timeout=patience)
+    return World(rank, size, local_rank, device, local_size, _patient_group(patience), patience)
+
+
+def replicas(engine: EngineConfig, size: int, local_size: int) -> int:
+    """How many copies of the sharded model HSDP keeps: as many as asked for, or one on each host."""
+    return engine.replicas or max(1, size // local_size)

@@ -1,24 +1,27 @@
 """Checkpoints that count only once their manifest, written last, is in place.
 
-A checkpoint is a folder ``step-XXXXXXXX``. It is written under a temporary name, flushed to disk, given a manifest that
-lists every file with its size and SHA-256, and renamed. A run killed at any instruction leaves the previous one intact.
+A checkpoint is a folder ``step-XXXXXXXX``. All ranks write into it under a temporary name, each flushes and digests its
+own files, and rank 0 adds a manifest that lists every file with its size and SHA-256, and renames. A run killed at any
+instruction leaves the previous one intact.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from dmjd.errors import CheckpointError, StorageError
+from dmjd.parallel.engine import Write
+from dmjd.parallel.world import World, alone
 
 logger = logging.getLogger("dmjd")
 
@@ -26,34 +29,58 @@ MANIFEST = "manifest.json"
 LOOP_STATE = "loop.pt"
 CONFIG = "config.yaml"
 FOLDER = "checkpoints"
-FORMAT = 1
-_PREFIX = "step-"
+FORMAT = 2
+_PREFIX, _DRAFT = "step-", ".tmp"
+_ONE_PROCESS = alone(torch.device("cpu"))
 
 
-def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int, keep_every: int | None = None) -> Path:
+def begin(folder: Path, step: int) -> Path:
+    """An empty draft of the checkpoint of ``step`` in ``folder``, the run's checkpoint folder, made if absent.
+
+    Raises:
+        StorageError: if it cannot be made; earlier checkpoints stand.
+    """
+    draft = folder / f"{_PREFIX}{step:08d}{_DRAFT}"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise _cannot_write(draft, error) from error
+    return draft
+
+
+def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, world: World = _ONE_PROCESS) -> Path:
     """Write one checkpoint, then drop all but the newest ``keep``, those of every ``keep_every`` steps, and later ones.
 
     A later one is there only if it was damaged: the run then resumed before it and is now writing that stretch again.
+    Collective over ``world``, whose ranks share the folder.
 
     Args:
-        folder: the run's checkpoint folder; made if absent.
-        step: optimizer steps done.
-        write: puts the files into the folder it is given.
+        draft: what :func:`begin` gave to rank 0.
+        write: puts this rank's files into the draft and names them.
 
     Returns:
         The committed folder.
 
     Raises:
-        StorageError: if it cannot be written; the draft is removed and earlier checkpoints stand.
+        StorageError: on every rank if it cannot be written; the draft is removed and earlier checkpoints stand.
     """
-    final = folder / f"{_PREFIX}{step:08d}"
-    draft = folder / f"{final.name}.tmp"
     try:
-        _write(draft, final, step, write)
-    # torch.save reports a full disk as RuntimeError, without an errno.
-    except (OSError, RuntimeError) as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise StorageError(f"cannot write {final}: {error}; earlier checkpoints are intact") from error
+        parts = world.gather(world.together(lambda: _written(draft, write)))
+        final: Path = world.on_main(
+            lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
+        )
+    except StorageError:
+        if world.is_main:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    if world.is_main:
+        _sweep(final, keep, keep_every)
+    return final
+
+
+def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
+    folder = final.parent
     folders = committed(folder)
     position = folders.index(final) + 1
     older = folders[: max(0, position - keep)]
@@ -61,8 +88,7 @@ def commit(folder: Path, step: int, write: Callable[[Path], None], keep: int, ke
         shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
     for old in [path for path in older if not keep_every or step_of(path) % keep_every]:
         _drop(old)
-    drop_after(folder, step)
-    return final
+    drop_after(folder, step_of(final))
 
 
 def drop_after(folder: Path, step: int) -> None:
@@ -81,29 +107,49 @@ def _drop(path: Path) -> None:
 
 def step_of(path: Path) -> int:
     """The optimizer steps behind a checkpoint folder."""
-    return int(path.name.removeprefix(_PREFIX))
+    return int(path.name.removeprefix(_PREFIX).removesuffix(_DRAFT))
 
 
-def _write(draft: Path, final: Path, step: int, write: Callable[[Path], None]) -> None:
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    write(draft)
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(draft.iterdir())}
-    for name in files:
-        _flush(draft / name)
-    manifest = draft / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1))
-    _flush(manifest)
-    _flush(draft)
-    # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
-    shutil.rmtree(final, ignore_errors=True)
-    draft.rename(final)
-    _flush(final.parent)
+def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
+    """Manifest entries of this rank's files, which are on the disk by then."""
+    try:
+        files = write()
+        for path in files:
+            _flush(path)
+        return {str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
+    # torch.save reports a full disk as RuntimeError, without an errno.
+    except (OSError, RuntimeError, StorageError) as error:
+        raise _cannot_write(draft, error) from error
+
+
+def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
+    """Give a complete draft its manifest and its name."""
+    final = draft.with_suffix("")
+    try:
+        _put_manifest(draft, files)
+        # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
+        shutil.rmtree(final, ignore_errors=True)
+        draft.rename(final)
+        _flush(final.parent)
+    except OSError as error:
+        raise _cannot_write(draft, error) from error
+    return final
+
+
+def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    manifest = folder / MANIFEST
+    manifest.write_text(json.dumps({"format": FORMAT, "step": step_of(folder), "files": files}, indent=1))
+    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _flush(path)
+
+
+def _cannot_write(draft: Path, error: Exception) -> StorageError:
+    return StorageError(f"cannot write {draft.with_suffix('')}: {error}; earlier checkpoints are intact")
 
 
 def committed(folder: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}") if path.parent.suffix != ".tmp")
+    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}") if path.parent.suffix != _DRAFT)
 
 
 def newest(folder: Path, until: float = math.inf) -> Path | None:
@@ -150,13 +196,15 @@ def resolve(path: Path, key: str = "checkpoint") -> Path:
     return found
 
 
-def write_loop_state(folder: Path, state: dict[str, Any]) -> None:
-    """What the loop, not the engine, needs to continue."""
-    torch.save(state, folder / LOOP_STATE)
+def pack_loop_state(state: dict[str, Any]) -> bytes:
+    """What the loop, not the engine, needs to continue, as the file's content: the state itself may go on changing."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    return content.getvalue()
 
 
 def read_loop_state(path: Path) -> dict[str, Any]:
-    """The inverse of :func:`write_loop_state`."""
+    """The inverse of :func:`pack_loop_state`."""
     state: dict[str, Any] = torch.load(path / LOOP_STATE, map_location="cpu", weights_only=True)
     return state
 

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+ENCODER = "model.encoder."
+"""What the names of the encoder's parameters begin with in the objective."""
 
 
 class EncoderEma:
     """``average = decay * average + (1 - decay) * encoder`` after every step, in float32 on the encoder's device.
 
-    The average starts as the encoder itself, so no bias has to be corrected.
+    Each rank averages what it owns; an element-wise average does not ask how parameters are divided. The average starts
+    as the encoder itself, so no bias has to be corrected.
+
+    Args:
+        shards: an engine's ``local_shards()``.
     """
 
-    def __init__(self, encoder: nn.Module, decay: float) -> None:
+    def __init__(self, shards: Mapping[str, Tensor], decay: float) -> None:
         self._decay = decay
-        self._names = [name for name, _ in encoder.named_parameters()]
-        self._sources = [parameter.detach() for parameter in encoder.parameters()]  # views that follow the training
-        self._averages = [source.clone() for source in self._sources]
+        sources = {name: shard for name, shard in shards.items() if name.startswith(ENCODER)}
+        self._sources = list(sources.values())  # views that follow the training
+        self.averages = {name: source.clone() for name, source in sources.items()}
+        """By the objective's names, as an engine saves and loads them."""
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in the encoder as it is now."""
-        torch._foreach_lerp_(self._averages, self._sources, 1 - self._decay)
-
-    def encoder_state(self) -> dict[str, Tensor]:
-        """The averaged parameters under the encoder's names."""
-        return dict(zip(self._names, self._averages, strict=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value.cpu() for name, value in self.encoder_state().items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, average in self.encoder_state().items():
-            average.copy_(state[name])
+        torch._foreach_lerp_(list(self.averages.values()), self._sources, 1 - self._decay)

@@ -43,6 +43,7 @@ class Journal:
         self._window = Window()
         self._offsets = {"log": 0, "timing": 0}
         self._laps, self._warned = 0, False
+        self._stalled, self._saving = 0.0, 0.0
         self._lap_step = 0  # the window may hold steps of an earlier launch, whose time this one did not take
         self._log: RunLog | None = None
         self._timing: RunLog | None = None
@@ -83,7 +84,11 @@ class Journal:
             "images_per_second": images / seconds,
             "data_wait_percent": 100 * waited / seconds,
             "seconds": self.clock.elapsed,
+            "checkpoint_stall_seconds": self._stalled,
         }
+        if self._saving:
+            timing["checkpoint_seconds"] = self._saving
+        self._stalled = self._saving = 0.0
         if self._timing is not None and self._trackers is not None:
             self._timing.write(timing)
             self._trackers.scalars(timing, step)
@@ -118,6 +123,14 @@ class Journal:
         """Pictures in the run folder, for the trackers."""
         if self._trackers is not None:
             self._trackers.pictures(pictures, step)
+
+    def stalled(self, seconds: float) -> None:
+        """Training waited so long for a checkpoint."""
+        self._stalled += seconds
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint is on the disk, so long after its step."""
+        self._saving = seconds
 
     def sync(self) -> None:
         """To disk, before a checkpoint records how long the files are: it must not know of rows that a crash takes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +23,11 @@ from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.upload import Uploader
 from dmjd.errors import ConfigError, UserError
 from dmjd.masking import measured_rates
-from dmjd.models.objective import Losses, mean_losses
+from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import StepResult
-from dmjd.parallel.single import load_strictly, read_model
+from dmjd.parallel.environment import prepare_environment
+from dmjd.parallel.store import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
@@ -37,6 +39,7 @@ from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.saver import Saver
 from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
@@ -64,12 +67,11 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
         Diverged: where more steps went wrong than ``config.guard`` allows.
     """
     run = RunFolder(Path(config.run))
-    deadline = deadline_of(config.time_budget, config.time_margin)
-    world = join_world(select_device(config.engine.device), config.engine.name)
+    prepare_environment(run.path)
+    world = join_world(select_device(config.engine.device), config.engine)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
-        requests = stack.enter_context(Requests(run.path, world, deadline))
-        training = Pretraining(config, run, world, judges, requests)
+        training = Pretraining(config, run, world, judges)
         training.enter(stack)
         training.play()
         training.engine.close()
@@ -80,10 +82,9 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
 class Pretraining:
     """One run's cast. What can be refused is refused while it is built, before the run folder is touched."""
 
-    def __init__(
-        self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge], requests: Requests
-    ) -> None:
-        self.config, self.run, self.world, self.judges, self.requests = config, run, world, judges, requests
+    def __init__(self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge]) -> None:
+        self.config, self.run, self.world, self.judges = config, run, world, judges
+        self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         grid = token_grid(config)
         spec = build_mask_spec(config.mask, grid)
@@ -117,12 +118,19 @@ class Pretraining:
         self.peak_lr = peak_lr(config, spec, grid)
         self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
 
-        encoder = self.engine.objective.model.encoder
+        self.saver = Saver(
+            run.checkpoints,
+            world,
+            keep=config.keep_checkpoints,
+            keep_every=config.keep_every,
+            asynchronous=config.checkpoint_async,
+        )
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
-        self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
+        decay = config.ema_decay
+        self.ema = EncoderEma(self.engine.local_shards(), decay) if decay is not None else None
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
@@ -130,8 +138,6 @@ class Pretraining:
         self.registry.add("guard", self.guard)
         if isinstance(self.dataset, ShardDataset):
             self.registry.add("data", DataIdentity(self.dataset.fingerprint))
-        if self.ema is not None:
-            self.registry.add("ema", self.ema)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
 
@@ -139,21 +145,30 @@ class Pretraining:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
         self.world.on_main(lambda: self._lock(stack))
         self.writing = stack.enter_context(ExitStack())
+        stack.enter_context(self.requests)
         own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
         if own is not None:
-            self._continue_from(own)
+            self._restore(own)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
         self.ending = stack.enter_context(Ending(self.run.stop_reason, self.position, self.total_steps, self.world))
         self.world.on_main(lambda: self._settle_in(anew=own is None))
         self.world.on_main(self._begin_to_write)
         self.quarantine = self._quarantine()
+        stack.callback(self.saver.close)
 
-    def _continue_from(self, path: Path) -> None:
-        """Become the run that wrote this checkpoint."""
-        self.engine.load(path)
-        state = checkpoint.read_loop_state(path)
-        self.world.together(lambda: self.registry.load_state_dict(state))
+    def _restore(self, path: Path) -> None:
+        """Become what was saved in ``path``, on all ranks or on none."""
+
+        def load() -> None:
+            self.engine.load(path, self._averages())
+            self.registry.load_state_dict(checkpoint.read_loop_state(path))
+
+        self.saver.wait()
+        self.world.together(load)
+
+    def _averages(self) -> Mapping[str, torch.Tensor]:
+        return {} if self.ema is None else self.ema.averages
 
     def _settle_in(self, anew: bool) -> None:
         """Clear away what an earlier launch left, and record this one."""
@@ -185,7 +200,8 @@ class Pretraining:
     def play(self) -> None:
         """The whole run, from where it stands to its end or to where it is asked to stop."""
         self.engine.module.train()
-        rehearsed = self.world.size == 1
+        self.first_step = self.position.step + 1
+        rehearsed = not self.engine.rehearses
         while True:
             try:
                 self._play_on(rehearsed)
@@ -193,6 +209,8 @@ class Pretraining:
             except Alarm as alarm:
                 self._roll_back(alarm)
                 rehearsed = True
+        self.saver.wait()
+        self._note_saved()
         if self.position.step == self.total_steps:
             self.ending.write("finished", "all steps are done")
         else:
@@ -206,8 +224,6 @@ class Pretraining:
                 if not rehearsed:
                     self._forward_backward(upload(batch))
                     self.engine.discard()
-                    # DDP lays its buckets out anew after the first backward, and the layout decides in which order
-                    # three or more ranks are added. From here on it is the same in every launch.
                     rehearsed = True
                 losses, rates = self._forward_backward(upload(batch))
                 result = self._update()
@@ -264,7 +280,11 @@ class Pretraining:
 
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
+        self._note_saved()
         self._settle()
+        failure = self.saver.failure()
+        if failure is not None:
+            self.requests.fail(failure)
         step = self.position.step + 1
         asks = self.requests.asks(step)
         self.pending = PendingStep(step, batch.sample_ids, losses, rates, result, asks, self.world)
@@ -276,6 +296,8 @@ class Pretraining:
         pending, self.pending = self.pending, None
         reading, step = pending.read(), pending.step
         self.requests.agree(reading.asked)
+        if step == self.first_step:
+            self.world.expect_steps(timedelta(minutes=self.config.engine.step_timeout))
         self.guard.judge(step, self.position.batch(step - 1), pending.sample_ids, reading)
         try:
             self.journal.take_in(step, reading.numbers, self._lr(step - 1))
@@ -287,6 +309,7 @@ class Pretraining:
         self.pending = None
         if not self.guard.may_roll_back:
             self.guard.give_up(alarm, f"after {self.guard.rollbacks} rollback(s)")
+        self.saver.wait()
         begin = max(0, alarm.first - 1 - self.config.guard.margin)
         target = self.world.on_main(lambda: self._checkpoint_before(begin, alarm.first - 1))
         if target is None:
@@ -295,7 +318,7 @@ class Pretraining:
         passed = self.position.batch(begin), self.position.batch(alarm.last - 1) + 1
         windows, rollbacks = passing_over(self.position.passed_over, *passed), self.guard.rollbacks + 1
         self.writing.close()
-        self._continue_from(target)
+        self._restore(target)
         self.world.on_main(lambda: checkpoint.drop_after(self.run.checkpoints, self.position.step))
         # The checkpoint knows of neither, and of no rollback since.
         self.position.passed_over = windows
@@ -306,6 +329,11 @@ class Pretraining:
         """The newest checkpoint of at most ``begin`` steps or, failing that, of less than ``first``."""
         return checkpoint.newest(self.run.checkpoints, begin) or checkpoint.newest(self.run.checkpoints, first)
 
+    def _note_saved(self) -> None:
+        saved = self.saver.finished()
+        if saved is not None:
+            self.journal.saved(saved.seconds)
+
     def _judge(self) -> None:
         """Let every judge look at the encoder, and log what it says."""
         if not self.judges:
@@ -313,13 +341,14 @@ class Pretraining:
         self._settle()
         step = self.position.step
 
-        def hear() -> None:
+        def hear(encoder: nn.Module) -> None:
             for judge in self.judges:
-                verdict = judge(self.engine.objective.model.encoder, step, step / self.steps_per_epoch)
+                verdict = judge(encoder, step, step / self.steps_per_epoch)
                 if verdict is not None:
                     self.journal.note(step, verdict)
 
-        self.world.on_main(hear)
+        with self.engine.gathered() as objective:
+            self.world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
@@ -331,30 +360,30 @@ class Pretraining:
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
         self.world.on_main(self.journal.sync)
-        state = self.registry.state_dict()
-        step = self.position.step
-
-        def write(folder: Path) -> None:
-            self.engine.save(folder)
-            checkpoint.write_loop_state(folder, state)
-            (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
-
-        def commit() -> None:
-            # One more while steps are in doubt, so that there is one from before them.
-            keep, every = self.config.keep_checkpoints + self.guard.in_doubt, self.config.keep_every
-            checkpoint.commit(self.run.checkpoints, step, write, keep=keep, keep_every=every)
-
-        self.world.on_main(commit)
-        self.requests.saved()
+        files = {
+            checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
+            checkpoint.CONFIG: to_yaml(self.config).encode(),
+        }
+        stalled = self.saver.save(
+            self.position.step,
+            lambda draft: self.engine.save(draft, self._averages()),
+            files,
+            spare=int(self.guard.in_doubt),  # so that there is one from before the steps that are in doubt
+        )
+        self.journal.stalled(stalled)
+        if self.requests.saving or self.requests.reason is not None:
+            self.saver.wait()
+            self.requests.saved()
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
-            self.world.on_main(lambda: self._show(batch))
+            with self.engine.gathered() as objective, self.engine.micro_batch(last=False):
+                self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
-    def _show(self, batch: Batch) -> None:
+    def _show(self, batch: Batch, objective: Objective) -> None:
         """Refresh the pictures. A run does not end for want of them."""
         step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
         prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
         try:
-            self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))
+            self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
 

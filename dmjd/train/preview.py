@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmjd.masking import MaskedViews
-from dmjd.parallel.engine import Engine
+from dmjd.models.objective import Objective
 from dmjd.targets import Tokenizer
 from dmjd.train.pictures import disjoint_views, loss_curves, view_grid
 from dmjd.train.preparation import Prepared
@@ -18,13 +18,12 @@ SHOWN_IMAGES = 6
 """How many samples a picture has room for."""
 
 
-def write_pictures(run: RunFolder, engine: Engine, prepared: Prepared, tokenizer: Tokenizer) -> dict[str, Path]:
+def write_pictures(run: RunFolder, objective: Objective, prepared: Prepared, tokenizer: Tokenizer) -> dict[str, Path]:
     """Refresh ``pictures/`` from ``prepared`` (a handful of samples) and the log so far; the files by name."""
-    objective = engine.objective
     views, images, crops, targets = prepared.masked_views.views, prepared.images, prepared.crops, prepared.targets
     tokens = targets.shape[1]
     everywhere = torch.arange(tokens, device=targets.device).expand(*views.mask.shape[:2], tokens)
-    with torch.inference_mode(), engine.micro_batch(last=False):
+    with torch.inference_mode():
         predictions = objective.model(images, MaskedViews(views, everywhere)).masked
     predictions = predictions.float().unflatten(0, views.mask.shape[:2]).cpu()
     views = views.map(Tensor.cpu)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -281,9 +283,12 @@ def test_the_parts_of_all_ranks_make_the_whole_batch(tmp_path: Path, world: int,
 class Slow:
     """Two batches, of which the second tells the worker's process id only after a while."""
 
+    def __init__(self, seconds: float = 0.5) -> None:
+        self.seconds = seconds
+
     def load(self, number: int) -> tuple[Batch, tuple[()]]:
         if number:
-            time.sleep(0.5)
+            time.sleep(self.seconds)
         return Batch(torch.zeros(1, 1, 1, 1, dtype=torch.uint8), torch.tensor([os.getpid()]), torch.zeros(1)), ()
 
 
@@ -293,7 +298,17 @@ def test_a_worker_outlives_the_signals_that_reach_a_whole_job() -> None:
     assert worker != os.getpid()
     for number in (signal.SIGUSR1, signal.SIGINT):
         os.kill(worker, number)
+    subprocess.run(["kill", "-TERM", str(worker)], check=True)  # as from a launcher: not from this process
     assert int(next(loader).sample_ids) == worker
+
+
+def test_a_worker_that_is_busy_ends_when_its_parent_says_so() -> None:
+    loader = iter(BatchLoader(Slow(seconds=600), 0, 2, workers=1, pin_memory=False))
+    worker = int(next(loader).sample_ids)
+    (process,) = [child for child in multiprocessing.active_children() if child.pid == worker]
+    process.terminate()
+    process.join(60)
+    assert process.exitcode == 0
 
 
 @pytest.mark.parametrize(

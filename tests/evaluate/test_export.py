@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run: Path, monkeypatch: p
 def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a folder"):
         exported(run / "absent")
-    (run / "checkpoints" / STEP / "model.pt").write_bytes(b"damaged")
+    (run / "checkpoints" / STEP / "__0_0.distcp").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="damaged"):
         exported(run)
 

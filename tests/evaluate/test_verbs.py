@@ -268,8 +268,8 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
         evaluate("knn", run / "absent")
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         evaluate("knn", run / "pictures")
-    (step / "model.pt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"damaged: model\.pt is not the file that was saved"):
+    (step / "__0_0.distcp").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"damaged: __0_0\.distcp is not the file that was saved"):
         evaluate("knn", step)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         evaluate("knn", run)

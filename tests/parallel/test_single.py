@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -18,8 +19,9 @@ from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.views import Views
+from dmjd.parallel import store
 from dmjd.parallel.engine import StepResult
-from dmjd.parallel.single import MODEL_FILE, OPTIMIZER_FILE, SingleEngine
+from dmjd.parallel.single import SingleEngine
 
 CPU = torch.device("cpu")
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -82,14 +84,11 @@ def set_gradients(engine: SingleEngine, step: int, scale: float = 1.0) -> list[T
 
 
 def snapshot(engine: SingleEngine, folder: Path) -> dict[str, Tensor]:
-    """Parameters, both moments, step counts and hyper-parameters by name, as a checkpoint would hold them."""
-    folder.mkdir(exist_ok=True)
-    engine.save(folder)
-    state = dict(torch.load(folder / MODEL_FILE, weights_only=True))
-    optimizer = torch.load(folder / OPTIMIZER_FILE, weights_only=True)
-    for index, values in optimizer["state"].items():
-        state.update({f"{index}.{name}": value for name, value in values.items()})
-    return state
+    """Parameters, both moments and step counts by name, as a checkpoint would hold them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    engine.save(folder, {})()
+    return store.read(folder)
 
 
 def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
@@ -144,10 +143,9 @@ def test_clipping_equals_torchs_on_a_twin(tmp_path: Path) -> None:
         assert result.applied.item() == 1
     saved = snapshot(engine, tmp_path)
     for name, parameter in twin.named_parameters():
-        assert torch.equal(saved[name], parameter.detach()), name
-    for index, parameter in enumerate([*decayed, *others]):
+        assert torch.equal(saved[f"parameter/{name}"], parameter.detach()), name
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(saved[f"{index}.{moment}"], optimizer.state[parameter][moment])
+            assert torch.equal(saved[f"{moment}/{name}"], optimizer.state[parameter][moment])
 
 
 def test_matrices_convolutions_and_tokens_decay_and_vectors_do_not() -> None:
@@ -186,8 +184,8 @@ def test_a_gradient_that_is_not_finite_moves_nothing(bad: float, clip_grad: floa
         train_step(engine, step)
         train_step(twin, step)
     before = snapshot(engine, tmp_path / "before")
-    assert any(name.endswith("exp_avg_sq") for name in before)
-    assert before["0.step"].item() == 2
+    assert before["exp_avg_sq/model.head.weight"].any()
+    assert before["step/model.head.weight"].item() == 2
     set_gradients(engine, 0)
     gradient = engine.module.get_parameter("model.encoder.cls_token").grad
     assert gradient is not None
@@ -232,10 +230,10 @@ def test_a_fresh_engine_continues_bit_for_bit(tmp_path: Path) -> None:
     engine = make_engine(make_objective(seed=0), clip_grad=1.0)
     for step in range(3):
         train_step(engine, step)
-    engine.save(tmp_path)
+    engine.save(tmp_path, {})()
     resumed = make_engine(make_objective(seed=1), clip_grad=1.0)
     train_step(resumed, 9)  # its own moments must not survive
-    resumed.load(tmp_path)
+    resumed.load(tmp_path, {})
     for step in range(3, 6):
         assert train_step(resumed, step) == train_step(engine, step)
     assert_same(snapshot(resumed, tmp_path / "resumed"), snapshot(engine, tmp_path / "engine"))
@@ -254,12 +252,12 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(
 ) -> None:
     other = make_engine(make_objective(seed=1, **saved))  # type: ignore[arg-type]
     train_step(other, 0)
-    other.save(tmp_path)
+    other.save(tmp_path, {})()
     engine = make_engine(make_objective(seed=0, **built))  # type: ignore[arg-type]
     train_step(engine, 0)
     before = snapshot(engine, tmp_path / "before")
     with pytest.raises(CheckpointError) as caught:
-        engine.load(tmp_path)
+        engine.load(tmp_path, {})
     message = str(caught.value)
     assert message.startswith(f"{tmp_path} is a checkpoint of another model: ")
     assert what in message

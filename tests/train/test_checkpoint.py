@@ -12,19 +12,33 @@ from pathlib import Path
 import pytest
 
 from dmjd.errors import CheckpointError, StorageError
-from dmjd.train.checkpoint import MANIFEST, commit, committed, newest, read_loop_state, resolve, write_loop_state
-
-
-def content(text: str) -> Callable[[Path], None]:
-    def write(folder: Path) -> None:
-        (folder / "model.pt").write_text(text)
-        write_loop_state(folder, {"step": int(text)})
-
-    return write
+from dmjd.train.checkpoint import (
+    MANIFEST,
+    begin,
+    commit,
+    committed,
+    drop_after,
+    newest,
+    pack_loop_state,
+    read_loop_state,
+    resolve,
+    step_of,
+)
 
 
 def save(folder: Path, *steps: int, keep: int = 10) -> list[Path]:
-    return [commit(folder, step, content(str(step)), keep) for step in steps]
+    def commit_one(step: int) -> Path:
+        draft = begin(folder, step)
+
+        def write() -> list[Path]:
+            model, loop = draft / "model.pt", draft / "loop.pt"
+            model.write_text(str(step))
+            loop.write_bytes(pack_loop_state({"step": step}))
+            return [model, loop]
+
+        return commit(draft, write, keep)
+
+    return [commit_one(step) for step in steps]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -65,14 +79,16 @@ def test_a_write_that_raises_leaves_the_previous_checkpoint(tmp_path: Path) -> N
     save(tmp_path, 1)
     before = tree(tmp_path)
 
-    def full_disk(folder: Path) -> None:
-        (folder / "model.pt").write_text("half")
+    draft = begin(tmp_path, 2)
+
+    def full_disk() -> list[Path]:
+        (draft / "model.pt").write_text("half")
         raise OSError("No space left on device")
 
     with pytest.raises(
         StorageError, match=r"cannot write .*step-00000002: No space .*; earlier checkpoints are intact"
     ):
-        commit(tmp_path, 2, full_disk, keep=1)
+        commit(draft, full_disk, keep=1)
     assert newest(tmp_path) == tmp_path / "step-00000001"
     assert {name: data for name, data in tree(tmp_path).items() if name in before} == before
     (second,) = save(tmp_path, 2, keep=1)
@@ -89,22 +105,27 @@ from dmjd.train import checkpoint
 
 folder = pathlib.Path(sys.argv[1])
 
-def write(folder):
-    (folder / "model.pt").write_text("x" * 100_000)
+def write(draft):
+    (draft / "model.pt").write_text("x" * 100_000)
+    return [draft / "model.pt"]
 
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
-def slow(folder):
-    with (folder / "model.pt").open("w") as file:
+def slow(draft):
+    with (draft / "model.pt").open("w") as file:
         file.write("half")
         file.flush()
         die()
 
-checkpoint.commit(folder, 1, write, keep=1)
+def commit(step, write):
+    draft = checkpoint.begin(folder, step)
+    checkpoint.commit(draft, lambda: write(draft), keep=1)
+
+commit(1, write)
 if {at!r} != "write":
     {at} = die
-checkpoint.commit(folder, 2, slow if {at!r} == "write" else write, keep=1)
+commit(2, slow if {at!r} == "write" else write)
 """
 
 
@@ -191,3 +212,12 @@ def test_a_half_written_checkpoint_cannot_be_named(tmp_path: Path) -> None:
     (draft / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         resolve(draft)
+
+
+def test_a_run_that_goes_back_finds_and_keeps_what_is_old_enough(tmp_path: Path) -> None:
+    save(tmp_path, 4, 8, 12)
+    assert newest(tmp_path, until=11) == tmp_path / "step-00000008"
+    assert newest(tmp_path, until=8) == tmp_path / "step-00000008"
+    assert newest(tmp_path, until=3) is None
+    drop_after(tmp_path, 8)
+    assert [step_of(path) for path in committed(tmp_path)] == [4, 8]

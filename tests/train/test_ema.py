@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dmjd.compose import compose
 from dmjd.evaluate.encoder import load_encoder
+from dmjd.parallel.store import read_average
 from dmjd.train import checkpoint
 from dmjd.train.ema import EncoderEma
 from dmjd.train.loop import pretrain
@@ -16,11 +17,16 @@ from dmjd.train.loop import pretrain
 Words = Callable[..., list[str]]
 
 
+def shards(encoder: nn.Module) -> dict[str, Tensor]:
+    """What an engine gives of an objective with this encoder."""
+    return {f"model.encoder.{name}": parameter.detach() for name, parameter in encoder.named_parameters()}
+
+
 def test_the_average_is_the_weighted_sum_of_all_values() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     values = [layer.weight.detach().double().clone()]
-    ema = EncoderEma(layer, decay=0.8)
+    ema = EncoderEma(shards(layer), decay=0.8)
     for _ in range(5):
         with torch.no_grad():
             layer.weight.add_(torch.randn(2, 3))
@@ -28,26 +34,23 @@ def test_the_average_is_the_weighted_sum_of_all_values() -> None:
         values.append(layer.weight.detach().double().clone())
     # .8^5 of the first value, then .2 * .8^(5 - i) of the i-th.
     expected = 0.8**5 * values[0] + sum(0.2 * 0.8 ** (5 - i) * values[i] for i in range(1, 6))
-    torch.testing.assert_close(ema.encoder_state()["weight"].double(), expected, atol=1e-6, rtol=1e-6)
-    assert not torch.equal(ema.encoder_state()["weight"], layer.weight)
+    average = ema.averages["model.encoder.weight"]
+    torch.testing.assert_close(average.double(), expected, atol=1e-6, rtol=1e-6)
+    assert not torch.equal(average, layer.weight)
 
 
-def test_its_state_survives() -> None:
+def test_it_is_of_the_encoder_alone() -> None:
     layer = nn.Linear(3, 2)
-    ema = EncoderEma(layer, decay=0.5)
-    with torch.no_grad():
-        layer.weight.mul_(3)
-    ema.update()
-    other = EncoderEma(nn.Linear(3, 2), decay=0.5)
-    other.load_state_dict(ema.state_dict())
-    assert torch.equal(other.encoder_state()["weight"], ema.encoder_state()["weight"])
+    ema = EncoderEma({**shards(layer), "model.head.weight": layer.weight.detach()}, decay=0.5)
+    assert set(ema.averages) == {"model.encoder.weight", "model.encoder.bias"}
 
 
 def test_a_run_keeps_it_and_evaluation_reads_it(tmp_path: Path, tiny: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
     run = pretrain(compose("pretrain", tiny(tmp_path / "run", "ema_decay=0.9"))).path
     (folder,) = checkpoint.committed(run / "checkpoints")
-    average = checkpoint.read_loop_state(folder)["ema"]
+    average = {name.removeprefix("model.encoder."): value for name, value in read_average(folder).items()}
+    assert average
     weights = {
         kind: load_encoder(compose("knn", [f"checkpoint={run}", f"weights={kind}", "device=cpu"])).encoder.state_dict()
         for kind in ("trained", "ema", "untrained")

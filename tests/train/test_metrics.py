@@ -184,3 +184,14 @@ except StorageError as error:
 )
 def test_workers_that_would_hide_the_loading(workers: int, seconds: float, waited: float, needed: int) -> None:
     assert workers_needed(workers, seconds, waited) == needed
+
+
+def test_skipped_steps_are_counted_and_in_no_mean() -> None:
+    window, bad = Window(), numbers(float("nan"))._replace(applied=0.0)
+    for step in (numbers(1.0), bad, numbers(3.0), bad):
+        window.add(step)
+    restored = Window()
+    restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    row = restored.flush()
+    assert (row["loss"], row["skipped"]) == (2.0, 2)
+    assert not restored.flush()

@@ -33,7 +33,7 @@ def started(path: Path, *, with_checkpoint: bool = True) -> RunFolder:
     run.create()
     run.record(configure(), alone(CPU))
     if with_checkpoint:
-        checkpoint.commit(run.checkpoints, 1, lambda folder: None, keep=1)
+        checkpoint.commit(checkpoint.begin(run.checkpoints, 1), list, keep=1)
     return run
 
 
@@ -163,8 +163,8 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
         "config.yaml",
         "loop.pt",
         "manifest.json",
-        "model.pt",
-        "optimizer.pt",
+        ".metadata",
+        "__0_0.distcp",
     }
     assert {path.name for path in (finished_run / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
     assert (step / "config.yaml").read_text() == (finished_run / "config.yaml").read_text()

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from dmjd.parallel import store
+
 WORDS = (
     "batch_size=64",
     "log_every=1",
@@ -150,6 +152,7 @@ import dmjd.train.loop as loop
 persist = loop.Pretraining._persist
 def fault(self, batch):
     persist(self, batch)
+    self.saver.wait()
     os._exit(9)
 loop.Pretraining._persist = fault
 """
@@ -172,5 +175,5 @@ def test_three_processes_go_on_in_the_same_bits(
     assert run("cut") == [0, 0, 0]
     straight, cut = tmp_path / "straight", tmp_path / "cut"
     assert (straight / "log.jsonl").read_bytes() == (cut / "log.jsonl").read_bytes()
-    states = [torch.load(path / "checkpoints/step-00000021/model.pt", weights_only=True) for path in (straight, cut)]
+    states = [store.read(path / "checkpoints/step-00000021") for path in (straight, cut)]
     assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

@@ -1,0 +1,140 @@
+"""Sharded parameters, gradients and moments: torch's FSDP2 behind the engine protocol, in one dimension or in two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from dmjd.config import OptimConfig
+from dmjd.models.objective import Objective
+from dmjd.parallel.apply import blocks
+from dmjd.parallel.single import SingleEngine
+from dmjd.parallel.world import World
+
+
+class FSDPEngine(SingleEngine):
+    """Every rank owns a slice of each parameter, along its first dimension, and the moments of that slice.
+
+    The optimizer works on the slices as plain tensors, so a step is :class:`SingleEngine`'s but for the norm, which is
+    that of all slices. Gradients are reduced after each micro-batch: deferring would keep all of them, whole and in
+    float32, on every rank.
+
+    Args:
+        mesh: of dimension "shard", or "replicate" and "shard" (HSDP: sharded within, averaged across).
+        bare: :func:`without_parameters` of the objective before any transform.
+        reshard_after_forward: whether a block's parameters are dropped after forward and gathered again for backward.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        bare: Objective,
+        config: OptimConfig,
+        world: World,
+        mesh: DeviceMesh,
+        precision: torch.dtype,
+        *,
+        reshard_after_forward: bool = True,
+    ) -> None:
+        self._world, self._mesh, self._bare = world, mesh, bare
+        # Autocast decides what computes in which type, as in the other engines: the residual stream, norms and losses
+        # stay float32, which casting inputs and outputs to bfloat16 would undo. Matrices come in bfloat16, to which
+        # autocast would round them anyway, so they travel and are kept for backward at half the size. What lies
+        # outside of the blocks stays float32, since tokens and positions decide the type of the stream.
+        in_blocks = None if precision == torch.float32 else precision
+        policy = MixedPrecisionPolicy(in_blocks, torch.float32, cast_forward_inputs=False)
+        for block in blocks(objective.model):
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+        fully_shard(objective, mesh=mesh, mp_policy=outside)
+        super().__init__(objective, config, world.device, precision)
+        self._saving = world.apart()
+
+    def _own(self) -> dict[str, nn.Parameter]:
+        self._sharded = {name: _sharded(p) for name, p in self.objective.named_parameters()}
+        return {
+            name: nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad)
+            for name, p in self._sharded.items()
+        }
+
+    def _collect(self) -> None:
+        for name, parameter in self._owned.items():
+            gradient = self._sharded[name].grad
+            parameter.grad = None if gradient is None else _sharded(gradient).to_local()
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        square = nn.utils.get_total_norm(gradients).square()
+        dist.all_reduce(square, group=self._mesh.get_group("shard"))
+        return square.sqrt()
+
+    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+        like = self._sharded[name]
+        return DTensor.from_local(
+            tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._saving.group
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # Across replicas once a step: what waits is a slice, not a whole gradient.
+        assert isinstance(self.objective, FSDPModule)
+        self.objective.set_requires_all_reduce(last)
+        with super().micro_batch(last):
+            yield
+
+    def discard(self) -> None:
+        super().discard()
+        for parameter in self._sharded.values():
+            parameter.grad = None
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self._whole(torch.device("cpu"))
+
+    @contextmanager
+    def gathered(self) -> Iterator[Objective | None]:
+        state = self._whole(self.device)
+        if not self._world.is_main:
+            yield None
+            return
+        nothing = self._bare.state_dict()
+        self._bare.load_state_dict(state, assign=True)
+        try:
+            yield self._bare
+        finally:
+            self._bare.load_state_dict(nothing, assign=True)
+
+    def _whole(self, device: torch.device) -> dict[str, Tensor]:
+        """Every parameter on ``device`` of rank 0, one gathered after the other; empty elsewhere."""
+        whole = {}
+        for name, parameter in self._sharded.items():
+            value = _sharded(parameter.detach()).full_tensor()
+            if self._world.is_main:
+                whole[name] = value.to(device)
+        return whole
+
+    def shard_frozen(self, module: nn.Module) -> nn.Module:
+        module.requires_grad_(False).to(self.device)
+        fully_shard(module, mesh=self._mesh)
+        return module
+
+
+def without_parameters(objective: Objective) -> Objective:
+    """A copy on the same device whose parameters are shapes alone."""
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in objective.parameters()}
+    return copy.deepcopy(objective, memo)
+
+
+def _sharded(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor

@@ -1,0 +1,72 @@
+"""Batches that are passed over, against a walk along all batches that leaves them out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dmjd.data.batch import Batch
+from dmjd.data.detour import Detour, DetourAhead, Windows, batch_of, passing_over
+from dmjd.data.loader import make_loader
+from dmjd.data.substitution import Substitution
+
+
+def walk(gone: set[int], count: int) -> list[int]:
+    """The first ``count`` batch numbers that are not in ``gone``."""
+    return [number for number in range(count + len(gone)) if number not in gone][:count]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_read_all_other_batches_in_order(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    windows: Windows = ()
+    gone: set[int] = set()
+    for _ in range(rng.integers(0, 8)):
+        begin = int(rng.integers(0, 60))
+        end = begin + int(rng.integers(1, 12))
+        windows = passing_over(windows, begin, end)
+        gone |= set(range(begin, end))
+        assert sum(high - low for low, high in windows) == len(gone)
+        assert all(low[1] < high[0] for low, high in pairwise(windows)), "sorted and apart"
+    assert [batch_of(step, windows) for step in range(80)] == walk(gone, 80)
+
+
+def test_the_order_of_windows_does_not_matter() -> None:
+    assert passing_over(passing_over((), 3, 5), 7, 9) == passing_over(passing_over((), 7, 9), 3, 5) == ((3, 5), (7, 9))
+    assert passing_over(((3, 5), (7, 9)), 5, 7) == ((3, 9),)
+
+
+class Numbered:
+    """Batch ``n`` holds sample ``n``."""
+
+    def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
+        return Batch.empty(1, (1, 1), 1)._replace(sample_ids=torch.tensor([number])), ()
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, int, int]] = []
+
+    def start(self, step: int, stop: int) -> None:
+        self.words.append(("start", step, stop))
+
+    def reach(self, step: int) -> None:
+        self.words.append(("reach", step, 0))
+
+    def close(self) -> None:
+        self.words.append(("close", 0, 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_reads_past_the_windows_and_says_so_ahead(workers: int) -> None:
+    windows, told = ((2, 4), (5, 6)), Told()
+    loader = make_loader(Detour(Numbered(), windows), 1, 5, workers, pin_memory=False, ahead=DetourAhead(told, windows))
+    assert [batch.sample_ids.item() for batch in loader] == [1, 4, 6, 7]
+    reached = [("reach", number, 0) for number in (1, 4, 6, 7)]
+    assert told.words == [("start", 1, 8), *reached, ("close", 0, 0)]

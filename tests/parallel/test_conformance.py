@@ -1,0 +1,168 @@
+"""All engines compute the same: losses, norms, averages and what becomes of a bad step, at 2 and 4 processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmjd.parallel import store
+from tests.parallel import walk
+
+Seen = dict[str, dict[str, Any]]
+TOLERANCE = 1e-5
+
+
+def launch(folder: Path, size: int, saved: dict[str, Path], variants: bool) -> Seen:
+    """What ``size`` processes saw of every engine."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    folder.mkdir()
+    context = multiprocessing.get_context("forkserver")
+    arguments = (size, folder, port, saved, variants)
+    processes = [context.Process(target=walk.walk, args=(rank, *arguments)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0] * size
+    return {name: torch.load(folder / f"{name}.pt", weights_only=True) for name in walk.ENGINES}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """The single engine's results."""
+    run, convolutional = walk.reference(), walk.reference(convolutional=True)
+    rows = run.take(walk.STEPS)
+    return {
+        "curve": rows,
+        "parameters": run.engine.full_state_dict(),
+        "averages": run.averages,
+        "convolutional": convolutional.take(2),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Path]:
+    folder = tmp_path_factory.mktemp("two") / "walk"
+    return launch(folder, 2, {}, variants=True), folder
+
+
+@pytest.fixture(scope="module")
+def resumed_alone(two: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Path]:
+    """What one process makes of each engine's save at two; and its own save, of fsdp's, for four."""
+    _, folder = two
+    again = tmp_path_factory.mktemp("one") / "again"
+    seen: Seen = {}
+    for name in walk.ENGINES:
+        run = walk.reference()
+        run.load(folder / name)
+        if name == "fsdp":
+            run.save(again)
+        seen[name] = {"resumed": run.take(walk.STEPS - walk.SAVED_AT)}
+    return seen, again
+
+
+@pytest.fixture(scope="module")
+def four(two: tuple[Seen, Path], resumed_alone: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    _, folder = two
+    saved = {"two of ddp": folder / "ddp", "two of hsdp": folder / "hsdp", "one of two": resumed_alone[1]}
+    return launch(tmp_path_factory.mktemp("four") / "walk", 4, saved, variants=False)
+
+
+def assert_same_curve(ours: list[Any], theirs: list[Any]) -> None:
+    assert len(ours) == len(theirs)
+    for row, expected in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+NAMES = pytest.mark.parametrize("name", walk.ENGINES)
+
+
+@NAMES
+def test_two_processes_follow_the_curve_of_one(name: str, two: tuple[Seen, Path], alone: dict[str, Any]) -> None:
+    seen = two[0][name]
+    assert_same_curve(seen["curve"], alone["curve"])
+    assert_close(seen["parameters"], alone["parameters"])
+    assert max(row[1] for row in alone["curve"]) > 0.5, "clipping was at work"
+
+
+@NAMES
+def test_four_processes_follow_the_curve_of_one(name: str, four: Seen, alone: dict[str, Any]) -> None:
+    assert_same_curve(four[name]["curve"], alone["curve"])
+    assert_close(four[name]["parameters"], alone["parameters"])
+
+
+@NAMES
+def test_the_average_is_saved_whole(name: str, two: tuple[Seen, Path], alone: dict[str, Any]) -> None:
+    saved = store.read_average(two[1] / f"{name}-before")
+    assert_close(saved, alone["averages"])
+
+
+@NAMES
+@pytest.mark.parametrize("variant", walk.VARIANTS)
+def test_recomputing_changes_nothing(name: str, variant: str, two: tuple[Seen, Path], alone: dict[str, Any]) -> None:
+    assert_same_curve(two[0][name][variant], alone["curve"][:2])
+
+
+@NAMES
+@pytest.mark.parametrize("variant", ["convolutional", "convolutional, recomputed"])
+def test_a_convvit_that_sees_visible_tokens_alone(
+    name: str, variant: str, two: tuple[Seen, Path], alone: dict[str, Any]
+) -> None:
+    assert_same_curve(two[0][name][variant], alone["convolutional"])
+
+
+@NAMES
+def test_a_bad_step_of_one_rank_moves_nothing_on_any(name: str, two: tuple[Seen, Path], four: Seen) -> None:
+    for seen in (two[0][name], four[name]):
+        ((loss, norm, applied),) = seen["poisoned"]
+        assert loss != loss
+        assert norm != norm or norm == float("inf")
+        assert applied == 0
+        assert not any(seen["moved"])
+    before, after = (store.read(two[1] / f"{name}-{when}") for when in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items()), "moments and step counts neither"
+
+
+@NAMES
+def test_gathered_weights_are_the_whole_ones(name: str, two: tuple[Seen, Path], four: Seen) -> None:
+    for seen in (two[0][name], four[name]):
+        assert seen["gathered parameters"].keys() == seen["parameters"].keys()
+        for parameter, value in seen["gathered parameters"].items():
+            assert torch.equal(value, seen["parameters"][parameter])
+        twin = walk.make_objective()
+        twin.load_state_dict(seen["parameters"])
+        with torch.no_grad():
+            expected = twin(*walk.make_batch(0, range(walk.BATCH))).total
+        torch.testing.assert_close(seen["gathered"], expected, rtol=1e-6, atol=0)
+
+
+@NAMES
+def test_a_run_can_be_rolled_back(name: str, two: tuple[Seen, Path], four: Seen) -> None:
+    for seen in (two[0][name], four[name]):
+        assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
+
+
+@NAMES
+def test_one_process_goes_on_from_two(name: str, resumed_alone: tuple[Seen, Path], alone: dict[str, Any]) -> None:
+    assert_same_curve(resumed_alone[0][name]["resumed"], alone["curve"][walk.SAVED_AT :])
+
+
+@NAMES
+@pytest.mark.parametrize("origin", ["two of ddp", "two of hsdp", "one of two"])
+def test_four_processes_go_on_from(name: str, origin: str, four: Seen, alone: dict[str, Any]) -> None:
+    assert_same_curve(four[name][f"from {origin}"], alone["curve"][walk.SAVED_AT :])

@@ -1,0 +1,204 @@
+"""What one process of several does for the conformance suite: it walks all engines, and rank 0 writes what it saw.
+
+One launch per number of processes, since starting them and meeting takes longer than the steps of so small a model.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.masking import MaskedViews, MaskSpec
+from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.decoder import MAEDecoder, VisibleBranch
+from dmjd.models.masked_image_model import Encoder, MaskedImageModel
+from dmjd.models.objective import Objective
+from dmjd.models.vit import ViTEncoder
+from dmjd.parallel.build import build_engine
+from dmjd.parallel.engine import Engine
+from dmjd.parallel.world import World, alone, join_world
+from dmjd.train.ema import EncoderEma
+from dmjd.train.schedules import cosine
+
+STEPS, BATCH, PARTS, SAVED_AT = 6, 8, 2, 3
+TARGET_DIM = 5
+CPU = torch.device("cpu")
+
+
+def engine(name: str, **options: Any) -> EngineConfig:
+    return EngineConfig(name=name, device="cpu", precision="fp32", accumulation=PARTS, **options)
+
+
+ENGINES = {
+    "ddp": engine("ddp"),
+    "fsdp": engine("fsdp"),
+    "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False),
+    "hsdp": engine("hsdp", replicas=2),
+}
+"""What is held to the single engine's results, by the name that results have."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "mlp recomputed": {"activation_checkpointing": "mlp"},
+    "recomputed": {"activation_checkpointing": "full"},
+}
+"""Transforms that change nothing."""
+
+
+@dataclass
+class Curve:
+    """Rows of (loss of the whole batch, gradient norm, applied), and what the run holds at its end."""
+
+    rows: list[tuple[float, float, float]]
+    parameters: dict[str, Tensor]
+    averages: dict[str, Tensor]
+
+
+def make_objective(convolutional: bool = False) -> Objective:
+    torch.manual_seed(0)
+    encoder: Encoder
+    if convolutional:
+        encoder = ConViTEncoder(
+            image_size=(64, 64), in_chans=3, embed_dims=(8, 12, 32), depths=(1, 1, 1), mlp_ratios=(2, 2, 2), num_heads=4
+        )
+    else:
+        encoder = ViTEncoder(image_size=(64, 64), patch_size=16, in_chans=3, embed_dim=32, depth=2, num_heads=4)
+    decoder = MAEDecoder(
+        encoder_dim=32,
+        grid=encoder.grid,
+        prefix_tokens=encoder.num_prefix_tokens,
+        dim=32,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=2.0,
+    )
+    branch = VisibleBranch(encoder_dim=32, width=16, target_dim=TARGET_DIM)
+    return Objective(MaskedImageModel(encoder, decoder, branch, target_dim=TARGET_DIM))
+
+
+def make_batch(step: int, rows: range) -> tuple[Tensor, MaskedViews, Tensor]:
+    """Samples ``rows`` of the batch of ``step``, whoever asks for them."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 64, 64, generator=generator)
+    targets = torch.randn(BATCH, 16, TARGET_DIM, generator=generator)
+    views = MaskSpec(views=2, mask_ratio=0.6, pattern="uniform").draw(torch.tensor(rows), (4, 4), seed=0, epoch=step)
+    return images[rows], views, targets[rows]
+
+
+class Run:
+    """A few steps of one engine, as the loop takes them: accumulation, clipping, schedule and average."""
+
+    def __init__(self, config: EngineConfig, world: World, convolutional: bool = False, ema: bool = True) -> None:
+        self.world = world
+        # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
+        optim = OptimConfig(clip_grad=0.5, eps=1e-2)
+        self.engine: Engine = build_engine(make_objective(convolutional), config, optim, world)
+        self.ema = EncoderEma(self.engine.local_shards(), 0.9) if ema else None
+        self.step = 0
+
+    def forward_backward(self, poisoned: bool = False) -> float:
+        share = BATCH // self.world.size
+        own = range(self.world.rank * share, (self.world.rank + 1) * share)
+        total = torch.zeros(())
+        for part in range(PARTS):
+            size = share // PARTS
+            images, views, targets = make_batch(self.step, own[part * size : (part + 1) * size])
+            if poisoned and self.world.rank == self.world.size - 1:
+                targets[0, 0, 0] = float("nan")
+            with self.engine.micro_batch(last=part + 1 == PARTS):
+                loss = self.engine.module(images, views, targets).total / PARTS
+                self.engine.backward(loss)
+            total += loss.detach()
+        return float(self.world.mean(total))
+
+    def take(self, steps: int, poisoned: bool = False) -> list[tuple[float, float, float]]:
+        rows = []
+        for _ in range(steps):
+            loss = self.forward_backward(poisoned)
+            result = self.engine.step(cosine(self.step, total=STEPS, warmup=2, peak=0.1, floor=0.0), 0.05)
+            if self.ema is not None and result.applied:
+                self.ema.update()
+            self.step += 1
+            rows.append((loss, float(result.grad_norm), float(result.applied)))
+        return rows
+
+    @property
+    def averages(self) -> dict[str, Tensor]:
+        return {} if self.ema is None else self.ema.averages
+
+    def save(self, folder: Path) -> None:
+        self.world.on_main(lambda: folder.mkdir(parents=True))
+        self.engine.save(folder, self.averages)()
+        self.world.gather(None)
+
+    def load(self, folder: Path) -> None:
+        self.engine.load(folder, self.averages)
+        self.step = SAVED_AT
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of all that this rank owns."""
+        return {name: value.clone() for name, value in self.engine.local_shards().items()}
+
+
+def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], variants: bool) -> None:
+    """The life of one rank. Writes ``folder/NAME.pt`` of every engine, and ``folder/NAME/`` after three steps of it."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+    )  # fmt: skip
+    world = join_world(CPU, engine("ddp"))
+    for name, config in ENGINES.items():
+        seen = _look_at(config, world, folder / name, saved, variants)
+        if world.is_main:
+            torch.save(seen, folder / f"{name}.pt")
+    world.close()
+
+
+def _look_at(
+    config: EngineConfig, world: World, folder: Path, saved: dict[str, Path], variants: bool
+) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    run = Run(config, world)
+    run.forward_backward()
+    run.engine.discard()  # as the loop's rehearsal; it must leave no trace
+    rows = run.take(SAVED_AT)
+    run.save(folder)
+    rows += run.take(STEPS - SAVED_AT)
+    seen["curve"] = rows
+    seen["parameters"] = run.engine.full_state_dict()
+    before, moments = run.snapshot(), folder.with_name(f"{folder.name}-before")
+    run.save(moments)
+    seen["poisoned"] = run.take(1, poisoned=True)
+    seen["moved"] = world.gather([n for n, value in run.snapshot().items() if not torch.equal(value, before[n])])
+    run.save(folder.with_name(f"{folder.name}-after"))
+    with run.engine.gathered() as objective:
+        if objective is not None:
+            with torch.no_grad():
+                seen["gathered"] = objective(*make_batch(0, range(BATCH))).total
+            seen["gathered parameters"] = {n: p.detach().clone() for n, p in objective.named_parameters()}
+    run.load(folder)
+    seen["rolled back"] = run.take(STEPS - SAVED_AT)
+    for origin, path in saved.items():
+        other = Run(config, world)
+        other.load(path)
+        seen[f"from {origin}"] = other.take(STEPS - SAVED_AT)
+        other.engine.close()
+    if variants:
+        for variant, options in VARIANTS.items():
+            seen[variant] = Run(replace(config, **options), world, ema=False).take(2)
+        seen["convolutional"] = Run(config, world, convolutional=True).take(2)
+        recomputed = replace(config, activation_checkpointing="full")
+        seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
+    run.engine.close()
+    return seen
+
+
+def reference(convolutional: bool = False) -> Run:
+    """One process by itself."""
+    return Run(engine("single"), alone(CPU), convolutional)

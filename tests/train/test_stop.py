@@ -1,0 +1,413 @@
+"""Asking a run to stop or to save: real signals, files and clocks, to one process and to several."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dmjd.train.loop as loop
+import dmjd.train.stop as stop
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.errors import ConfigError, DataError
+from dmjd.parallel.world import alone
+from dmjd.train.stop import ASKS, Requests, deadline_of, seconds_of
+
+Words = Callable[..., list[str]]
+Launch = Callable[..., Any]
+Same = Callable[[Path, Path], None]
+CPU = torch.device("cpu")
+EVERY = ("batch_size=64", "log_every=4", "checkpoint_every=100", "ema_decay=0.9")  # 22 steps
+STEPS = 22
+
+
+def reason(run: Path) -> dict[str, Any]:
+    record: dict[str, Any] = json.loads((run / "STOP_REASON").read_text())
+    return record
+
+
+def checkpoints(run: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").iterdir())]
+
+
+# Times
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("0:00:00", 0), ("11:50:00", 42600), ("1-00:00:01", 86401), ("100:00:00", 360000)]
+)
+def test_a_time_is_read_as_slurm_writes_it(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "3600", "1:60:00", "11:50", "1:00:00:00", "-1:00:00", "soon", "1-1-00:00:00"])
+def test_another_time_is_refused_before_anything_is_touched(tmp_path: Path, tiny: Words, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"time_budget must be H:MM:SS .*, got '"):
+        loop.pretrain(compose("pretrain", tiny(tmp_path / "run", f"time_budget='{text}'")))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_end_of_a_slurm_job_is_a_deadline_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert deadline_of("auto", 300) is None
+    assert deadline_of(None, 300) is None
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "2000000000")
+    assert deadline_of("auto", 300) == 1999999700
+    assert deadline_of(None, 300) is None
+    assert deadline_of("1:00:00", 300) == pytest.approx(time.time() + 3600, abs=60)
+
+
+# What one rank hears
+
+
+@pytest.fixture
+def requests(tmp_path: Path) -> Requests:
+    return Requests(tmp_path, alone(CPU), None)
+
+
+def heard(requests: Requests, step: int = 1) -> list[str]:
+    return [name for name, flag in zip(ASKS, requests.asks(step).tolist(), strict=True) if flag]
+
+
+@pytest.mark.parametrize("number", stop.SIGNALS)
+def test_a_signal_asks_and_handlers_are_put_back(requests: Requests, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with requests:
+        assert heard(requests) == []
+        os.kill(os.getpid(), number)
+        assert heard(requests) == ["signal"]
+        os.kill(os.getpid(), number)  # a launcher's echo
+        requests.agree([1.0, 0.0, 0.0, 0.0, 0.0])
+        assert requests.stopping() == ("signal", f"{number.name} at rank 0")
+    assert signal.getsignal(number) == before
+
+
+def test_files_are_looked_for_now_and_then(requests: Requests, tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    (tmp_path / "save").touch()
+    assert [heard(requests, step) for step in (9, 10, 11)] == [[], ["file", "save"], ["file", "save"]]
+
+
+def test_a_save_is_done_once_for_each_file(requests: Requests, tmp_path: Path) -> None:
+    (tmp_path / "save").touch()
+    requests.agree(requests.asks(10).tolist())
+    assert (requests.saving, requests.reason) == (True, None)
+    requests.saved()
+    assert (requests.saving, (tmp_path / "save").exists()) == (False, False)
+    assert heard(requests, 20) == []
+
+
+def test_alone_an_error_is_raised_at_once(requests: Requests) -> None:
+    with pytest.raises(DataError, match="gone"):
+        requests.fail(DataError("gone"))
+
+
+# One process
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, tiny: Words) -> Path:
+    """The run of one process that nobody disturbed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "write_pictures", lambda *arguments: {})
+        config: PretrainConfig = compose("pretrain", tiny(tmp_path_factory.mktemp("straight") / "run", *EVERY))
+        return loop.pretrain(config).path
+
+
+@pytest.fixture
+def run(tmp_path: Path, tiny: Words, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """``run(*words)``: launch the run in ``tmp_path / "run"`` once, in this process."""
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: {})
+
+    def once(*words: str) -> Path:
+        config: PretrainConfig = compose("pretrain", tiny(tmp_path / "run", *EVERY, *words))
+        return loop.pretrain(config).path
+
+    return once
+
+
+def test_a_stop_file_stops_once(
+    assert_same_run: Same, run: Callable[..., Path], straight: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").touch()
+    stopped = run()
+    assert checkpoints(stopped) == [11], "looked for at step 10 and agreed on one step later"
+    record = reason(stopped)
+    assert (record["reason"], record["step"], record["total_steps"]) == ("file", 11, STEPS)
+    assert record.keys() == {"reason", "detail", "step", "total_steps", "when", "next"}
+    assert not (stopped / "stop").exists()
+    assert_same_run(run(), straight)
+    assert reason(stopped)["reason"] == "finished"
+
+
+def test_a_save_file_saves_and_the_run_goes_on(
+    assert_same_run: Same, run: Callable[..., Path], straight: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "save").touch()
+    saved = run()
+    assert checkpoints(saved) == [11, STEPS]
+    assert not (saved / "save").exists()
+    assert_same_run(saved, straight)
+
+
+@pytest.mark.parametrize("slurm", [False, True])
+def test_a_run_out_of_time_gets_there_in_small_launches(
+    assert_same_run: Same, run: Callable[..., Path], straight: Path, monkeypatch: pytest.MonkeyPatch, slurm: bool
+) -> None:
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))  # within the margin
+    words = () if slurm else ("time_budget=0:00:00",)
+    for launch in range(1, 4):
+        stopped = run(*words)
+        assert (reason(stopped)["reason"], reason(stopped)["step"]) == ("time", 2 * launch)
+    assert_same_run(run("time_budget=null"), straight)
+
+
+def test_what_breaks_a_run_off_is_left_in_words(run: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Pretraining, "_update", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run()
+    record = reason(tmp_path / "run")
+    assert (record["reason"], record["detail"], record["step"]) == ("error", "division by zero", 0)
+
+
+# Signals to processes. `launch` forks a process of its own, so a fault can be planted at an exact step.
+
+SIGNAL = """
+from dmjd.parallel.single import SingleEngine
+import signal
+step, calls = SingleEngine.step, []
+def signalled(self, lr, wd):
+    calls.append(1)
+    if len(calls) == {at} and os.environ.get("RANK", "0") == "{rank}":
+        os.kill(os.getpid(), signal.{name})
+    return step(self, lr, wd)
+SingleEngine.step = signalled
+"""
+NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}\n"
+
+
+def signal_at(at: int, name: str, rank: int = 0) -> str:
+    return SIGNAL.format(at=at, name=name, rank=rank)
+
+
+@pytest.mark.parametrize(("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGTERM", STEPS, 0)])
+def test_a_signalled_process_saves_ends_well_and_goes_on(
+    assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
+) -> None:
+    command = ["pretrain", *tiny(tmp_path / "run", *EVERY, f"workers={workers}")]
+    process = launch(command, NO_PICTURES + signal_at(at, name))
+    process.join(60)
+    assert process.exitcode == 0
+    record = reason(tmp_path / "run")
+    if at == STEPS:  # nothing is left to go on with
+        assert record["reason"] == "finished"
+    else:
+        assert (record["reason"], record["detail"], record["step"]) == ("signal", f"{name} at rank 0", at + 1)
+        assert checkpoints(tmp_path / "run") == [at + 1]
+        process = launch(command, NO_PICTURES)
+        process.join(60)
+        assert process.exitcode == 0
+    assert_same_run(tmp_path / "run", straight)
+
+
+HANGS = """
+import time
+import dmjd.train.stop as stop
+from dmjd.parallel.single import SingleEngine
+stop.ECHO_SECONDS = 0.0
+def hang(self, lr, wd):
+    open({file!r}, "w").close()
+    time.sleep(600)
+SingleEngine.step = hang
+"""
+
+
+def wait_for(true: Callable[[], bool], process: Any, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        assert process.is_alive()
+        time.sleep(0.01)
+
+
+def test_a_second_signal_of_a_kind_ends_a_process_that_does_not_get_there(
+    tmp_path: Path, tiny: Words, launch: Launch
+) -> None:
+    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], HANGS.format(file=str(tmp_path / "hangs")))
+    wait_for((tmp_path / "hangs").exists, process)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        os.kill(process.pid, number)
+        process.join(0.3)
+        assert process.is_alive(), "one of each kind only asks"
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
+
+
+# Several processes
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+Two = Callable[..., list[int]]
+
+
+def two_ranks(folder: Path, tiny: Words, launch: Launch) -> Two:
+    """``two(prelude, *words, name="run")``: exit codes of two ranks; what they say goes to ``said``."""
+
+    def run(prelude: str = "", *words: str, name: str = "run") -> list[int]:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
+        said = f"sys.stderr = open({str(folder / 'said')!r}, 'a', buffering=1)\n"
+        command = ["pretrain", *tiny(folder / name, *EVERY, "engine=ddp", *words)]
+        processes = [
+            launch(command, said + NO_PICTURES + prelude, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(2)
+        ]
+        for process in processes:
+            process.join(120)
+        return [process.exitcode for process in processes]
+
+    return run
+
+
+@pytest.fixture
+def two(tmp_path: Path, tiny: Words, launch: Launch) -> Two:
+    return two_ranks(tmp_path, tiny, launch)
+
+
+@pytest.fixture(scope="module")
+def straight_two(tmp_path_factory: pytest.TempPathFactory, tiny: Words, launch: Launch) -> Path:
+    """The run of two processes that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("straight_two")
+    assert two_ranks(folder, tiny, launch)() == [0, 0]
+    return folder / "run"
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(
+    assert_same_run: Same, tmp_path: Path, two: Two, straight_two: Path
+) -> None:
+    assert two(signal_at(5, "SIGUSR1", rank=1)) == [0, 0]
+    record = reason(tmp_path / "run")
+    assert (record["reason"], record["detail"], record["step"]) == ("signal", "SIGUSR1 at rank 1", 6)
+    assert checkpoints(tmp_path / "run") == [6]
+    assert two() == [0, 0]
+    assert_same_run(tmp_path / "run", straight_two)
+
+
+UNREADABLE = """
+from dmjd.data.loader import StepBatches
+from dmjd.errors import DataError
+load = StepBatches.load
+def fault(self, step):
+    if step >= 5 and os.environ["RANK"] == "1":
+        raise DataError("the shards of rank 1 are gone")
+    return load(self, step)
+StepBatches.load = fault
+"""
+FULL = """
+from dmjd.errors import StorageError
+from dmjd.train.metrics import RunLog
+write, calls = RunLog.write, []
+def fault(self, row):
+    calls.append(1)
+    if len(calls) > 2:
+        raise StorageError("the disk of rank 0 is full")
+    write(self, row)
+RunLog.write = fault
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [(UNREADABLE, "the shards of rank 1 are gone"), (FULL, "the disk of rank 0 is full")],
+    ids=["data", "log"],
+)
+def test_what_one_rank_cannot_do_stops_all_with_its_sentence(
+    assert_same_run: Same, tmp_path: Path, two: Two, straight_two: Path, fault: str, sentence: str
+) -> None:
+    # With a checkpoint at each step: none may hold what the rank made of batches that it did not have.
+    assert two(fault, "checkpoint_every=1") == [2, 2]
+    assert (tmp_path / "said").read_text().count(f"error: {sentence}\n") == 1
+    record = reason(tmp_path / "run")
+    assert (record["reason"], record["detail"]) == ("error", sentence)
+    assert checkpoints(tmp_path / "run")[-1] == (5 if fault == UNREADABLE else 7)
+    assert two() == [0, 0]
+    assert_same_run(tmp_path / "run", straight_two)
+
+
+NAN = """
+from dmjd.train.preparation import Preparation
+call, calls = Preparation.__call__, []
+def poisoned(self, batch, epoch):
+    prepared = call(self, batch, epoch)
+    key = tuple(batch.sample_ids.tolist())
+    calls.append(key)
+    # The first call is the rehearsal, so these are batches 9 to 12, by their samples.
+    if len(calls) in {bad}:
+        marks.add(key)
+    if key in marks and os.environ["RANK"] == "1":
+        prepared.targets.fill_(float("nan"))
+    return prepared
+marks = set()
+Preparation.__call__ = poisoned
+"""
+PASSING = """
+from dmjd.train.state import Position
+def init(self):
+    self.step, self.passed_over = 0, ((7, 13),)
+Position.__init__ = init
+"""
+LIMITS = ("guard.margin=2", "guard.max_skips=3", "checkpoint_every=5", "log_every=1")
+
+
+def test_ranks_roll_back_together(assert_same_run: Same, tmp_path: Path, two: Two) -> None:
+    # Batches 9 to 12 are bad at rank 1: step 10 is the first and step 13 the fourth, and two more before them go too.
+    assert two(NAN.format(bad=(11, 12, 13, 14)), *LIMITS) == [0, 0]
+    assert two(PASSING, *LIMITS, name="oracle") == [0, 0]
+    assert_same_run(tmp_path / "run", tmp_path / "oracle")
+    events = [json.loads(line) for line in (tmp_path / "run" / "guard.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["skipped"] * 4 + ["rollback"]
+    assert [[row["rank"] for row in event["ranks"]] for event in events[:4]] == [[1]] * 4
+    assert (events[4]["to"], events[4]["passed_over"]) == (5, [7, 13])
+
+
+def test_torchrun_hands_the_signal_on_and_waits_for_the_checkpoint(tmp_path: Path, tiny: Words) -> None:
+    signals = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", signals, "--shutdown-timeout=120"]
+    words = tiny(tmp_path / "run", *EVERY, "engine=ddp", "workers=1", "epochs=100", "log_every=1")
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", *torchrun, "-m", "dmjd", "pretrain", *words]
+    log = tmp_path / "run" / "log.jsonl"
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as agent:
+        deadline = time.monotonic() + 120
+        while not (log.is_file() and log.stat().st_size):
+            assert agent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        agent.send_signal(signal.SIGUSR1)
+        assert agent.wait(120) == 1, "torchrun says 1 whatever its workers say, so a launcher reads STOP_REASON"
+    record = reason(tmp_path / "run")
+    assert record["reason"] == "signal"
+    assert "SIGUSR1 at rank 0 and SIGUSR1 at rank 1" in record["detail"]
+    assert checkpoints(tmp_path / "run") == [record["step"]]
+    rows = log.read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, record["step"] + 1))
