@@ -32,7 +32,7 @@ PATTERNS = (
         "fewer workers, or --mem=0 in the job's header to have all of the node",
     ),
     (
-        r"Bus error|unable to mmap|No space left on device.*shm|shared memory",
+        r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory",
         "a data worker could not get shared memory",
         "a larger /dev/shm (docker: --ipc=host), or fewer workers; dmjd preflight measures it",
     ),
@@ -157,11 +157,17 @@ def _alive_or_not(beats: Sequence[Heartbeat], now: float, job: str | None) -> It
     suspects = []
     for beat in beats:
         state = process_state(beat, job)
-        where = f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heard of in {beat.phase} of step {beat.step}"
+        where = (
+            f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heard of in {beat.phase} of step {beat.step}"
+        )
         if state == "gone":
-            suspects.append(Finding(f"{where}, is gone: it was killed or crashed", "see its last lines in the job's log"))
+            suspects.append(
+                Finding(f"{where}, is gone: it was killed or crashed", "see its last lines in the job's log")
+            )
         elif state == "T":
-            advice = f"on {beat.host}: kill -CONT {beat.pid}; or scancel --signal=USR1 the job, which saves and requeues"
+            advice = (
+                f"on {beat.host}: kill -CONT {beat.pid}; or scancel --signal=USR1 the job, which saves and requeues"
+            )
             suspects.append(Finding(f"{where}, is stopped (SIGSTOP): all others wait for it", advice))
         elif state == "D":
             advice = f"look at the disks of {beat.host}: the run folder's, the data's and its cache's"

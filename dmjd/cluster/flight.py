@@ -1,4 +1,4 @@
-"""What ranks remembered of their last collectives when a time-out ended them: torch's flight recorder, read without torch.
+"""What ranks remembered of their last collectives when a time-out ended them: torch's flight recorder, without torch.
 
 Every rank numbers the collectives of a process group as it enters them. In a hang the others have entered one that
 some rank has not, and that rank is the one to look at.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FOLDER = "flight"
+from dmjd.parallel.environment import FLIGHT
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Stand:
 def read_stands(run: Path) -> list[Stand]:
     """From ``run/flight/rank_N``; a file that is no such record is passed over."""
     stands = []
-    for path in sorted((run / FOLDER).glob("rank_*")):
+    for path in sorted((run / FLIGHT).glob("rank_*")):
         match = re.search(r"rank_(\d+)$", path.name)
         entries = _entries(path)
         last: dict[str, dict[str, Any]] = {}

@@ -27,7 +27,8 @@ from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import build_engine, select_device
-from dmjd.parallel.world import World, alone, join_world
+from dmjd.parallel.environment import prepare_environment
+from dmjd.parallel.world import SHARDED, World, alone, join_world
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
 
@@ -140,7 +141,9 @@ def _judge_versions(facts: Sequence[Facts]) -> Check:
         other = next((fact for fact in facts if fact.versions.get(name) != value), None)
         if other is not None:
             found = f"{name} is {value} on {facts[0].host} and {other.versions.get(name, 'absent')} on {other.host}"
-            return Check("versions", found, "one environment for all nodes: a container, or a disk that all of them see")
+            return Check(
+                "versions", found, "one environment for all nodes: a container, or a disk that all of them see"
+            )
     return Check("versions", ", ".join(f"{name} {value}" for name, value in facts[0].versions.items()))
 
 
@@ -168,7 +171,9 @@ def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:
 def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
     broken = next((fact for fact in facts if fact.disk_error), None)
     if broken is not None:
-        return Check("run folder", f"{broken.host}: {broken.disk_error}", "name a folder on a disk that all nodes share")
+        return Check(
+            "run folder", f"{broken.host}: {broken.disk_error}", "name a folder on a disk that all nodes share"
+        )
     least = min(facts, key=lambda fact: fact.disk_free)
     wanted = needed.checkpoint * needed.checkpoints
     found = f"{least.disk_free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB for {needed.checkpoints} checkpoints"
@@ -191,7 +196,10 @@ def _judge_gpus(facts: Sequence[Facts]) -> Check:
     for fact in facts:
         for gpu in fact.gpus:
             seen += 1
-            name, where = f"GPU {gpu['index']} of {fact.host}", f"leave {fact.host} out (sbatch --exclude) and report it"
+            name, where = (
+                f"GPU {gpu['index']} of {fact.host}",
+                f"leave {fact.host} out (sbatch --exclude) and report it",
+            )
             errors = gpu["ecc.errors.uncorrected.volatile.total"]
             if errors.isdigit() and int(errors):
                 return Check("GPUs", f"{name} has had {errors} uncorrectable memory error(s)", where)
@@ -298,7 +306,8 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
     Raises:
         UserError: where the configuration itself does not hold.
     """
-    world = join_world(select_device(config.engine.device), config.engine.name)
+    prepare_environment(Path(config.run))
+    world = join_world(select_device(config.engine.device), config.engine)
     try:
         tokenizer = build_tokenizer(config)
         parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
@@ -311,11 +320,17 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
 
 
 def _warm(config: PretrainConfig, world: World) -> Check:
-    """One step of zeros by the first rank of every node, with the shapes that the run will have."""
-    began = time.monotonic()
-    if world.local_rank == 0:
+    """One step of zeros, with the shapes that the run will have, by the first rank of every node. Sharded models take
+    all ranks, which then find each other's code."""
+    began, sharded = time.monotonic(), config.engine.name in SHARDED
+    if sharded or world.local_rank == 0:
         tokenizer, spec = build_tokenizer(config), build_mask_spec(config.mask, token_grid(config))
-        engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, alone(world.device))
+        engine = build_engine(
+            build_objective(config, tokenizer.dim),
+            config.engine,
+            config.optim,
+            world if sharded else alone(world.device),
+        )
         part = config.batch_size // world.size // config.engine.accumulation
         batch = Batch.empty(part, config.data.image_size, config.data.channels).to(engine.device)
         prepare = Preparation(

@@ -11,7 +11,7 @@ from tests.cluster import slurm
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurm.Cluster]:
-    """Four nodes of 8 GPUs that are none, 64 processors that are 2 in all, and 500 GB: scripts run as they are shipped."""
+    """Four nodes of 8 GPUs that are none, 64 processors and 500 GB, so that scripts run as they are shipped."""
     reason = slurm.missing()
     if reason is not None:
         pytest.skip(reason)

@@ -168,7 +168,7 @@ class Cluster:
         return self.job(job)["JobState"]
 
     def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 300) -> str:
-        """The state of a job once it has ended, or ``until`` holds. Slurm's two minutes before a requeue are skipped."""
+        """The state of a job that has ended, or when ``until`` holds. Slurm's two minutes before a requeue are cut."""
 
         since: list[float] = []
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.parallel.single import read_model
+from dmjd.parallel.store import read_model
 from dmjd.train import checkpoint
 from tests.cluster.slurm import Cluster
 
