@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmjd.cluster import flight
-from dmjd.cluster.heartbeat import PHASES, Heartbeat, read_heartbeats
+from dmjd.cluster.heartbeat import PHASES, Beat, read_heartbeats
 from dmjd.errors import ConfigError
 
 STALE_SECONDS = 60.0
-"""A rank that has said nothing for so long is not on its way through a step, but in something that takes its time."""
+"""A rank that has been in one phase for so long is not on its way through a step, but in something that takes time."""
 
 PATTERNS = (
     (
@@ -92,7 +92,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     """Everything there is to say of a run, the most telling first.
 
     Raises:
-        ConfigError: if ``run`` is no run folder.
+        ConfigError: if ``run`` is no run folder. DataError: if a heartbeat is damaged.
     """
     if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
@@ -147,7 +147,7 @@ def _ended(run: Path) -> Finding | None:
     return Finding(f"{what} at step {stop['step']} of {stop['total_steps']}: {stop['detail']}", stop["next"])
 
 
-def _alive_or_not(beats: Sequence[Heartbeat], now: float, job: str | None) -> Iterator[Finding]:
+def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterator[Finding]:
     """The ranks' signs of life, and the state of those that have gone quiet."""
     ages = {beat.rank: now - beat.time for beat in beats}
     last = max(beats, key=lambda beat: beat.time)
@@ -179,17 +179,16 @@ def _alive_or_not(beats: Sequence[Heartbeat], now: float, job: str | None) -> It
     yield from suspects
 
 
-def _furthest_behind(beats: Sequence[Heartbeat], ages: dict[int, float]) -> Finding:
+def _furthest_behind(beats: Sequence[Beat], ages: dict[int, float]) -> Finding:
     """All processes are there. The rank that got least far is the one the others wait for."""
 
-    def progress(beat: Heartbeat) -> tuple[int, int]:
+    def progress(beat: Beat) -> tuple[int, int]:
         return beat.step, PHASES.index(beat.phase) if beat.phase in PHASES else len(PHASES)
 
     least, most = min(beats, key=progress), max(beats, key=progress)
     if progress(least) == progress(most):
         return Finding(
-            f"all {len(beats)} rank(s) have said nothing for {min(ages.values()):.0f} s, in {least.phase} of step "
-            f"{least.step}",
+            f"all {len(beats)} rank(s) have been in {least.phase} of step {least.step} for {min(ages.values()):.0f} s",
             _PHASE_ADVICE.get(least.phase, "wait for the time-out (engine.step_timeout), which tells who was behind"),
         )
     return Finding(
@@ -207,7 +206,7 @@ _PHASE_ADVICE = {
 }
 
 
-def process_state(beat: Heartbeat, job: str | None) -> str:
+def process_state(beat: Beat, job: str | None) -> str:
     """The letter that ps shows for the rank's process, "gone", or "" where it cannot be seen from here."""
     if beat.host == platform.node():
         try:

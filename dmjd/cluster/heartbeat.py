@@ -1,18 +1,40 @@
-"""Signs of life: what each rank was doing when it was last heard of, as ``RUN/heartbeat/rank-00003.json``."""
+"""Where every rank of a run is: one small file each, which anybody may read while the run goes on or after it died.
+
+``RUN/heartbeat/rank-00003.json`` is replaced as a whole, at most once a second, by a thread that never waits for the
+step and that the step never waits for. A run that hangs keeps the phase in which it does; ``time`` tells since when.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+import os
+import platform
+import threading
+import time
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import TracebackType
+
+from dmjd.errors import DataError
+from dmjd.files import replace_file
+
+PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
+"""forward: forward and backward pass; step: the optimizer's; stop: play is over, or an error ended it."""
 
 FOLDER = "heartbeat"
-PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
+INTERVAL = 1.0
+
+logger = logging.getLogger("dmjd")
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    """``time`` is in seconds since 1970; ``step`` counts optimizer steps that are done."""
+class Beat:
+    """What one rank said last.
+
+    step: optimizer steps done. time: seconds since 1970 when the phase began.
+    seconds, lost: wall seconds of the run over all launches, and those of work thrown away.
+    """
 
     rank: int
     step: int
@@ -20,18 +42,75 @@ class Heartbeat:
     time: float
     host: str
     pid: int
+    seconds: float
+    lost: float
 
 
-def read_heartbeats(run: Path) -> list[Heartbeat]:
-    """By rank; one that cannot be read, because its rank died writing it, is left out."""
-    beats = []
-    for path in sorted((run / FOLDER).glob("rank-*.json")):
-        try:
-            fields = json.loads(path.read_text())
-            rank = int(path.stem.removeprefix("rank-"))
-            beats.append(
-                Heartbeat(rank, fields["step"], fields["phase"], fields["time"], fields["host"], fields["pid"])
-            )
-        except (OSError, ValueError, KeyError):
-            continue
-    return beats
+class Heartbeat:
+    """Context manager that writes the file of ``rank``. :meth:`beat` costs no more than an assignment."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self._path = _path(run, rank)
+        self._rank, self._host = rank, platform.node()
+        self._latest: Beat | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._write_on, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Heartbeat:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def beat(self, step: int, phase: str, seconds: float, lost: float) -> None:
+        """Say where this rank is; the file follows within a second, and on leaving the context."""
+        self._latest = Beat(self._rank, step, phase, time.time(), self._host, os.getpid(), seconds, lost)
+
+    def _write_on(self) -> None:
+        written: Beat | None = None
+        warned = stopped = False
+        while not stopped:
+            stopped = self._stopped.wait(INTERVAL if written else 0)
+            latest = self._latest
+            if latest is None or latest is written:
+                continue
+            try:
+                replace_file(self._path, json.dumps(asdict(latest)))
+            except OSError as error:  # a full disk is for the log and the checkpoints to complain of
+                if not warned:
+                    logger.warning("no heartbeat at %s: %s", self._path, error)
+                warned = True
+            written = latest
+
+
+def forget_ranks(run: Path, first: int) -> None:
+    """Remove what ranks from ``first`` on said in a launch of more processes."""
+    for beat in read_heartbeats(run):
+        if beat.rank >= first:
+            _path(run, beat.rank).unlink(missing_ok=True)
+
+
+def read_heartbeats(run: Path) -> list[Beat]:
+    """The last beat of each rank, by rank; empty if the run never had any.
+
+    Raises:
+        DataError: if a file is damaged, which an interrupted write does not do.
+    """
+    return [_read(path) for path in sorted((run / FOLDER).glob("rank-*.json"))]
+
+
+def _path(run: Path, rank: int) -> Path:
+    return run / FOLDER / f"rank-{rank:05d}.json"
+
+
+def _read(path: Path) -> Beat:
+    try:
+        values = json.loads(path.read_text())
+        return Beat(**{item.name: values[item.name] for item in fields(Beat)})
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a heartbeat: {error!r}; remove it") from None

@@ -95,8 +95,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     header.update(_site_header(site))
     if "exclusive" in header:
         header["gpus-per-node"] = site.get("DMJD_GPUS", header.get("gpus-per-node", "1"))
-    nodes = _count(options, "nodes", int(header["nodes"]))
-    gpus = _count(options, "gpus", int(header.get("gpus-per-node", "1")))
+    nodes = _count(options, "nodes", int(header["nodes"] or 1))
+    gpus = _count(options, "gpus", int(header.get("gpus-per-node") or 1))
     chain = _count(options, "chain", 1)
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array do not go together; submit one chain for each index")

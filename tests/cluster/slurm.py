@@ -241,8 +241,8 @@ def _start(made: Cluster, memory: int) -> None:
     key = root / "munge.key"
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    places = {"key-file": key, "socket": "munge.sock", "pid-file": "munged.pid", "log-file": "munged.log"}
-    flags = [f"--{name}={root / place}" for name, place in {**places, "seed-file": "munge.seed"}.items()]
+    places = {"key": key.name, "socket": "munge.sock", "pid": "munged.pid", "log": "munged.log", "seed": "munge.seed"}
+    flags = [f"--{name}{'' if name == 'socket' else '-file'}={root / place}" for name, place in places.items()]
     made._daemon(["munged", "--foreground", "--force", "--num-threads=2", *flags])
     made.wait_until((root / "munge.sock").exists, story=lambda: "no munged")
     _ip(made, f"link add {BRIDGE} type bridge", f"addr add {SUBNET}.254/24 dev {BRIDGE}", f"link set {BRIDGE} up")

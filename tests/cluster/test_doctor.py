@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 
 from dmjd.cluster import flight
 from dmjd.cluster.doctor import PATTERNS, examine
+from dmjd.cluster.heartbeat import Beat
 from dmjd.errors import ConfigError
 
 HERE = platform.node()
@@ -42,15 +44,8 @@ def beat(
     run: Path, rank: int, step: int = 7, phase: str = "step", ago: float = 300, pid: int = 0, host: str = HERE
 ) -> None:
     (run / "heartbeat").mkdir(exist_ok=True)
-    fields = {
-        "rank": rank,
-        "step": step,
-        "phase": phase,
-        "time": time.time() - ago,
-        "host": host,
-        "pid": pid or os.getpid(),
-    }
-    (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(fields))
+    said = Beat(rank, step, phase, time.time() - ago, host, pid or os.getpid(), seconds=0.0, lost=0.0)
+    (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(asdict(said)))
 
 
 def said(run: Path) -> str:
@@ -140,7 +135,8 @@ def _record(rank: int, store: str, folder: str) -> None:
     import torch.distributed as dist
     from torch._C import _distributed_c10d
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    file = dist.FileStore(store, 2)  # type: ignore[attr-defined]  # public, and missing in the list of exports
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
     for _ in range(2):
         dist.all_reduce(torch.ones(3))
     if rank == 0:

@@ -220,6 +220,8 @@ def test_a_chain_goes_on_where_its_last_job_stopped(site: Site) -> None:
     assert [launch["job"] for launch in site.launches("chain")] == [first, second]  # the third had nothing to do
     assert site.marker("chain")["reason"] == "finished"
     # While it is at hand: what else can be submitted about a run.
-    (probe,) = site.submit(f"checkpoint={site.folder}/chain", "epochs=2", "workers=0", run="chain", verb="linprobe")
+    (probe,) = site.submit(
+        f"checkpoint={site.folder}/chain", "epochs=2", "batch_size=256", "workers=0", run="chain", verb="linprobe"
+    )
     assert site.cluster.wait(probe) == "COMPLETED", site.log("chain")
     assert "linprobe top-1" in site.log("chain")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import dmjd.source
+import dmjd
 from dmjd.cluster.submit import plan, submit, verbs
 from dmjd.errors import ConfigError
 from dmjd.source import snapshot, source_state
@@ -110,7 +110,7 @@ def test_a_copy_of_the_source_runs_whatever_lies_around(tmp_path: Path) -> None:
 def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = source_state()
     copy = snapshot(tmp_path / "code")
-    monkeypatch.setattr(dmjd.source.dmjd, "__file__", str(copy / "dmjd" / "__init__.py"))
+    monkeypatch.setattr(dmjd, "__file__", str(copy / "dmjd" / "__init__.py"))
     assert source_state() == state
     # Another source is another copy; the first, which a job may be running, is not touched.
     before = (copy / "dmjd" / "resources.py").read_text() + "# edited\n"
