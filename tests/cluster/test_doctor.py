@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from dmjd.cluster import flight
 from dmjd.cluster.doctor import PATTERNS, examine
-from dmjd.cluster.heartbeat import Beat
+from dmjd.cluster.heartbeat import Beat, Heartbeat, read_heartbeats
 from dmjd.errors import ConfigError
 
 HERE = platform.node()
@@ -62,6 +63,47 @@ def test_a_stopped_process_is_told_from_those_that_wait_for_it(run: Path, proces
     assert "is stopped (SIGSTOP)" in found
     assert f"kill -CONT {process.pid}" in found
     assert "rank 0 (" not in found
+
+
+def _step_on(rank: int, store: str, run: str) -> None:
+    """Steps that need both ranks, and a heartbeat of each, for ever."""
+    import torch
+    import torch.distributed as dist
+
+    file = dist.FileStore(store, 2)  # type: ignore[attr-defined]  # public, and missing in the list of exports
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
+    with Heartbeat(Path(run), rank) as heartbeat:
+        for step in itertools.count():
+            heartbeat.beat(step, "data", 0.0, 0.0)
+            time.sleep(0.02)
+            heartbeat.beat(step, "forward", 0.0, 0.0)
+            dist.all_reduce(torch.ones(3))
+
+
+def test_a_rank_that_hangs_a_job(run: Path, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=_step_on, args=(rank, str(tmp_path / "store"), str(run))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        end = time.monotonic() + 120
+        while len(beats := read_heartbeats(run)) < 2 or min(beat.step for beat in beats) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert "it is running" in said(run)
+        assert ranks[1].pid is not None
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        stood = -1
+        while stood != (stood := read_heartbeats(run)[0].step):  # until rank 0 has come to wait for it
+            time.sleep(1.5)
+        found = "\n".join(f"{finding.what} -> {finding.advice}" for finding in examine(run, now=time.time() + 120))
+        assert f"rank 1 (process {ranks[1].pid} on {HERE})" in found
+        assert "is stopped (SIGSTOP): all others wait for it" in found
+        assert f"kill -CONT {ranks[1].pid}" in found
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
 
 
 def test_a_process_that_is_gone(run: Path, process: subprocess.Popen[bytes]) -> None:
