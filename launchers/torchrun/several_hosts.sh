@@ -5,8 +5,9 @@
 #
 # HEAD is the name or address of one of them, as all others reach it. The run folder, and the data if they are files, are
 # on a disk that all see. Where names do not resolve alike everywhere, HOST=0 (1, 2, ... on the others) and an
-# address as HEAD do without. PORT (29400) and PROCESSES (the GPUs) may be set. A TERM or USR1 to one of these
-# processes makes all ranks of all hosts save and leave.
+# address as HEAD do without. PORT (29400) and PROCESSES (the GPUs) may be set. `touch RUN/stop` makes all ranks save and
+# leave. So does a TERM or USR1 to this process, but send it on every host: agents that hear nothing wait five minutes
+# for those that have left.
 set -euo pipefail
 : "${HOSTS:?the number of hosts}" "${HEAD:?one of the hosts, as the others reach it}"
 PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}

@@ -221,7 +221,13 @@ def test_a_chain_goes_on_where_its_last_job_stopped(site: Site) -> None:
     assert site.marker("chain")["reason"] == "finished"
     # While it is at hand: what else can be submitted about a run.
     (probe,) = site.submit(
-        f"checkpoint={site.folder}/chain", "epochs=2", "batch_size=256", "workers=0", run="chain", verb="linprobe"
+        f"checkpoint={site.folder}/chain",
+        "epochs=2",
+        "warmup_epochs=1",
+        "batch_size=256",
+        "workers=0",
+        run="chain",
+        verb="linprobe",
     )
     assert site.cluster.wait(probe) == "COMPLETED", site.log("chain")
     assert "linprobe top-1" in site.log("chain")
