@@ -9,7 +9,7 @@ export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 # An InfiniBand fabric that reroutes takes longer than the 20 of NCCL.
 export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
-# How long ranks may take to save after a signal. Slurm sends it DMJD_LEAD seconds before the end; some remain for the rest.
+# How long ranks may take to save after a signal, which comes 300 s before the end (see --signal in the scripts).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 agent=(
