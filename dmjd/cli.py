@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
@@ -147,6 +148,56 @@ def _shards(words: Sequence[str]) -> None:
         print(line)
 
 
+def _submit(words: Sequence[str]) -> None:
+    """submit a verb to Slurm: dmjd submit VERB site=NAME nodes=N key=value ... [--dry-run]"""
+    from dmjd.cluster.submit import plan, submit, verbs
+
+    words = list(words)
+    dry = "--dry-run" in words
+    words = [word for word in words if word != "--dry-run"]
+    if not words:
+        raise ConfigError(
+            f"dmjd submit takes one of {', '.join(verbs())} and its words: dmjd submit pretrain nodes=4 ..."
+        )
+    verb, *rest = words
+    if dry:
+        job = plan(verb, rest)
+        print(job.script, end="")
+        print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
+    else:
+        print("\n".join(submit(verb, rest)))
+
+
+def _preflight(words: Sequence[str]) -> None:
+    """check nodes before a long job, with the job's own words: dmjd preflight [warm=true] key=value ..."""
+    from dmjd.compose import compose
+
+    warm = "warm=true" in words
+    config = compose("pretrain", [word for word in words if word not in ("warm=true", "warm=false")])
+    from dmjd.cluster.preflight import preflight, report
+
+    checks = preflight(config, warm)
+    failed = [check.name for check in checks if check.fix]
+    if os.environ.get("RANK", "0") == "0":
+        print(report(checks))
+    if failed:
+        error = UserError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
+        error.told = os.environ.get("RANK", "0") != "0"
+        raise error
+
+
+def _doctor(words: Sequence[str]) -> None:
+    """what happened to a run, which rank, in which phase, and what to do: dmjd doctor RUN"""
+    from dmjd.cluster.doctor import examine
+
+    if len(words) != 1:
+        raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
+    for finding in examine(Path(words[0])):
+        print(finding.what)
+        if finding.advice:
+            print(f"    -> {finding.advice}")
+
+
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "plan": _plan,
@@ -158,6 +209,9 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "consolidate": _consolidate,
     "convert": _convert,
     "shards": _shards,
+    "submit": _submit,
+    "preflight": _preflight,
+    "doctor": _doctor,
 }
 
 
@@ -185,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
+            _leave_word(str(error))
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
@@ -221,6 +276,13 @@ def _local_rank(word: str) -> bool:
     return word.startswith(("--local_rank=", "--local-rank="))
 
 
+def _leave_word(refusal: str) -> None:
+    """Tell a batch script, which sees torchrun's exit code alone, that another launch would be refused as well."""
+    path = os.environ.get("DMJD_REFUSAL")
+    if path:
+        Path(path).write_text(refusal + "\n")
+
+
 def _usage() -> str:
     lines = ["dmjd VERB key=value ...   (dmjd VERB --help lists its keys, --cfg prints its configuration)", "", "verbs"]
     lines += [f"  {name:10} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
@@ -233,6 +295,10 @@ def _help(verb: str) -> str:
 
     if verb in SCHEMAS:
         lines += ["", *describe(verb)]
+    if verb == "submit":
+        from dmjd.cluster.submit import OPTIONS
+
+        lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
     if verb == "shards":
         from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
 

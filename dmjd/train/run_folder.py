@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -24,6 +23,7 @@ from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.source import source_state
 from dmjd.train import checkpoint
 
 
@@ -124,7 +124,7 @@ class RunFolder:
         replace_file(self.path / "environment.txt", _packages())
         if config.engine.name in STAGES:
             replace_file(self.path / "deepspeed.json", json.dumps(_deepspeed(config, world), indent=1))
-        sha, diff = _source_state()
+        sha, diff = source_state()
         if diff:
             replace_file(self.path / "source.diff", diff)
         record = {
@@ -176,22 +176,6 @@ def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "
         elif old[key] != new[key]:
             return f"{prefix}{key}", old[key], new[key]
     return None
-
-
-def _source_state() -> tuple[str | None, str]:
-    """Commit and uncommitted changes of the checkout that is running; (None, "") if dmjd does not run from one."""
-    root = Path(dmjd.__file__).parent.parent
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True)
-        return done.stdout
-
-    try:
-        # An environment may lie inside somebody else's repository, whose state says nothing about this code.
-        git("ls-files", "--error-unmatch", "dmjd/__init__.py")
-        return git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
-    except (OSError, subprocess.SubprocessError):
-        return None, ""
 
 
 def _packages() -> str:

@@ -1,0 +1,281 @@
+"""``dmjd doctor RUN``: what happened to a run, which rank, in which phase, and what to do. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dmjd.cluster import flight
+from dmjd.cluster.heartbeat import PHASES, Beat, read_heartbeats
+from dmjd.errors import ConfigError
+
+STALE_SECONDS = 60.0
+"""A rank that has been in one phase for so long is not on its way through a step, but in something that takes time."""
+
+PATTERNS = (
+    (
+        r"CUDA out of memory|torch\.OutOfMemoryError",
+        "a GPU ran out of memory",
+        "a larger engine.accumulation, engine.activation_checkpointing=full, or more GPUs",
+    ),
+    (
+        r"oom[-_ ]kill|Out [Oo]f [Mm]emory: Killed|Detected \d+ oom",
+        "the host ran out of memory, and its kernel killed a process",
+        "fewer workers, or --mem=0 in the job's header to have all of the node",
+    ),
+    (
+        r"[Bb]us error|unable to mmap|No space left on device.*shm|shared memory",
+        "a data worker could not get shared memory",
+        "a larger /dev/shm (docker: --ipc=host), or fewer workers; dmjd preflight measures it",
+    ),
+    (
+        r"No space left on device|Disk quota exceeded",
+        "a disk was full",
+        "free some space or lower keep_checkpoints; the same command goes on",
+    ),
+    (
+        r"uncorrectable ECC|Xid.*(48|63|64|79|94|95)|CUDA error: unspecified launch failure",
+        "a GPU failed",
+        "leave that node out (sbatch --exclude=NODE) and tell the administrators",
+    ),
+    (
+        r"Watchdog caught collective operation timeout|Timed out waiting \d+ms for (recv|send)",
+        "ranks waited for each other until a time-out",
+        "see which rank was behind, below",
+    ),
+    (
+        r"Rendezvous(Connection|Timeout|Closed)?Error.*timed out|RendezvousTimeoutError|gai error",
+        "the nodes did not find each other",
+        "DMJD_RENDEZVOUS=static in the site file, and the right GLOO_SOCKET_IFNAME",
+    ),
+    (
+        r"connectFullMesh|Connection refused.*127\.0\.0\.1",
+        "gloo connected to the loopback address: a host name resolves to it",
+        "GLOO_SOCKET_IFNAME=eth0, or whatever `ip address` shows, in the site file",
+    ),
+    (
+        r"Address already in use|EADDRINUSE",
+        "the port of the rendezvous was taken",
+        "submit again: another job has another port",
+    ),
+    (
+        r"Connection (reset|closed) by peer|Broken pipe|NCCL.*remote process exited",
+        "a rank died, and the others lost their connection to it",
+        "look for the first error in the log: the rank that died says why, those that lost it do not",
+    ),
+    (
+        r"NODE_FAIL|Node failure on|DUE TO NODE FAILURE",
+        "a node failed",
+        "nothing: Slurm starts the job anew; leave a node out that fails again (sbatch --exclude=NODE)",
+    ),
+    (r"DUE TO TIME LIMIT", "the time limit came before the run had saved", "a longer lead: --signal=USR1@600"),
+)
+"""(pattern in a log, what it means, what to do), the cause before its consequences."""
+
+
+class Finding(NamedTuple):
+    """What was found, and what to do about it."""
+
+    what: str
+    advice: str = ""
+
+
+def examine(run: Path, now: float | None = None) -> list[Finding]:
+    """Everything there is to say of a run, the most telling first.
+
+    Raises:
+        ConfigError: if ``run`` is no run folder. DataError: if a heartbeat is damaged.
+    """
+    if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
+        raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
+    now = time.time() if now is None else now
+    job = _last_job(run)
+    state = _slurm_state(job) if job else None
+    ended = _ended(run)
+    beats = read_heartbeats(run)
+    findings = []
+    if ended is not None:
+        findings.append(ended)
+    elif beats:
+        findings += _alive_or_not(beats, now, job if state and state.startswith("RUNNING") else None)
+    else:
+        findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
+    if state:
+        findings.append(Finding(f"Slurm: job {job} is {state}", _SLURM_ADVICE.get(state.split()[0], "")))
+    findings += [
+        Finding(sentence, "look at that rank's node; the other ranks are its victims")
+        for sentence in flight.explain(flight.read_stands(run))
+    ]
+    if ended is None or (_stop(run).get("reason") == "error"):
+        findings += _log_findings(run)
+    findings += _gave_up(run)
+    findings.append(_standing(run))
+    return findings
+
+
+_SLURM_ADVICE = {
+    "PENDING": "nothing: it waits for its turn; `squeue --start` may tell when that comes",
+    "COMPLETING": "nothing: its processes are being cleared away",
+    "CANCELLED": "dmjd submit again goes on from the newest checkpoint",
+    "TIMEOUT": "dmjd submit again goes on; a longer lead such as --signal=USR1@600 lets it save before",
+    "OUT_OF_MEMORY": "fewer workers, or --mem=0 in the job's header",
+}
+
+
+def _stop(run: Path) -> dict[str, Any]:
+    path = run / "STOP_REASON"
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError:
+        return {}
+
+
+def _ended(run: Path) -> Finding | None:
+    stop = _stop(run)
+    if not stop:
+        return None
+    words = {"finished": "it is finished", "diverged": "it diverged", "error": "it ended by an error"}
+    what = words.get(stop["reason"], f"it was asked to stop ({stop['reason']})")
+    return Finding(f"{what} at step {stop['step']} of {stop['total_steps']}: {stop['detail']}", stop["next"])
+
+
+def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterator[Finding]:
+    """The ranks' signs of life, and the state of those that have gone quiet."""
+    ages = {beat.rank: now - beat.time for beat in beats}
+    last = max(beats, key=lambda beat: beat.time)
+    if ages[last.rank] < STALE_SECONDS and max(ages.values()) < STALE_SECONDS:
+        yield Finding(f"it is running: step {last.step}, {last.phase}, {len(beats)} rank(s)")
+        return
+    suspects = []
+    for beat in beats:
+        state = process_state(beat, job)
+        where = (
+            f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heard of in {beat.phase} of step {beat.step}"
+        )
+        if state == "gone":
+            suspects.append(
+                Finding(f"{where}, is gone: it was killed or crashed", "see its last lines in the job's log")
+            )
+        elif state == "T":
+            advice = (
+                f"on {beat.host}: kill -CONT {beat.pid}; or scancel --signal=USR1 the job, which saves and requeues"
+            )
+            suspects.append(Finding(f"{where}, is stopped (SIGSTOP): all others wait for it", advice))
+        elif state == "D":
+            advice = f"look at the disks of {beat.host}: the run folder's, the data's and its cache's"
+            suspects.append(Finding(f"{where}, waits for a disk that does not answer", advice))
+        elif state == "Z":
+            suspects.append(Finding(f"{where}, has ended and is a zombie", "scancel the job and submit again"))
+    if not suspects:
+        suspects = [_furthest_behind(beats, ages)]
+    yield from suspects
+
+
+def _furthest_behind(beats: Sequence[Beat], ages: dict[int, float]) -> Finding:
+    """All processes are there. The rank that got least far is the one the others wait for."""
+
+    def progress(beat: Beat) -> tuple[int, int]:
+        return beat.step, PHASES.index(beat.phase) if beat.phase in PHASES else len(PHASES)
+
+    least, most = min(beats, key=progress), max(beats, key=progress)
+    if progress(least) == progress(most):
+        return Finding(
+            f"all {len(beats)} rank(s) have been in {least.phase} of step {least.step} for {min(ages.values()):.0f} s",
+            _PHASE_ADVICE.get(least.phase, "wait for the time-out (engine.step_timeout), which tells who was behind"),
+        )
+    return Finding(
+        f"rank {least.rank} (process {least.pid} on {least.host}) is behind: in {least.phase} of step {least.step} for "
+        f"{ages[least.rank]:.0f} s, while rank {most.rank} is in {most.phase} of step {most.step}",
+        _PHASE_ADVICE.get(least.phase, f"look at {least.host}: nvidia-smi, dmesg, py-spy dump --pid {least.pid}"),
+    )
+
+
+_PHASE_ADVICE = {
+    "start": "the first start compiles and reads the data's index, which may take minutes; dmjd preflight warm=true",
+    "data": "its data do not come: look at the disk they are on, at workers, and at data.cache",
+    "checkpoint": "the run folder's disk does not take the checkpoint: look at its quota and its servers",
+    "evaluate": "an evaluation on one rank keeps the others waiting; a larger online_knn.every_epochs",
+}
+
+
+def process_state(beat: Beat, job: str | None) -> str:
+    """The letter that ps shows for the rank's process, "gone", or "" where it cannot be seen from here."""
+    if beat.host == platform.node():
+        try:
+            return Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][0]
+        except FileNotFoundError:
+            return "gone"
+        except OSError:
+            return ""
+    if job is None or shutil.which("srun") is None:
+        return ""
+    # Steps are exclusive: without --overlap this one would wait for the training to end.
+    look = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={beat.host}", "--nodes=1", "--ntasks=1"]
+    look += ["sh", "-c", f"ps -o stat= -p {beat.pid} || echo gone"]
+    try:
+        done = subprocess.run(look, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return ""
+    said = done.stdout.strip()
+    return "gone" if said == "gone" else said[:1]
+
+
+def _last_job(run: Path) -> str | None:
+    path = run / "slurm" / "launches.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return json.loads(lines[-1])["job"] if lines else None
+
+
+def _slurm_state(job: str) -> str | None:
+    """``STATE (reason)``, from Slurm's memory of the job or from its accounting; None where there is neither."""
+    for command in (["scontrol", "show", "job", job], ["sacct", "-n", "-X", "-P", "-o", "State", "-j", job]):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            state = re.search(r"JobState=(\S+)(?: Reason=(\S+))?", done.stdout)
+            if state is None:
+                return done.stdout.split()[0]
+            return state.group(1) + (f" ({state.group(2)})" if state.group(2) not in (None, "None") else "")
+    return None
+
+
+def _log_findings(run: Path) -> Iterator[Finding]:
+    """Known causes of death in the last launch's part of the newest job log."""
+    logs = sorted((run / "slurm").glob("*.out"), key=lambda path: path.stat().st_mtime)
+    if not logs:
+        return
+    text = logs[-1].read_text(errors="replace")[-200_000:]
+    # The part of the last launch, which begins with this line of the batch script's.
+    begin = max((match.start() for match in re.finditer(r"^\S+ dmjd: job \S+ on ", text, re.MULTILINE)), default=0)
+    for pattern, what, advice in PATTERNS:
+        match = re.search(rf"^.*(?:{pattern}).*$", text[begin:], re.MULTILINE)
+        if match is not None:
+            yield Finding(f"{what} ({logs[-1].name}: {match.group().strip()[:160]})", advice)
+
+
+def _gave_up(run: Path) -> Iterator[Finding]:
+    for log in sorted((run / "slurm").glob("*.out"))[-1:]:
+        said = re.findall(r"dmjd: (not requeued: .*)$", log.read_text(errors="replace"), re.MULTILINE)
+        if said:
+            yield Finding(f"its job was {said[-1]}", "mend what ended it, then dmjd submit again")
+
+
+def _standing(run: Path) -> Finding:
+    found = sorted(path.parent for path in (run / "checkpoints").glob("step-*/manifest.json"))
+    found = [path for path in found if path.suffix != ".tmp"]
+    if not found:
+        return Finding("it has no checkpoint: a new launch begins anew")
+    when = datetime.fromtimestamp((found[-1] / "manifest.json").stat().st_mtime).isoformat(" ", "seconds")
+    return Finding(f"newest checkpoint: {found[-1].name} of {when}, from which the same command goes on")

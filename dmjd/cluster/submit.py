@@ -1,0 +1,228 @@
+"""``dmjd submit VERB key=value ...``: from words and a site to a job of Slurm.
+
+The script is the launcher that ships, launchers/slurm/VERB.sbatch, with its header filled in and the words written into
+it: what is in the run folder is what runs, and it can be submitted again as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dmjd.compose import compose
+from dmjd.errors import ConfigError, StorageError
+from dmjd.files import replace_file
+from dmjd.resources import launchers_dir
+from dmjd.source import START, snapshot
+
+OPTIONS = {
+    "site": "a file of launchers/slurm/sites, or a path to one like them",
+    "nodes": "how many",
+    "gpus": "on each node; those of the site if left out",
+    "time": "limit of one launch, as Slurm writes it: 24:00:00",
+    "array": "indices, such as 0-2; %a in a word is the index",
+    "chain": "that many jobs one after the other, where requeueing is disabled",
+    "name": "of the job; dmjd-RUN if left out",
+    "account": "as sbatch's",
+    "partition": "as sbatch's",
+    "qos": "as sbatch's",
+    "constraint": "as sbatch's",
+}
+"""Words that are the job's and not the verb's."""
+
+_SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
+"""Where sbatch's variable is not named as its option is."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What will be submitted.
+
+    script: the whole of it.
+    folder: of the run it belongs to, or of an array's jobs together.
+    chain: how many times.
+    notes: what the user should know before.
+    """
+
+    verb: str
+    script: str
+    folder: Path
+    chain: int
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def explanation(self) -> list[str]:
+        """What it will do, line by line."""
+        options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", self.script, re.MULTILINE))
+        size = f"{options['nodes']} node(s) with {options.get('gpus-per-node', 'no')} GPU(s) each"
+        many = f", {self.chain} jobs one after the other" if self.chain > 1 else ""
+        many += f", array {options['array']}" if "array" in options else ""
+        lines = [f"{options['job-name']}: dmjd {self.verb} on {size}, up to {options['time']} a launch{many}"]
+        lines += [f"log: {options['output']}"]
+        return lines + self.notes
+
+
+def verbs() -> list[str]:
+    """What can be submitted."""
+    return sorted(path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch"))
+
+
+def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
+    """The job of ``dmjd VERB WORD...``; writes nothing.
+
+    Args:
+        words: of the verb, and of :data:`OPTIONS`.
+        code: a copy of the source to run from, by default what is installed.
+
+    Raises:
+        ConfigError: naming the word and what it may be; of the verb's own words too.
+    """
+    if verb not in verbs():
+        raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
+    options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
+    own = [word for word in words if word.partition("=")[0] not in OPTIONS]
+    site = read_site(_site_file(options["site"])) if "site" in options else {}
+    template = launchers_dir() / "slurm" / f"{verb}.sbatch"
+    header = _header(template.read_text())
+    header.update(_site_header(site))
+    if "exclusive" in header:
+        header["gpus-per-node"] = site.get("DMJD_GPUS", header.get("gpus-per-node", "1"))
+    nodes = _count(options, "nodes", int(header["nodes"] or 1))
+    gpus = _count(options, "gpus", int(header.get("gpus-per-node") or 1))
+    chain = _count(options, "chain", 1)
+    if chain > 1 and "array" in options:
+        raise ConfigError("chain and array do not go together; submit one chain for each index")
+    first = re.match(r"\d*", options.get("array", "0"))
+    config = compose(verb, [word.replace("%a", (first.group() if first else "") or "0") for word in own])
+    if verb == "pretrain":
+        _check_batch(config, nodes * gpus)
+        if nodes * gpus > 1 and not any(word.startswith("engine=") for word in own):
+            own.insert(0, "engine=ddp")
+    folder = _folder(config, own, array="array" in options)
+    header.update(
+        {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
+    )
+    header["nodes"], header["gpus-per-node"] = str(nodes), str(gpus)
+    header["job-name"] = options.get("name", f"dmjd-{folder.name}")
+    header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
+    exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
+    # Into the script, so that it stays what it is when the site's file changes.
+    exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
+    container = site.get("DMJD_CONTAINER")
+    if container is None and "DMJD_PYTHON" not in site:
+        exports["DMJD_PYTHON"] = sys.executable
+    if code is not None:
+        exports["DMJD_START"] = str(code / START)
+    if chain > 1:
+        header.pop("requeue", None)
+        header["no-requeue"] = None
+        exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
+    notes = [f"container: {container}, with the dmjd that is in it"] if container and code is None else []
+    notes += [f"code: {code}"] if code is not None else []
+    return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, notes)
+
+
+def submit(verb: str, words: Sequence[str]) -> list[str]:
+    """Copy the source, write the script into the run folder, submit it. Returns lines for people.
+
+    Raises:
+        ConfigError: as :func:`plan`, and where Slurm is absent or refuses the job.
+    """
+    job = plan(verb, words)  # refuses what is wrong before anything is written
+    if shutil.which("sbatch") is None:
+        raise ConfigError("no sbatch here; submit from a login node, or add --dry-run to see the script")
+    try:
+        (job.folder / "slurm").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); name another folder") from error
+    if not any(note.startswith("container") for note in job.notes):
+        job = plan(verb, words, snapshot(job.folder / "code"))
+    path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
+    replace_file(path, job.script)
+    lines, ids = [*job.explanation, f"script: {path}"], list[str]()
+    for _ in range(job.chain):
+        dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
+        done = subprocess.run(["sbatch", "--parsable", *dependency, str(path)], capture_output=True, text=True)
+        if done.returncode:
+            sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
+            raise ConfigError(f"Slurm refuses {path}: {done.stderr.strip()}{sent}")
+        ids.append(done.stdout.strip().split(";")[0])
+    return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, look with dmjd doctor {job.folder}"]
+
+
+def read_site(path: Path) -> dict[str, str]:
+    """The ``NAME=value`` lines of a site file."""
+    return dict(re.findall(r"^([A-Z][A-Z0-9_]*)=(.*)$", path.read_text(), re.MULTILINE))
+
+
+def _site_file(name: str) -> Path:
+    shipped = launchers_dir() / "slurm" / "sites"
+    for path in (shipped / f"{name}.env", Path(name)):
+        if path.is_file():
+            return path
+    names = ", ".join(sorted(path.stem for path in shipped.glob("*.env")))
+    raise ConfigError(f"site={name} is neither a file nor one of {names}")
+
+
+def _site_header(site: Mapping[str, str]) -> dict[str, str | None]:
+    """sbatch's own variables as its options."""
+    names = {name.removeprefix("SBATCH_"): value for name, value in site.items() if name.startswith("SBATCH_")}
+    return {_SITE_OPTIONS.get(name, name.lower().replace("_", "-")): value or None for name, value in names.items()}
+
+
+def _header(template: str) -> dict[str, str | None]:
+    """``--option=value`` lines of a script; None for an option without a value."""
+    found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", template, re.MULTILINE)
+    return {name: value or None for name, value in found}
+
+
+def _check_batch(config: Any, processes: int) -> None:
+    """What the run itself would refuse, after hours in the queue."""
+    parts = config.engine.accumulation * processes
+    if config.batch_size % parts:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is not divisible by engine.accumulation={config.engine.accumulation} "
+            f"times {processes} process(es); take other nodes or gpus, or another batch_size"
+        )
+
+
+def _count(options: Mapping[str, str], key: str, default: int) -> int:
+    text = options.get(key, str(default))
+    if not text.isdigit() or int(text) < 1:
+        raise ConfigError(f"{key} must be a whole number above 0, got {text!r}")
+    return int(text)
+
+
+def _folder(config: Any, words: Sequence[str], array: bool) -> Path:
+    """Where job files go: the run folder, that of the checkpoint, or for an array the words' with "array" for %a."""
+    named = getattr(config, "run", None)
+    if named is None:
+        path = Path(config.checkpoint)
+        above = next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), None)
+        if above is None:
+            raise ConfigError(f"checkpoint={path} is neither a run folder with checkpoints nor in one")
+        return above
+    if array:
+        named = next((word[4:] for word in reversed(words) if word.startswith("run=")), "")
+        if "%a" not in named:
+            raise ConfigError(f"an array's jobs need a folder each: write run={named or 'runs/NAME'}-%a")
+        named = named.replace("%a", "array")
+    return Path(named)
+
+
+def _render(template: str, header: Mapping[str, str | None], exports: Mapping[str, str], words: Sequence[str]) -> str:
+    """The template with another header, and behind it the variables and words that it would be called with."""
+    options = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in header.items()]
+    filled = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
+    filled += [f"set -- {shlex.join(words)}", ""]
+    lines = template.splitlines()
+    body = next(number for number, line in enumerate(lines) if number and not line.startswith("#"))
+    return "\n".join([lines[0], *options, "", *filled, *lines[body:]]) + "\n"

@@ -1,0 +1,194 @@
+# What every batch script here shares. Sourced, never run; it knows Slurm and leaves everything else to dmjd.
+#
+# A site file (sites/*.env, named by DMJD_SITE) may set:
+#   DMJD_GPUS       GPUs of a whole node, for `dmjd submit` (8)
+#   DMJD_PYTHON      the Python of the compute nodes, or of the container (python)
+#   DMJD_CONTAINER   an image: FILE.sif runs under Apptainer, anything else goes to pyxis
+#   DMJD_MOUNTS      folders the container sees, comma separated as HOST[:CONTAINER]
+#   DMJD_RENDEZVOUS  c10d, or static where nodes cannot resolve each other's names (c10d)
+#   DMJD_PROCESSES   processes on a node (its GPUs)
+#   DMJD_REQUEUE     true; false where the site forbids it, and `dmjd submit chain=N` is the way (true)
+#   DMJD_IDLE_LIMIT  launches in a row that may end without a new checkpoint before the job gives up (3)
+# and whatever NCCL and gloo want to know: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA.
+# shellcheck shell=bash
+set -euo pipefail
+
+say() { echo "$(date -u +%FT%TZ) dmjd: $*"; }
+
+die() {
+    say "error: $*" >&2
+    exit 2
+}
+
+: "${SLURM_JOB_ID:?is set inside a job: submit this script with sbatch, or use dmjd submit}"
+: "${DMJD_LAUNCHERS:?names the launchers folder}"
+if [[ -n ${DMJD_SITE:-} ]]; then
+    # Plain NAME=value lines, without a shell's quotes. What was set for this job outranks them.
+    while IFS='=' read -r name value; do
+        export "$name=${!name:-$value}"
+    done < <(grep -E '^[A-Z][A-Z0-9_]*=' "$DMJD_SITE" | grep -v '^SBATCH_')
+fi
+
+# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
+# told to stop leaves with 1 even when every rank saved and left with 0.
+launch() {
+    local head
+    # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
+    export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
+    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by.
+    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s || true)}
+    export SLURM_JOB_END_TIME
+
+    local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
+    # From 22.05 to 23.02 srun does not inherit the number of processors.
+    local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
+        --kill-on-bad-exit=1 --wait=60)
+    local mounts='' folder
+    for folder in "$PWD" ${DMJD_MOUNTS:+${DMJD_MOUNTS//,/ }}; do
+        [[ $folder == *:* ]] || folder=$folder:$folder
+        mounts+=${mounts:+,}$folder
+    done
+    case ${DMJD_CONTAINER:-} in
+        '') ;;
+        *.sif) agent=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$DMJD_CONTAINER" "${agent[@]}") ;;
+        *) srun+=(--container-image="$DMJD_CONTAINER" --container-workdir="$PWD" --container-mounts="$mounts") ;;
+    esac
+    # In the background, so that this shell hears signals while it waits.
+    "${srun[@]}" "${agent[@]}" &
+    local step=$! code=0
+    while kill -0 "$step" 2>/dev/null; do
+        code=0
+        wait "$step" || code=$?
+    done
+    return "$code"
+}
+
+# Run a verb that ends by itself and is simply done again if it did not.
+run_once() {
+    [[ $# -gt 1 ]] || die "name what $1 shall work on: sbatch $1.sbatch key=value ..."
+    launch "$@"
+}
+
+# Train, and see to it that training goes on: the marker that a run leaves tells why it ended, the checkpoints whether
+# it got anywhere. `%a` in a word is the index of an array's job.
+train() {
+    local verb=$1 words=() word
+    shift
+    for word in "$@"; do words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}"); done
+    RUN=$(value_of run "runs/$verb" "${words[@]}")
+    mkdir -p "$RUN" || die "run=$RUN is not a folder that can be written to; name another"
+    # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
+    CANCELLED=
+    trap 'CANCELLED=yes' TERM
+    trap : USR1 # is for the ranks, and would end this shell
+
+    local before idle
+    before=$(committed_step)
+    idle=$(idle_launches "$before")
+    if ((idle >= ${DMJD_IDLE_LIMIT:-3})); then
+        give_up "$idle launches in a row ended at step $before"
+    fi
+    if [[ -n ${DMJD_CHAIN:-} && -e $RUN/slurm/$DMJD_CHAIN.ended ]]; then
+        say "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
+        exit 0
+    fi
+    mkdir -p "$RUN/slurm"
+    printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s"}\n' \
+        "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" "$(date -u +%FT%TZ)" >>"$RUN/slurm/launches.jsonl"
+    say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
+    rm -f "$RUN/STOP_REASON" "$RUN/slurm/refused"
+    export DMJD_REFUSAL="$PWD/$RUN/slurm/refused"
+    [[ $RUN != /* ]] || DMJD_REFUSAL=$RUN/slurm/refused
+    local code=0
+    launch "$verb" "${words[@]}" || code=$?
+    settle "$before" "$code"
+}
+
+# What becomes of the job after a launch that began at step $1 and left with exit code $2.
+settle() {
+    local before=$1 code=$2 after reason
+    after=$(committed_step)
+    reason=$(marker reason)
+    say "stopped at step $after (began at $before): ${reason:-killed}, $(marker detail)"
+    if [[ -n $CANCELLED ]]; then
+        say "this job was cancelled or preempted; what is committed stands"
+        exit $((128 + 15))
+    fi
+    case $reason in
+        finished | file)
+            ended "$reason"
+            exit 0
+            ;;
+        diverged)
+            give_up "$(marker detail); next: $(marker next)"
+            ;;
+        '')
+            [[ ! -s $RUN/slurm/refused ]] || give_up "$(cat "$RUN/slurm/refused")"
+            ;;
+    esac
+    local idle
+    idle=$(idle_launches "$after")
+    if ((after == before && idle >= ${DMJD_IDLE_LIMIT:-3})); then
+        give_up "$idle launches in a row ended at step $after"
+    fi
+    if [[ -n ${DMJD_CHAIN:-} ]]; then
+        say "the next job of the chain goes on"
+        exit 0
+    fi
+    if [[ ${DMJD_REQUEUE:-true} != true ]]; then
+        say "submit it again to go on: this site does not requeue"
+        exit $((code ? code : 1))
+    fi
+    say "back into the queue"
+    trap - TERM # by which Slurm ends this shell
+    scontrol requeue "$(job_name)" || die "Slurm does not requeue this job; submit it again, or with chain=N"
+    exit 0
+}
+
+give_up() {
+    say "not requeued: $1"
+    say "see: dmjd doctor $RUN"
+    ended "gave up: $1"
+    exit 1
+}
+
+# Tell the jobs of a chain that follow.
+ended() {
+    [[ -z ${DMJD_CHAIN:-} ]] || echo "$1" >"$RUN/slurm/$DMJD_CHAIN.ended"
+}
+
+# The job as scontrol wants it named: an array's job has an id of its own, which names another job to requeue.
+job_name() {
+    echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+}
+
+# value_of KEY DEFAULT WORD...: the value that the words give to a key, of which the last counts.
+value_of() {
+    local key=$1 value=$2 word
+    shift 2
+    for word in "$@"; do [[ $word != "$key="* ]] || value=${word#*=}; done
+    echo "$value"
+}
+
+# Optimizer steps behind the newest committed checkpoint; 0 without one.
+committed_step() {
+    local manifest step=0
+    for manifest in "$RUN"/checkpoints/step-*[0-9]/manifest.json; do
+        [[ ! -e $manifest ]] || step=$(basename "$(dirname "$manifest")")
+    done
+    echo $((10#${step#step-}))
+}
+
+# How many launches of this job, or of its chain, counted from the last backwards, began at step $1.
+idle_launches() {
+    [[ -f $RUN/slurm/launches.jsonl ]] || { echo 0 && return; }
+    awk -v of="\"of\": \"${DMJD_CHAIN:-$(job_name)}\"" -v step="\"step\": $1," '
+        index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' "$RUN/slurm/launches.jsonl"
+}
+
+# A field of the run's marker; nothing if there is none.
+marker() {
+    [[ ! -f $RUN/STOP_REASON ]] || sed -n "s/^ *\"$1\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$RUN/STOP_REASON"
+}

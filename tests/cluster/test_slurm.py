@@ -1,0 +1,233 @@
+"""Runs on a real Slurm, through the scripts as they are shipped: nothing that ends a launch changes what a run becomes.
+
+All jobs see the machine through one process a node; the GPUs they ask for are none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmjd.parallel.store import read_model
+from dmjd.train import checkpoint
+from tests.cluster.slurm import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 88
+WORDS = ("epochs=8", "checkpoint_every=22", "log_every=5", "keep_checkpoints=3", "ema_decay=0.9")
+NODE = {"DMJD_PROCESSES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+class Site:
+    """What a user on a login node of this cluster does."""
+
+    def __init__(self, cluster: Cluster, folder: Path, tiny: Callable[..., list[str]]) -> None:
+        self.cluster, self.folder, self.tiny = cluster, folder, tiny
+
+    def submit(self, *words: str | Path, run: str, verb: str = "pretrain", **environment: str) -> list[str]:
+        """``dmjd submit`` of a tiny run; the ids of its jobs."""
+        own = self.tiny(self.folder / run, *WORDS) if verb == "pretrain" else []
+        done = subprocess.run(
+            [sys.executable, "-m", "dmjd", "submit", verb, *own, *map(str, words)],
+            cwd=self.folder,
+            env={**self.cluster.environment, **NODE, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        ids = done.stdout.splitlines()[-1].partition(": ")[2].partition(";")[0]
+        return ids.split(", ")
+
+    def reached(self, run: str, step: int) -> Callable[[], bool]:
+        """Whether a run has committed a checkpoint of at least ``step``."""
+        return lambda: self.step(run) >= step
+
+    def step(self, run: str) -> int:
+        found = checkpoint.committed(self.folder / run / "checkpoints")
+        return checkpoint.step_of(found[-1]) if found else 0
+
+    def launches(self, run: str) -> list[dict[str, Any]]:
+        lines = (self.folder / run / "slurm" / "launches.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def log(self, run: str) -> str:
+        return "\n".join(path.read_text() for path in sorted((self.folder / run / "slurm").glob("*.out")))
+
+    def marker(self, run: str) -> dict[str, Any]:
+        path = self.folder / run / "STOP_REASON"
+        return json.loads(path.read_text()) if path.is_file() else {}
+
+
+@pytest.fixture(scope="module")
+def site(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Site:
+    return Site(cluster, tmp_path_factory.mktemp("site"), tiny)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(site: Site) -> Path:
+    """The run of two processes that nothing happens to, through the launcher for one host."""
+    folder = site.folder / "undisturbed"
+    done = subprocess.run(
+        ["bash", str(ROOT / "launchers/torchrun/one_host.sh"), *site.tiny(folder, *WORDS)],
+        cwd=ROOT,
+        env={**os.environ, **NODE, "PROCESSES": "2", "DMJD_PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def assert_same(run: Path, other: Path) -> None:
+    assert (run / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
+    states = [read_model(checkpoint.resolve(folder)) for folder in (run, other)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+
+
+def test_a_signal_before_the_time_limit(site: Site, undisturbed: Path) -> None:
+    (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="signal")
+    site.cluster.wait(job, site.reached("signal", 22))
+    site.cluster("scancel", "--signal=USR1", job)
+    site.cluster.wait(job, lambda: len(site.launches("signal")) == 2)
+    stopped = site.launches("signal")[1]["step"]
+    assert 22 <= stopped < STEPS
+    assert "stopped at step" in site.log("signal")
+    assert site.cluster.wait(job) == "COMPLETED"
+    assert [launch["restart"] for launch in site.launches("signal")] == [0, 1]
+    assert site.marker("signal")["reason"] == "finished"
+    assert_same(site.folder / "signal", undisturbed)
+    # Both launches ran the copy, though the checkout was at hand.
+    record = json.loads((site.folder / "signal" / "provenance.json").read_text())
+    assert len(record["launches"]) == 2
+    assert all(str(site.folder / "signal" / "code") in launch["command"][0] for launch in record["launches"])
+
+
+def test_a_killed_rank_and_then_a_dead_node(site: Site, undisturbed: Path) -> None:
+    (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="killed")
+    site.cluster.wait(job, site.reached("killed", 22))
+    node = site.launches("killed")[0]["nodes"].partition("[")[2].partition("-")[0].partition(",")[0]
+    (rank,) = site.cluster.ranks(f"n{node}")
+    os.kill(rank, signal.SIGKILL)
+    began = time.monotonic()
+    site.cluster.wait(job, lambda: len(site.launches("killed")) == 2)
+    assert time.monotonic() - began < 60, "the other rank waited for the dead one"
+    before = site.launches("killed")[1]["step"]
+    assert before >= 22
+
+    site.cluster.wait(job, site.reached("killed", before + 1))
+    victim = site.cluster.nodes_of(job)[-1]
+    site.cluster.kill_node(victim)
+    try:
+        site.cluster.wait(job, lambda: len(site.launches("killed")) == 3)
+    finally:
+        site.cluster.start_node(victim)
+    assert site.cluster.wait(job) == "COMPLETED"
+    assert_same(site.folder / "killed", undisturbed)
+
+
+def test_cancelling_leaves_a_checkpoint_from_which_another_number_of_nodes_goes_on(
+    site: Site, undisturbed: Path
+) -> None:
+    (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="cancelled")
+    site.cluster.wait(job, site.reached("cancelled", 22))
+    site.cluster("scancel", job)
+    assert site.cluster.wait(job) == "CANCELLED"
+    site.cluster.wait_until(lambda: not site.cluster.ranks_anywhere())
+    assert len(site.launches("cancelled")) == 1
+    assert site.marker("cancelled")["reason"] == "signal"
+    found = checkpoint.resolve(site.folder / "cancelled")
+    assert checkpoint.step_of(found) == site.marker("cancelled")["step"]
+    assert read_model(found).keys() == read_model(checkpoint.resolve(undisturbed)).keys()
+
+    (again,) = site.submit("nodes=1", "gpus=1", "time=30", "time_margin=30", run="cancelled")
+    assert site.cluster.wait(again) == "COMPLETED"
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        for folder in (site.folder / "cancelled", undisturbed)
+    )
+    assert len(ours) == len(theirs)
+    for row, other in zip(ours, theirs, strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
+
+
+def test_launches_that_get_nowhere_come_to_an_end(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    os._exit(9)\n")
+    (job,) = site.submit("nodes=2", run="idle", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert site.cluster.wait(job) == "FAILED"
+    assert [launch["restart"] for launch in site.launches("idle")] == [0, 1, 2]
+    assert "not requeued: 3 launches in a row ended at step 0" in site.log("idle")
+
+
+def test_a_refused_run_is_not_tried_again(site: Site) -> None:
+    # By hand, as the script's own head says.
+    run, out = site.folder / "refused", site.folder / "refused.out"
+    words = site.tiny(run, "data=folder", f"data.root={site.folder}/nowhere", "engine=ddp")
+    environment = {**NODE, "DMJD_LAUNCHERS": str(ROOT / "launchers"), "DMJD_PYTHON": sys.executable}
+    script = ROOT / "launchers/slurm/pretrain.sbatch"
+    job = site.cluster.submit("--nodes=2", "--time=10", f"--output={out}", script, *words, **environment)
+    assert site.cluster.wait(job) == "FAILED"
+    assert len(site.launches("refused")) == 1
+    assert f"not requeued: data.root={site.folder}/nowhere" in out.read_text()
+
+
+def test_four_nodes_without_names(site: Site) -> None:
+    (site.folder / "here.env").write_text("SBATCH_PARTITION=all\nDMJD_RENDEZVOUS=static\nDMJD_GPUS=8\n")
+    (job,) = site.submit(f"site={site.folder}/here.env", "nodes=4", "epochs=1", run="four")
+    asked = site.cluster.job(job)
+    assert site.cluster.wait(job) == "COMPLETED", site.log("four")
+    assert asked["NumNodes"].startswith("4")
+    assert "gres/gpu=32" in asked["TRES"] or "gres:gpu:8" in asked["TresPerNode"]
+    assert json.loads((site.folder / "four" / "provenance.json").read_text())["world_size"] == 4
+    assert site.marker("four")["reason"] == "finished"
+
+
+def test_a_job_of_an_array_requeues_itself_and_no_other(site: Site) -> None:
+    words = ("nodes=1", "gpus=1", "time=30", "time_margin=30", "array=0-1", "seed=%a", "epochs=6")
+    (array,) = site.submit(*words, f"run={site.folder}/seed-%a", run="unused")
+    first, second = f"{array}_0", f"{array}_1"
+    site.cluster.wait(second, site.reached("seed-1", 22))
+    site.cluster("scancel", "--signal=USR1", second)
+    assert site.cluster.wait(second) == "COMPLETED"
+    assert site.cluster.wait(first) == "COMPLETED"
+    assert [launch["job"] for launch in site.launches("seed-0")] == [first]
+    assert [launch["job"] for launch in site.launches("seed-1")] == [second, second]
+    logs = [(site.folder / f"seed-{seed}" / "log.jsonl").read_bytes() for seed in range(2)]
+    assert logs[0] != logs[1]
+
+
+def test_a_chain_goes_on_where_its_last_job_stopped(site: Site) -> None:
+    words = ("nodes=1", "gpus=1", "time=30", "time_margin=30", "chain=3", "epochs=6")
+    first, second, third = site.submit(*words, run="chain")
+    site.cluster.wait(first, site.reached("chain", 22))
+    site.cluster("scancel", "--signal=USR1", first)
+    for job in (first, second, third):
+        assert site.cluster.wait(job) == "COMPLETED"
+    assert [launch["job"] for launch in site.launches("chain")] == [first, second]  # the third had nothing to do
+    assert site.marker("chain")["reason"] == "finished"
+    # While it is at hand: what else can be submitted about a run.
+    (probe,) = site.submit(
+        f"checkpoint={site.folder}/chain",
+        "epochs=2",
+        "warmup_epochs=1",
+        "batch_size=256",
+        "workers=0",
+        run="chain",
+        verb="linprobe",
+    )
+    assert site.cluster.wait(probe) == "COMPLETED", site.log("chain")
+    assert "linprobe top-1" in site.log("chain")
