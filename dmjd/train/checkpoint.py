@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dmjd.errors import CheckpointError, StorageError
+from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import replace_file
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
@@ -70,7 +70,7 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
         final: Path = world.on_main(
             lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
         )
-    except StorageError:
+    except UserError:  # our own StorageError, or another rank's sentence
         if world.is_main:
             shutil.rmtree(draft, ignore_errors=True)
         raise
