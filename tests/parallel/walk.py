@@ -5,6 +5,7 @@ One launch per number of processes, since starting them and meeting takes longer
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,17 +152,44 @@ class Run:
 
 def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], variants: bool) -> None:
     """The life of one rank. Writes ``folder/NAME.pt`` of every engine, and ``folder/NAME/`` after three steps of it."""
-    torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
-        WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
-    )  # fmt: skip
-    world = join_world(CPU, engine("ddp"))
+    world = join(rank, size, port)
     for name, config in ENGINES.items():
         seen = _look_at(config, world, folder / name, saved, variants)
         if world.is_main:
             torch.save(seen, folder / f"{name}.pt")
     world.close()
+
+
+def walk_compiled(rank: int, size: int, folder: Path, port: int) -> None:
+    """The same of compiled blocks, eager and recomputed."""
+    world = join(rank, size, port)
+    for name, config in ENGINES.items():
+        seen = {
+            mode: Run(replace(config, compile=True, activation_checkpointing=mode), world, ema=False).take(2)
+            for mode in ("none", "full")
+        }
+        if world.is_main:
+            torch.save(seen, folder / f"{name}.pt")
+    world.close()
+
+
+def live(rank: int, size: int, port: int, name: str) -> None:
+    """A short life of one engine that ends as an interpreter ends, where a child of multiprocessing would not."""
+    world = join(rank, size, port)
+    run = Run(ENGINES[name], world)
+    run.take(2)
+    run.engine.close()
+    world.close()
+    ctypes.pythonapi.Py_Exit(0)
+
+
+def join(rank: int, size: int, port: int) -> World:
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo",
+        WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size),
+    )  # fmt: skip
+    return join_world(CPU, engine("ddp"))
 
 
 def _look_at(
@@ -198,6 +226,7 @@ def _look_at(
     if variants:
         for variant, options in VARIANTS.items():
             seen[variant] = Run(replace(config, **options), world, ema=False).take(2)
+        seen["bfloat16"] = Run(replace(config, precision="bf16"), world, ema=False).take(STEPS)
         seen["convolutional"] = Run(config, world, convolutional=True).take(2)
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
