@@ -107,6 +107,16 @@ def _export(words: Sequence[str]) -> None:
     print(f"{path}: timm computes the same features from it; the call is in {sidecar(path)}")
 
 
+def _consolidate(words: Sequence[str]) -> None:
+    """write a checkpoint's weights and moments into one safetensors file that every engine reads"""
+    from dmjd.compose import compose
+
+    config = compose("consolidate", _of_checkpoint(words))
+    from dmjd.train.consolidate import consolidate
+
+    print(consolidate(config))
+
+
 def _shards(words: Sequence[str]) -> None:
     """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
     from dmjd.data.shards.verbs import run
@@ -172,6 +182,7 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "report": _report,
     "ops": _ops,
     "export": _export,
+    "consolidate": _consolidate,
     "shards": _shards,
     "submit": _submit,
     "preflight": _preflight,

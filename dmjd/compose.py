@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from dmjd.config import ExportConfig, KnnConfig, LinprobeConfig, PretrainConfig, check_fields
+from dmjd.config import ConsolidateConfig, ExportConfig, KnnConfig, LinprobeConfig, PretrainConfig, check_fields
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
 
@@ -31,6 +31,7 @@ SCHEMAS: dict[str, type] = {
     "linprobe": LinprobeConfig,
     "knn": KnnConfig,
     "export": ExportConfig,
+    "consolidate": ConsolidateConfig,
 }
 """Verb -> its configuration; ``configs/VERB.yaml`` holds its defaults list."""
 

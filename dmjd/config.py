@@ -326,6 +326,14 @@ class ExportConfig:
     dtype: str = choice("fp32", "bf16", "fp16")
 
 
+@dataclass
+class ConsolidateConfig:
+    """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
+
+    checkpoint: str = "???"
+    output: str | None = None
+
+
 def check_fields(config: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value outside its field's choices or bounds."""
     for item in fields(config):

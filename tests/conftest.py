@@ -9,7 +9,8 @@ import logging
 import multiprocessing
 import multiprocessing.process
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,32 @@ def launch() -> Callable[..., multiprocessing.process.BaseProcess]:
         return process
 
     return start
+
+
+@pytest.fixture(scope="session")
+def launch_world(
+    launch: Callable[..., multiprocessing.process.BaseProcess],
+) -> Callable[..., list[multiprocessing.process.BaseProcess]]:
+    """``launch_world(size, words, prelude="", preludes={})``: started ranks of one run, as :func:`launch` starts one.
+
+    ``preludes`` holds further faults, by rank.
+    """
+
+    def start(
+        size: int, words: list[str], prelude: str = "", preludes: Mapping[int, str] | None = None
+    ) -> list[multiprocessing.process.BaseProcess]:
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
+        shared |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        faults = {} if preludes is None else preludes
+        return [
+            launch(words, f"{prelude}\n{faults.get(rank, '')}", **shared, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(size)
+        ]
+
+    return start
+
+
+def free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])

@@ -19,8 +19,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConViTEncoder
+from dmjd.models.norm import layer_norm
 from dmjd.models.recompute import recompute
-from dmjd.models.vit import layer_norm
 
 POOLS = ("avg", "")
 

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.positions import sincos_positions
-from dmjd.models.vit import EncoderBlock, layer_norm
+from dmjd.models.vit import EncoderBlock
 from dmjd.ops.images import patchify
 from dmjd.ops.masked_depthwise_conv2d import masked_depthwise_conv2d
 from dmjd.ops.tokens import gather_tokens
@@ -88,7 +89,7 @@ class PatchEmbedding(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, side: int) -> None:
         super().__init__()
         self.proj = PatchConv2d(in_channels, out_channels, side)
-        self.norm = nn.LayerNorm(out_channels)
+        self.norm = LayerNorm(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.gelu(self.norm(self.proj(x)))
@@ -114,11 +115,11 @@ class ConvBlock(nn.Module):
 
     def __init__(self, dim: int, mlp_ratio: float) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim)
+        self.norm1 = LayerNorm(dim)
         self.conv1 = Pointwise(dim, dim)
         self.attn = MaskedDepthwiseConv2d(dim, 5)
         self.conv2 = Pointwise(dim, dim)
-        self.norm2 = nn.LayerNorm(dim)
+        self.norm2 = LayerNorm(dim)
         self.mlp = PointwiseMlp(dim, int(dim * mlp_ratio))
 
     def forward(self, x: Tensor, where: VisibleTokens | None = None, branch_scale: Tensor | None = None) -> Tensor:

@@ -7,8 +7,8 @@ from timm.models.vision_transformer import Attention, Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.norm import layer_norm
 from dmjd.models.positions import sincos_positions
-from dmjd.models.vit import layer_norm
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dmjd.models.norm import layer_norm
 from dmjd.models.positions import sincos_positions
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 
 HIDDEN = ("drop", "mask_token")
-
-# MAE, BEiT, SimMIM and MaskFeat all use this epsilon in their ViTs, where torch's default is 1e-5.
-layer_norm: type[nn.Module] = partial(nn.LayerNorm, eps=1e-6)  # type: ignore[assignment]  # timm only calls it
 
 
 class EncoderBlock(Block):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -63,3 +64,10 @@ class DDPEngine(SingleEngine):
 
     def gathered(self) -> AbstractContextManager[Objective | None]:
         return nullcontext(self.objective if self._world.is_main else None)
+
+    def close(self) -> None:
+        super().close()
+        # While DDP's reducer lives, destroying the process group now and then aborts the interpreter at its exit.
+        self.module = self.objective
+        del self._replicas
+        gc.collect()

@@ -7,17 +7,16 @@ native engines write this one format (torch.distributed.checkpoint's), so they c
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -26,9 +25,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from dmjd.errors import CheckpointError, StorageError
 
 T = TypeVar("T")
-
-# It tells the root logger of an error, traceback and all, that we raise in a sentence.
-logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False
 
 # Said of every save and load without a process group, though it is what `no_dist` asks for.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
@@ -142,11 +138,16 @@ def _reader(path: Path) -> FileSystemReader:
 
 
 class _OneFile(HuggingFaceStorageReader):
-    """Torch's reader takes a folder of safetensors; here it is one file, whatever else lies beside it."""
+    """Torch's reader takes every safetensors file of a folder; this one takes ``file`` alone."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__(str(file.parent))
-        self.path = file
+        super().__init__(str(file))
+        self.fs = _FileAsFolder()
+
+
+class _FileAsFolder(FileSystem):
+    def ls(self, path: Any) -> list[str]:
+        return [str(path)]
 
 
 def _shapes(reader: FileSystemReader) -> dict[str, torch.Size]:

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from dmjd.errors import CheckpointError, StorageError
+from dmjd.errors import CheckpointError, StorageError, UserError
+from dmjd.files import replace_file
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 
@@ -70,7 +71,7 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
         final: Path = world.on_main(
             lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
         )
-    except StorageError:
+    except UserError:  # our own StorageError, or another rank's sentence
         if world.is_main:
             shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -116,7 +117,7 @@ def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
         files = write()
         for path in files:
             _flush(path)
-        return {str(path.relative_to(draft)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
+        return {str(path.relative_to(draft)): _entry(path) for path in files}
     # torch.save reports a full disk as RuntimeError, without an errno.
     except (OSError, RuntimeError, StorageError) as error:
         raise _cannot_write(draft, error) from error
@@ -136,10 +137,16 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
     return final
 
 
+def add(folder: Path, path: Path) -> None:
+    """Make the file ``path``, which lies in a committed checkpoint, part of it."""
+    _flush(path)
+    files = json.loads((folder / MANIFEST).read_text())["files"]
+    _put_manifest(folder, {**files, str(path.relative_to(folder)): _entry(path)})
+
+
 def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({"format": FORMAT, "step": step_of(folder), "files": files}, indent=1))
-    for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+    replace_file(folder / MANIFEST, json.dumps({"format": FORMAT, "step": step_of(folder), "files": files}, indent=1))
+    for path in (folder / MANIFEST, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         _flush(path)
 
 
@@ -224,6 +231,10 @@ def _defects(path: Path) -> list[str]:
         elif file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
             defects.append(f"{name} is not the file that was saved")
     return defects
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
 def _digest(path: Path) -> str:

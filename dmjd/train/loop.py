@@ -31,6 +31,7 @@ from dmjd.parallel.store import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+from dmjd.train.consolidate import SUFFIX
 from dmjd.train.ema import EncoderEma
 from dmjd.train.ending import Ending
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
@@ -189,7 +190,8 @@ class Pretraining:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
             return None
-        return checkpoint.resolve(Path(self.config.init), "init")
+        file = Path(self.config.init)
+        return file if file.suffix == SUFFIX and file.is_file() else checkpoint.resolve(file, "init")
 
     def _quarantine(self) -> Quarantine:
         return Quarantine(self.run.quarantine, len(self.dataset), self.config.data.max_bad_percent)

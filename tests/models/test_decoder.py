@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.decoder import MAEDecoder, SelectiveBlock, VisibleBranch
+from dmjd.models.norm import layer_norm
 from dmjd.models.positions import sincos_positions
-from dmjd.models.vit import layer_norm
 
 ENCODER_DIM, DIM, GRID = 24, 32, (3, 4)
 N = GRID[0] * GRID[1]

@@ -326,7 +326,7 @@ from dmjd.train.metrics import RunLog
 write, calls = RunLog.write, []
 def fault(self, row):
     calls.append(1)
-    if len(calls) > 2:
+    if len(calls) > 4:  # a row goes to two files
         raise StorageError("the disk of rank 0 is full")
     write(self, row)
 RunLog.write = fault

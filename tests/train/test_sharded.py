@@ -1,0 +1,227 @@
+"""A run over two processes that share its parameters: what it logs, and what is left of it when one is killed."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmjd.errors import ConfigError
+from dmjd.parallel import store
+from dmjd.parallel.world import join_world
+from dmjd.train.checkpoint import newest
+from tests.parallel.walk import CPU, engine
+
+Words = Callable[..., list[str]]
+Launch = Callable[..., Any]
+
+WORDS = (
+    "batch_size=64",
+    "log_every=4",
+    "checkpoint_every=6",
+    "ema_decay=0.9",
+    # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
+    "optim.eps=1e-2",
+    "optim.base_lr=1e-2",
+    "online_knn.every_epochs=1",
+    "engine.accumulation=2",
+)
+NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}"
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def telling(file: Path) -> str:
+    """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
+    return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)"
+
+
+def finish(processes: list[Any]) -> list[int]:
+    for process in processes:
+        process.join(180)
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, tiny: Words, launch_world: Launch) -> Path:
+    """A finished run of two processes under FSDP, with pictures."""
+    folder: Path = tmp_path_factory.mktemp("sharded") / "run"
+    assert finish(launch_world(2, ["pretrain", *tiny(folder, *WORDS, "engine=fsdp")])) == [0, 0]
+    return folder
+
+
+def test_it_is_the_run_of_one_process(sharded: Path, tmp_path: Path, tiny: Words, launch: Launch) -> None:
+    assert finish([launch(["pretrain", *tiny(tmp_path / "run", *WORDS)], NO_PICTURES)]) == [0]
+    ours, theirs = rows(sharded), rows(tmp_path / "run")
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    for row, expected in zip(ours, theirs, strict=True):
+        # A neighbour may change sides for the sake of a last bit: the score has steps of 1 in 360 images.
+        assert row == pytest.approx(expected, rel=1e-5, abs=0.6 if "knn_top1" in row else 1e-5)
+    last = "checkpoints/step-00000022"
+    saved, alone = store.read(sharded / last), store.read(tmp_path / "run" / last)
+    assert saved.keys() == alone.keys()
+    for name, value in alone.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_its_pictures_are_of_whole_weights(sharded: Path) -> None:
+    assert {path.name for path in (sharded / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
+
+
+def test_what_its_checkpoints_cost_is_in_the_timing(sharded: Path) -> None:
+    timing = rows(sharded, "timing")
+    assert all(row["checkpoint_stall_seconds"] >= 0 for row in timing)
+    assert any(row["checkpoint_stall_seconds"] > 0 for row in timing)
+    assert any(row.get("checkpoint_seconds", 0) > 0 for row in timing)
+
+
+MOMENTS = {
+    "while one of them writes its tensors": (
+        1,
+        f"""
+import torch.distributed.checkpoint.filesystem as filesystem
+streams = []
+write = filesystem._write_item
+def fault(transforms, stream, *rest):
+    if stream not in streams:
+        streams.append(stream)
+    {KILL} if len(streams) == 2 and stream.tell() > 100_000 else None
+    return write(transforms, stream, *rest)
+filesystem._write_item = fault
+""",
+    ),
+    "when its tensors are written and not yet flushed": (
+        1,
+        f"""
+import dmjd.train.checkpoint as checkpoint
+flush, flushed = checkpoint._flush, []
+def fault(path):
+    flushed.append(path)
+    {KILL} if len(flushed) == 2 else flush(path)
+checkpoint._flush = fault
+""",
+    ),
+    "before the manifest": (
+        0,
+        f"""
+import dmjd.train.checkpoint as checkpoint
+put, calls = checkpoint._put_manifest, []
+def fault(*arguments):
+    calls.append(arguments)
+    {KILL} if len(calls) == 2 else put(*arguments)
+checkpoint._put_manifest = fault
+""",
+    ),
+    "before the rename": (
+        0,
+        f"""
+import dmjd.train.checkpoint as checkpoint
+seal, rename, calls = checkpoint._seal, checkpoint.Path.rename, []
+def fault(self, target):
+    calls.append(target)
+    {KILL} if len(calls) == 2 else rename(self, target)
+checkpoint.Path.rename = fault
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_save_in_which_one_is_killed_leaves_the_one_before(
+    moment: str, tmp_path: Path, sharded: Path, tiny: Words, launch_world: Launch
+) -> None:
+    rank, fault = MOMENTS[moment]
+    run, command = tmp_path / "run", ["pretrain", *tiny(tmp_path / "run", *WORDS, "engine=fsdp")]
+    killed = finish(launch_world(2, command, NO_PICTURES, {rank: fault}))
+    assert killed[rank] == -9, "the fault was not reached"
+    assert killed[1 - rank] != 0, "the other does not go on alone"
+    found = newest(run / "checkpoints")
+    assert found is not None
+    assert found.name == "step-00000006"
+    assert finish(launch_world(2, command, NO_PICTURES)) == [0, 0]
+    assert (run / "log.jsonl").read_bytes() == (sharded / "log.jsonl").read_bytes()
+    ours, theirs = (store.read(path / "checkpoints/step-00000022") for path in (run, sharded))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+FULL = """
+import errno, dmjd.parallel.store as store
+save, saves = store.save_shards, []
+class Full(store.FileSystemWriter):
+    def write_data(self, *arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+def fault(*arguments, **options):
+    saves.append(arguments)
+    if len(saves) == 2:
+        options["storage_writer"] = Full(options["storage_writer"].path)
+    return save(*arguments, **options)
+store.save_shards = fault
+"""
+
+
+def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
+    tmp_path: Path, tiny: Words, launch_world: Launch
+) -> None:
+    run, said = tmp_path / "run", tmp_path / "said"
+    words = ["pretrain", *tiny(run, *WORDS, "online_knn.every_epochs=0", "epochs=20", "engine=fsdp")]
+    codes = finish(launch_world(2, words, f"{telling(said)}\n{NO_PICTURES}", {1: FULL}))
+    assert codes == [2, 2]
+    errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "cannot write" in errors[0]
+    assert "step-00000012" in errors[0]
+    assert "No space left on device" in errors[0]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000006"]
+    assert rows(run)[-1]["step"] < 40, "long before its end at 440"
+
+
+HANGING = """
+import time
+from dmjd.parallel.single import SingleEngine
+step, steps = SingleEngine.step, []
+def fault(self, lr, weight_decay):
+    steps.append(lr)
+    time.sleep(600) if len(steps) == 5 else None
+    return step(self, lr, weight_decay)
+SingleEngine.step = fault
+"""
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
+    name: str, tmp_path: Path, tiny: Words, launch_world: Launch
+) -> None:
+    # Half an hour is granted until the first step is done, and 3 seconds after it.
+    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"engine={name}", "engine.step_timeout=0.05")]
+    ends, hangs = launch_world(2, words, telling(tmp_path / "said"), {1: HANGING})
+    begin = time.monotonic()
+    ends.join(120)
+    hangs.kill()
+    hangs.join()
+    assert ends.exitcode == 1
+    assert time.monotonic() - begin < 120
+
+
+def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"engine\.replicas=3 does not divide 4 process"):
+        join_world(CPU, engine("hsdp", replicas=3))
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"6 process"):  # one and a half hosts
+        join_world(CPU, engine("hsdp", replicas=4))
+
+
+def test_one_process_can_shard_by_itself(tmp_path: Path, tiny: Words, launch: Launch, finished_run: Path) -> None:
+    assert finish([launch(["pretrain", *tiny(tmp_path / "run", "engine=fsdp")], NO_PICTURES)]) == [0]
+    for row, expected in zip(rows(tmp_path / "run"), rows(finished_run), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-5)
