@@ -165,7 +165,7 @@ def walk_compiled(rank: int, size: int, folder: Path, port: int) -> None:
     world = join(rank, size, port)
     for name, config in ENGINES.items():
         seen = {
-            mode: Run(replace(config, compile=True, activation_checkpointing=mode), world, ema=False).take(2)
+            mode: Run(replace(config, compile="block", activation_checkpointing=mode), world, ema=False).take(2)
             for mode in ("none", "full")
         }
         if world.is_main:
