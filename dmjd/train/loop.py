@@ -26,8 +26,9 @@ from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.single import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
+from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
 from dmjd.train.ema import EncoderEma
 from dmjd.train.guard import PendingStep
 from dmjd.train.journal import Journal
@@ -35,8 +36,8 @@ from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.run_folder import RunFolder
-from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
+from dmjd.train.teacher import EmaTeacher
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -105,14 +106,15 @@ class Pretraining:
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.peak_lr = peak_lr(config, spec, grid)
-        self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
+        self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
 
         encoder = self.engine.objective.model.encoder
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch)
         self.random = RandomState(config.seed, world)
         self.ema = EncoderEma(encoder, config.ema_decay) if config.ema_decay is not None else None
+        if self.ema is not None and isinstance(tokenizer, TeacherTarget):
+            tokenizer.teacher = EmaTeacher(encoder, self.ema, config.target.layers)
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
@@ -262,6 +264,4 @@ class Pretraining:
             logger.warning("no pictures at step %d: %s", step, error)
 
     def _lr(self, step: int) -> float:
-        return cosine(
-            step, total=self.total_steps, warmup=self.warmup_steps, peak=self.peak_lr, floor=self.config.optim.min_lr
-        )
+        return self.schedule(step)
