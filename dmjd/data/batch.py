@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,17 +15,26 @@ class Batch(NamedTuple):
     images: uint8 ``[B, H, W, C]``, cropped, not yet flipped or normalised.
     sample_ids: int64 ``[B]``, stable over epochs; they key every random draw of the sample.
     labels: int64 ``[B]``, -1 where the data set has none. Never seen by pre-training.
+    second: uint8 ``[B, h, w, C]``, the same crops at the size that a target reads, or None where it reads ``images``.
     """
 
     images: Tensor
     sample_ids: Tensor
     labels: Tensor
+    second: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """``change`` of every tensor."""
+        return Batch(*(None if field is None else change(field) for field in self))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""
-        return Batch(*(field.to(device, non_blocking=True) for field in self))
+        return self.map(lambda field: field.to(device, non_blocking=True))
 
     def split(self, parts: int) -> list[Batch]:
         """``parts`` micro-batches of equal size, in order."""
         assert self.images.shape[0] % parts == 0, "the configuration checks that accumulation divides the batch"
-        return [Batch(*fields) for fields in zip(*(field.chunk(parts) for field in self), strict=True)]
+        size = self.images.shape[0] // parts
+        return [
+            self.map(lambda field, start=start: field[start : start + size]) for start in range(0, size * parts, size)
+        ]

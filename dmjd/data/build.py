@@ -57,7 +57,19 @@ def training_batches(
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
     ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
     plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world, plan=plan)
+    second = None if config.second_size is None else (config.second_size[0], config.second_size[1])
+    return StepBatches(
+        dataset,
+        batch_size,
+        (height, width),
+        seed,
+        *ranges,
+        rank=rank,
+        world=world,
+        plan=plan,
+        interpolation=config.interpolation,
+        second_size=second,
+    )
 
 
 def fetch_ahead(

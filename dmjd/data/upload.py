@@ -26,5 +26,7 @@ class Uploader:
             copy = batch.to(self._device)
         user.wait_stream(self._stream)
         for field in copy:
-            field.record_stream(user)  # or its memory would be taken for the next copy while this stream still reads it
+            if field is not None:
+                # Or its memory would be taken for the next copy while this stream still reads it.
+                field.record_stream(user)
         return copy

@@ -103,6 +103,7 @@ class Pretraining:
             seed=config.seed,
             depth=len(self.engine.objective.model.encoder.blocks),
             drop_path=config.backbone.drop_path,
+            jitter=data.jitter,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
@@ -256,7 +257,7 @@ class Pretraining:
 
     def _show(self, batch: Batch) -> None:
         """Refresh the pictures. A run does not end for want of them."""
-        step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
+        step, shown = self.position.step, batch.map(lambda field: field[:SHOWN_IMAGES])
         prepared = self.prepare(shown.to(self.engine.device), (step - 1) // self.steps_per_epoch)
         try:
             self.journal.show(step, write_pictures(self.run, self.engine, prepared, self.prepare.tokenizer))

@@ -27,6 +27,8 @@ def write_pictures(run: RunFolder, engine: Engine, prepared: Prepared, tokenizer
     with torch.inference_mode(), engine.micro_batch(last=False):
         predictions = objective.model(images, MaskedViews(views, everywhere)).masked
     predictions = predictions.float().unflatten(0, views.mask.shape[:2]).cpu()
+    if tokenizer.codes:
+        predictions = predictions.argmax(-1, keepdim=True)
     views = views.map(Tensor.cpu)
     encoder = objective.model.encoder
     view_grid(

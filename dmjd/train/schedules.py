@@ -19,9 +19,7 @@ def classic_lr(base_lr: float, unique_batch: int, views: int) -> float:
     return base_lr * views * unique_batch / REFERENCE_BATCH
 
 
-def cosine(
-    step: int, *, total: int, warmup: int, peak: float, floor: float = 0.0, start: float = 0.0
-) -> float:
+def cosine(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.0, start: float = 0.0) -> float:
     """Linear warm-up from ``start`` over ``warmup`` steps, then half a cosine from ``peak`` to ``floor`` at ``total``.
 
     ``step`` counts optimizer steps from 0, so the value is the one to use *for* that step.

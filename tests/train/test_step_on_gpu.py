@@ -97,7 +97,7 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
 def test_a_step_never_waits_for_the_device() -> None:
     engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0", "backbone.drop_path=0.1"))
     upload = Uploader(engine.device)
-    batch = Batch(*(field.pin_memory() for field in random_batch()))
+    batch = random_batch().map(torch.Tensor.pin_memory)
     pending = None
     for step in range(4):
         if step:  # the first builds the optimizer's state
