@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -15,17 +16,17 @@ class Batch(NamedTuple):
     images: uint8 ``[B, H, W, C]``, cropped, not yet flipped or normalised.
     sample_ids: int64 ``[B]``, stable over epochs; they key every random draw of the sample.
     labels: int64 ``[B]``, -1 where the data set has none. Never seen by pre-training.
-    second: uint8 ``[B, h, w, C]``, the same crops at the size that a target reads, or None where it reads ``images``.
+    second: uint8 ``[B, h, w, C]``, the same crops at the size that a target reads; empty where it reads ``images``.
     """
 
     images: Tensor
     sample_ids: Tensor
     labels: Tensor
-    second: Tensor | None = None
+    second: Tensor = torch.empty(0, dtype=torch.uint8)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """``change`` of every tensor."""
-        return Batch(*(None if field is None else change(field) for field in self))
+        return Batch(*(change(field) for field in self))
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""
@@ -35,6 +36,4 @@ class Batch(NamedTuple):
         """``parts`` micro-batches of equal size, in order."""
         assert self.images.shape[0] % parts == 0, "the configuration checks that accumulation divides the batch"
         size = self.images.shape[0] // parts
-        return [
-            self.map(lambda field, start=start: field[start : start + size]) for start in range(0, size * parts, size)
-        ]
+        return [self.map(itemgetter(slice(start, start + size))) for start in range(0, size * parts, size)]

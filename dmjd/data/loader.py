@@ -213,7 +213,7 @@ class EvaluationBatches:
         return self[number], ()
 
 
-def _collate(views: list[tuple[Tensor, ...]], sample_ids: Tensor, labels: list[int]) -> Batch:
+def _collate(views: Sequence[tuple[Tensor, ...]], sample_ids: Tensor, labels: list[int]) -> Batch:
     images, *second = (torch.stack(column) for column in zip(*views, strict=True))
     return Batch(images, sample_ids.clone(), torch.tensor(labels), *second)
 

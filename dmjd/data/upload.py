@@ -26,7 +26,5 @@ class Uploader:
             copy = batch.to(self._device)
         user.wait_stream(self._stream)
         for field in copy:
-            if field is not None:
-                # Or its memory would be taken for the next copy while this stream still reads it.
-                field.record_stream(user)
+            field.record_stream(user)  # or its memory would be taken for the next copy while this stream still reads it
         return copy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from timm.layers import PatchEmbed
-from torch import nn
+from torch import Tensor, nn
 
 TOKENS = ("cls_token", "mask_token", "pos_embed")
 STD = 0.02
@@ -38,8 +38,8 @@ def beit(model: nn.Module) -> None:
             _fill(module.bias, 0)
         _norm(module)
         _tokens(module, _cut_at_one_deviation)
-    blocks: Any = model.encoder.blocks
-    for depth, block in enumerate(blocks, 1):
+    encoder: Any = model.encoder
+    for depth, block in enumerate(encoder.blocks, 1):
         for layer in (block.attn.proj, block.mlp.fc2):
             layer.weight.data.div_(math.sqrt(2 * depth))
 
@@ -86,7 +86,7 @@ def _norm(module: nn.Module, bias: float = 0.0) -> None:
         _fill(module.bias, bias)
 
 
-def _fill(bias: nn.Parameter | None, value: float) -> None:
+def _fill(bias: Tensor | None, value: float) -> None:
     if bias is not None:
         nn.init.constant_(bias, value)
 
@@ -97,5 +97,5 @@ def _tokens(module: nn.Module, initialise: Callable[[nn.Parameter], object]) -> 
             initialise(parameter)
 
 
-def _cut_at_one_deviation(parameter: nn.Parameter) -> None:
+def _cut_at_one_deviation(parameter: Tensor) -> None:
     nn.init.trunc_normal_(parameter, std=STD, a=-STD, b=STD)

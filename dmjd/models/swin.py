@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.models.swin_transformer import SwinTransformer
@@ -78,11 +79,10 @@ class SwinEncoder(SwinTransformer):
     @property
     def blocks(self) -> list[nn.Module]:
         """Every residual block in order: what is recomputed and compiled as one."""
-        return [block for stage in self.layers for block in stage.blocks]
+        stages: Any = self.layers
+        return [block for stage in stages for block in stage.blocks]
 
-    def forward(  # type: ignore[override]
-        self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
         """Normalised tokens of whole images, or of each view of them.
 
         Args:

@@ -45,9 +45,7 @@ class EncoderBlock(Block):
 class BeitBlock(beit.Block):
     """timm's block of BEiT (queries and values have a bias, keys have none; layer scale), scaled likewise."""
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None) -> Tensor:
         """
         Args:
             x, branch_scale: as for :class:`EncoderBlock`.

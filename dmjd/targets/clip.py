@@ -54,6 +54,12 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
     return tower.requires_grad_(False).eval()
 
 
+def clip_patch(tower: nn.Module) -> int:
+    """Side of a patch of an image tower in pixels."""
+    sizes: Any = tower.patch_size
+    return int(sizes[0])
+
+
 @dataclass
 class ClipTarget:
     """Patch tokens of one block of CLIP's image tower.

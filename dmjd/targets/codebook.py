@@ -30,6 +30,8 @@ VQKD_EXPECTED = (
 )
 VQKD_HEAD_DIM = 64
 
+layer_norm: type[nn.Module] = partial(nn.LayerNorm, eps=1e-6)  # type: ignore[assignment]  # timm only calls it
+
 
 @dataclass
 class CodebookTarget:
@@ -141,6 +143,7 @@ class VqKdEncoder(nn.Module):
         self, size: tuple[int, int], patch: int, embed_dim: int, depth: int, codes: int, code_dim: int
     ) -> None:
         super().__init__()
+        self.patch = patch
         self.encoder = Beit(
             img_size=size,
             patch_size=patch,
@@ -150,7 +153,7 @@ class VqKdEncoder(nn.Module):
             num_heads=embed_dim // VQKD_HEAD_DIM,
             qkv_bias=True,
             use_abs_pos_emb=True,
-            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+            norm_layer=layer_norm,
         )
         self.encode_task_layer = nn.Sequential(
             nn.Linear(embed_dim, embed_dim), nn.Tanh(), nn.Linear(embed_dim, code_dim)
@@ -172,10 +175,12 @@ def load_dvae(weights: str | None, codes: int) -> nn.Module:
     state = read_state(file, DVAE_EXPECTED)
     first = _tensor(state, "blocks.input.w", file, DVAE_EXPECTED)
     blocks = sum(name.startswith("blocks.group_1.") and name.endswith("conv_1.w") for name in state)
-    return load_frozen(DVaeEncoder(codes, first.shape[0], blocks), state, file, DVAE_EXPECTED)
+    encoder = DVaeEncoder(codes, first.shape[0], blocks)
+    load_frozen(encoder, state, file, DVAE_EXPECTED)
+    return encoder
 
 
-def load_vqkd(weights: str | None, codes: int, size: tuple[int, int]) -> nn.Module:
+def load_vqkd(weights: str | None, codes: int, size: tuple[int, int]) -> VqKdEncoder:
     """BEiT v2's tokenizer for images of ``size`` (height, width). Raises ConfigError as :func:`load_dvae` does."""
     file = weights_file(weights, VQKD_EXPECTED)
     read = ("encoder.", "encode_task_layer.", "quantize.embedding.weight")
@@ -185,7 +190,8 @@ def load_vqkd(weights: str | None, codes: int, size: tuple[int, int]) -> nn.Modu
     depth = sum(name.startswith("encoder.blocks.") and name.endswith(".norm1.weight") for name in state)
     patch, width = projection.shape[-1], projection.shape[0]
     tokenizer = VqKdEncoder(size, patch, width, depth, codes, entries.shape[1])
-    return load_frozen(tokenizer, state, file, VQKD_EXPECTED)
+    load_frozen(tokenizer, state, file, VQKD_EXPECTED)
+    return tokenizer
 
 
 def _tensor(state: dict[str, Tensor], name: str, file: object, expected: str) -> Tensor:

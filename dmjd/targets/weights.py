@@ -46,8 +46,8 @@ def read_state(file: Path, expected: str) -> dict[str, Tensor]:
     return content
 
 
-def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expected: str) -> nn.Module:
-    """``module`` with exactly these weights, frozen and in evaluation mode.
+def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expected: str) -> None:
+    """Give ``module`` exactly these weights, freeze it and set it to evaluation.
 
     Raises:
         ConfigError: naming a tensor that is missing, too many or of another shape.
@@ -59,4 +59,4 @@ def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expecte
         if names:
             raise ConfigError(f"target.weights={file} {what} {names[0]}; expected is {expected}")
     module.load_state_dict(state)
-    return module.requires_grad_(False).eval()
+    module.requires_grad_(False).eval()

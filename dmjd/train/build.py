@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -96,7 +95,7 @@ def build_tokenizer(config: PretrainConfig) -> Tokenizer:
         height, width = image_size(config) if data.second_size is None else data.second_size
         if target.name == "vqkd":
             vqkd = load_vqkd(target.weights, target.codes, (height, width))
-            _check_grid(config, vqkd.encoder.patch_embed.patch_size[0])  # type: ignore[union-attr, index]
+            _check_grid(config, vqkd.patch)
             return CodebookTarget(vqkd, target.codes, patch)
         tower: Any = load_clip(target.model, target.weights, (height, width))
         _check_grid(config, tower.patch_size[0])
@@ -139,13 +138,9 @@ def check_target(config: PretrainConfig) -> None:
         raise ConfigError(f"data.second_size must be null for target.name={target.name}, which reads the crop itself")
     if target.name == "teacher":
         if config.ema_decay is None:
-            raise ConfigError(
-                "target.name=teacher needs ema_decay, the decay of the average that teaches, such as .9998"
-            )
+            raise ConfigError("target.name=teacher needs ema_decay, of the average that teaches, such as .9998")
         if backbone.name == "swin":
-            raise ConfigError(
-                "target.name=teacher needs backbone.name=vit or convvit, whose blocks are all of one grid"
-            )
+            raise ConfigError("target.name=teacher needs backbone.name=vit or convvit, whose last blocks share a grid")
         if config.engine.name not in ("single", "ddp"):
             raise ConfigError(
                 f"target.name=teacher needs a whole average on every process: engine=single or ddp, got "
@@ -163,8 +158,8 @@ def _check_grid(config: PretrainConfig, patch: int) -> None:
     if read != needed:
         cure = "null" if needed == image_size(config) else f"[{needed[0]},{needed[1]}]"
         raise ConfigError(
-            f"target.name={config.target.name} has patches of {patch} pixels and the student {grid[0]}x{grid[1]} tokens, "
-            f"so it must read {needed[0]}x{needed[1]} pixels, not {read[0]}x{read[1]}; set data.second_size={cure}"
+            f"target.name={config.target.name} has patches of {patch} pixels, so for the student's {grid[0]}x{grid[1]} "
+            f"tokens it must read {needed[0]}x{needed[1]} pixels, not {read[0]}x{read[1]}; set data.second_size={cure}"
         )
 
 

@@ -73,7 +73,7 @@ class Preparation:
     def __call__(self, batch: Batch, epoch: int) -> Prepared:
         key = make_key(self.seed, epoch)
         crops = self._augment(batch.images, batch.sample_ids, key)
-        read = crops if batch.second is None else self._augment(batch.second, batch.sample_ids, key)
+        read = crops if not batch.second.numel() else self._augment(batch.second, batch.sample_ids, key)
         masked_views = self.mask_spec.draw(batch.sample_ids, self.grid, seed=self.seed, epoch=epoch)
         targets = self.tokenizer(read)
         scales = None

@@ -22,7 +22,7 @@ def test_what_a_busy_device_reads_is_the_batch_of_its_step() -> None:
     upload, busy = Uploader(device), torch.randn(4096, 4096, device=device)
     sums = []
     for value in range(1, 50):
-        pinned = batch(value).map(torch.Tensor.pin_memory)
+        pinned = Batch(*(field.pin_memory() for field in batch(value)))
         busy = (busy @ busy).clamp(-1, 1)  # the copies run far ahead of this stream
         on_device = upload(pinned)
         sums.append(on_device.images.long().sum() + on_device.sample_ids.sum())

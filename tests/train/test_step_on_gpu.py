@@ -84,20 +84,22 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
     for name, words in {
         "fp32": ["engine.precision=fp32"],
         "bf16": ["engine.precision=bf16"],
-        "compiled": ["engine.precision=bf16", "engine.compile=true"],
+        "blocks compiled": ["engine.precision=bf16", "engine.compile=block"],
+        "model compiled": ["engine.precision=bf16", "engine.compile=model"],
         "recomputed": ["engine.precision=bf16", "engine.activation_checkpointing=full"],
     }.items():
         engine, prepare = cast(configured("engine.device=cuda", *words))
         curves[name] = train(engine, prepare(random_batch().to(engine.device), 0), steps=10)
     assert curves["recomputed"] == curves["bf16"]
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=0.02)
-    assert curves["compiled"] == pytest.approx(curves["bf16"], rel=0.02)
+    for compiled in ("blocks compiled", "model compiled"):
+        assert curves[compiled] == pytest.approx(curves["bf16"], rel=0.02)
 
 
 def test_a_step_never_waits_for_the_device() -> None:
     engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0", "backbone.drop_path=0.1"))
     upload = Uploader(engine.device)
-    batch = random_batch().map(torch.Tensor.pin_memory)
+    batch = Batch(*(field.pin_memory() for field in random_batch()))
     pending = None
     for step in range(4):
         if step:  # the first builds the optimizer's state

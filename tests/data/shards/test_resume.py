@@ -69,9 +69,7 @@ def launch(config: DataConfig, folder: Path, start: int, stop: int, world: int, 
         quarantine = Quarantine(folder / "quarantine.jsonl", len(dataset), config.max_bad_percent)
         loaders.append(iter(make_loader(batches, start, STEPS, workers, False, quarantine)))
     steps = islice(zip(*loaders, strict=True), stop - start)
-    return [
-        Batch(*(torch.cat(parts) for parts in zip(*(share[:3] for share in shares), strict=True))) for shares in steps
-    ]
+    return [Batch(*(torch.cat(parts) for parts in zip(*shares, strict=True))) for shares in steps]
 
 
 LAUNCHES = [(world, workers) for world in (1, 2, 4, 8) for workers in (0, 1, 3)]
