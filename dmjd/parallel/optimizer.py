@@ -16,7 +16,8 @@ def parameter_groups(module: nn.Module, no_decay: Collection[str] = ()) -> list[
     ``no_decay`` names more that do not, by the last part of their names: BEiT's class token and positions.
     ``lr_scale`` and ``wd_scale`` multiply the loop's learning rate and weight decay; layer decay will use the former.
     """
-    decayed, undecayed = [], []
+    decayed: list[nn.Parameter] = []
+    undecayed: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             spared = parameter.ndim <= 1 or name.rpartition(".")[2] in no_decay

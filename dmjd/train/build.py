@@ -20,7 +20,7 @@ from dmjd.models.objective import Objective
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 from dmjd.targets import ClipTarget, CodebookTarget, HogTarget, PixelTarget, TeacherTarget, Tokenizer
-from dmjd.targets.clip import load_clip
+from dmjd.targets.clip import clip_patch, load_clip
 from dmjd.targets.codebook import DVAE_PATCH, load_dvae, load_vqkd
 from dmjd.train.schedules import adaptive_lr, classic_lr, cosine, multistep
 
@@ -97,8 +97,8 @@ def build_tokenizer(config: PretrainConfig) -> Tokenizer:
             vqkd = load_vqkd(target.weights, target.codes, (height, width))
             _check_grid(config, vqkd.patch)
             return CodebookTarget(vqkd, target.codes, patch)
-        tower: Any = load_clip(target.model, target.weights, (height, width))
-        _check_grid(config, tower.patch_size[0])
+        tower = load_clip(target.model, target.weights, (height, width))
+        _check_grid(config, clip_patch(tower))
         choices = (target.layer, target.ln_post, target.projected, target.norm)
         return ClipTarget(tower, patch, token_grid(config), target.dim, *choices)
 
