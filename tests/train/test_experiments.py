@@ -1,4 +1,4 @@
-"""Every row of the paper's tables: its size as built, and one step of a copy so small that all of them take a minute."""
+"""Every row of the paper's tables: its size as built, and one step of a copy so small that all take a minute."""
 
 from __future__ import annotations
 
