@@ -67,7 +67,8 @@ def test_flip_and_colours_of_both_crops_agree() -> None:
     assert 0 < int(flipped.sum()) < 4
     assert torch.equal(second, horizontal_flip(batch.second, flipped))
     crops, second = prepared(flip=False, jitter=0.4)
-    ratio = [
+    pairs = ((crops, batch.images), (second, batch.second))
+    ratio = [new.float().mean((1, 2, 3)) / old.float().mean((1, 2, 3)) for new, old in pairs]
         (a.float().mean((1, 2, 3)) / b.float().mean((1, 2, 3)))
         for a, b in ((crops, batch.images), (second, batch.second))
     ]

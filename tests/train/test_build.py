@@ -152,8 +152,8 @@ IMPOSSIBLE = {
     "method.mim_loss=cross_entropy": ["target.name=hog", "vectors", "method.mim_loss", "cosine", "cross_entropy"],
     "target=dvae": ["target.name=dvae", "codes", "method.mim_loss must be cross_entropy", "mse"],
     "target=dvae method.mim_loss=cross_entropy": ["target.name=dvae", "method.visible_branch.enabled=false"],
-    "method=beit target.norm=l2": ["target.norm", "none", "target.name=dvae", "'l2'"],
-    "method=beit data.jitter=0": ["target.name=dvae", "colour images", "data.channels=1"],
+    "method=beit target.norm=l2 mask.count=null": ["target.norm", "none", "target.name=dvae", "'l2'"],
+    "method=beit data.jitter=0 mask.count=null": ["target.name=dvae", "colour images", "data.channels=1"],
     "target=clip": ["target.name=clip", "colour images", "data.channels=1"],
     "target=teacher": ["target.name=teacher", "ema_decay"],
     "target=teacher ema_decay=.9": ["target.layers=6", "backbone.depth=1"],
@@ -167,8 +167,13 @@ IMPOSSIBLE = {
 
 COLOUR = ("data.channels=3", "data.mean=[.5,.5,.5]", "data.std=[.2,.2,.2]")
 IMPOSSIBLE_IN_COLOUR = {
-    "method=beit": ["target.name=dvae", "8x8 tokens", "64x64 pixels, not 112x112", "data.second_size=[64,64]"],
-    "method=beit data.second_size=[64,64]": ["target.weights must name a file", "DALL-E", "torch.save"],
+    "method=beit mask.count=null": [
+        "target.name=dvae",
+        "8x8 tokens",
+        "64x64 pixels, not 112x112",
+        "data.second_size=[64,64]",
+    ],
+    "method=beit data.second_size=[64,64] mask.count=null": ["target.weights must name a file", "DALL-E", "torch.save"],
     "target=vqkd method.mim_loss=cross_entropy method.visible_branch.enabled=false": ["target.weights", "VQ-KD"],
     "target=clip": ["target.weights must name a file", "open_clip"],
     "target=clip target.weights=/nowhere/clip.pt": ["target.weights=/nowhere/clip.pt is not a file", "open_clip"],
