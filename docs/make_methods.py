@@ -24,8 +24,8 @@ Written by `python docs/make_methods.py` from `configs/`; a test fails where the
 (see [architecture.md](architecture.md)); an experiment is a method with the sizes of one row of a table of the paper.
 Systems that the paper compares with are in [comparison.md](comparison.md).
 
-Targets with weights read them from `target.weights`, a file, and never from the network: `dvae` the encoder of DALL-E as
-a dictionary of tensors, `vqkd` BEiT v2's tokenizer, `clip` what open_clip reads (`pip install 'dmjd[clip]'`). A missing
+Targets with weights read them from `target.weights`, a file, never from the network: `dvae` the encoder of DALL-E as a
+dictionary of tensors, `vqkd` BEiT v2's tokenizer, `clip` what open_clip reads (`pip install 'dmjd[clip]'`). A missing
 file is answered by a sentence that tells how to make it. Their features are computed in every step and not kept: a crop
 is drawn anew in each epoch, so that a feature kept under a sample's id would be that of other pixels.
 
@@ -40,22 +40,22 @@ def comment(path: Path) -> str:
     return " ".join(lines)
 
 
-def branch(config: PretrainConfig) -> str:
+def _branch(config: PretrainConfig) -> str:
     decoder = config.method.decoder
     return "linear" if decoder.name == "linear" else f"{decoder.depth} x {decoder.dim}"
 
 
-def target(config: PretrainConfig) -> str:
+def _target(config: PretrainConfig) -> str:
     chosen = config.target
     name = f"{chosen.name} ({chosen.flavour})" if chosen.name == "hog" else chosen.name
     return name if chosen.norm == "none" else f"{name}, {chosen.norm}"
 
 
-def visible(config: PretrainConfig) -> str:
+def _visible(config: PretrainConfig) -> str:
     return config.method.visible_branch.projector if config.method.visible_branch.enabled else "-"
 
 
-def row(experiment: str) -> str:
+def _row(experiment: str) -> str:
     config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
     grid = token_grid(config)
     spec = build_mask_spec(config.mask, grid)
@@ -69,10 +69,10 @@ def row(experiment: str) -> str:
         f"{config.mask.views} {config.mask.pattern}",
         f"{rates.m_corr:.3f}",
         f"{rates.m_pred:.3f}",
-        target(config),
+        _target(config),
         config.method.mim_loss,
-        branch(config),
-        visible(config),
+        _branch(config),
+        _visible(config),
         f"{config.epochs} ({spec.effective_epochs(config.epochs):g})",
         str(config.batch_size),
         f"{peak_lr(config, spec, grid):.3g}",
@@ -101,13 +101,14 @@ def page() -> str:
     lines = [HEAD, "## Methods", "", "| `method=` | |", "|---|---|"]
     lines += [f"| `{path.stem}` | {comment(path)} |" for path in methods]
     lines += ["", "## Experiments", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    lines += [row(path.stem) for path in experiments]
+    lines += [_row(path.stem) for path in experiments]
     lines += ["", "Parameters are trainable ones; the learning rate is that after warm-up.", ""]
     lines += [f"- `{path.stem}`: {comment(path)}" for path in experiments]
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
+    """The exit code."""
     text = page()
     if "--check" in sys.argv[1:]:
         return int(not PAGE.is_file() or PAGE.read_text() != text)

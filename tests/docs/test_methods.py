@@ -8,7 +8,8 @@ from dmjd.resources import configs_dir
 
 DOCS = Path(__file__).parents[2] / "docs"
 SYSTEMS = (  # of the paper's tables
-    "MAE, SimMIM, BEiT, MaskFeat, ConvMAE, DMJD, SplitMask, MoCo v3, DINO, CAE, PeCo, mc-BEiT, iBOT, SdAE, data2vec, MVP"
+    "MAE, SimMIM, BEiT, MaskFeat, ConvMAE, DMJD, SplitMask, MoCo v3, DINO, CAE, PeCo, mc-BEiT, iBOT, SdAE, "
+    "data2vec, MVP"
 )
 
 

@@ -152,7 +152,7 @@ IMPOSSIBLE = {
     "method.mim_loss=cross_entropy": ["target.name=hog", "vectors", "method.mim_loss", "cosine", "cross_entropy"],
     "target=dvae": ["target.name=dvae", "codes", "method.mim_loss must be cross_entropy", "mse"],
     "target=dvae method.mim_loss=cross_entropy": ["target.name=dvae", "method.visible_branch.enabled=false"],
-    "method=beit target.norm=l2 mask.count=null": ["target.norm", "none", "target.name=dvae", "'l2'"],
+    "method=beit target.norm=l2 mask.count=null data.jitter=0": ["target.norm", "none", "target.name=dvae", "'l2'"],
     "method=beit data.jitter=0 mask.count=null": ["target.name=dvae", "colour images", "data.channels=1"],
     "target=clip": ["target.name=clip", "colour images", "data.channels=1"],
     "target=teacher": ["target.name=teacher", "ema_decay"],
