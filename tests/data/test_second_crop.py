@@ -49,7 +49,7 @@ class Read:
         self.given = images
         return torch.zeros(len(images), 64, 1)
 
-    def render(self, values: torch.Tensor, grid: tuple[int, int]) -> np.ndarray:  # type: ignore[type-arg]
+    def render(self, values: torch.Tensor, grid: tuple[int, int]) -> np.ndarray:
         raise AssertionError
 
 
