@@ -33,7 +33,7 @@ $(INSTALLED): pyproject.toml setup.py
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install torch torchvision 'setuptools>=77' ninja
-	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable '.[train,eval,scale,dev]'
+	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable '.[train,eval,scale,clip,dev]'
 	@touch $@
 
 # The compiler's command lines are kept in a log, which is shown when something fails.

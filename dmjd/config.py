@@ -36,6 +36,11 @@ def numbers(*default: float, length: int | None = None, **bounds: float) -> Any:
     return field(default_factory=lambda: list(default), metadata={"bounds": bounds, "length": length})
 
 
+def numbers_or_none(length: int, **bounds: float) -> Any:
+    """A list as for :func:`numbers`, or None, which is the default."""
+    return field(default=None, metadata={"bounds": bounds, "length": length})
+
+
 @dataclass
 class MaskConfig:
     """Disjoint masking; the fields are those of :class:`dmjd.masking.MaskSpec`."""
@@ -61,14 +66,26 @@ class ConvStagesConfig:
 
 
 @dataclass
+class WindowsConfig:
+    """The stages of a Swin, at strides 4, 8, 16 and 32: blocks, heads, and the side of a window in tokens."""
+
+    depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0)
+    num_heads: list[int] = numbers(4, 8, 16, 32, length=4, above=0)
+    size: int = positive(6)
+
+
+@dataclass
 class BackboneConfig:
     """The encoder. ``hidden``: leave hidden tokens out, or put a mask token in their place.
 
+    ``positions`` (vit): fixed, learned, or BEiT's bias of attention by relative position, shared by all blocks.
+    ``block`` (vit): timm's, or BEiT's, whose keys have no bias and whose branches ``layer_scale`` may scale.
     For "convvit", width, depth, heads and MLP ratio are those of its third stage, a ViT; ``conv_stages`` are the two
     before it, and ``multi_scale`` adds their outputs to the encoder's.
+    For "swin", ``embed_dim`` is the last stage's, which is one token wide, and ``windows`` has depths and heads.
     """
 
-    name: str = choice("vit", "convvit")
+    name: str = choice("vit", "convvit", "swin")
     patch_size: int = positive(16)
     embed_dim: int = positive(768)
     depth: int = positive(12)
@@ -77,8 +94,12 @@ class BackboneConfig:
     class_token: bool = True
     hidden: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
+    positions: str = choice("sincos", "learned", "relative")
+    block: str = choice("plain", "beit")
+    layer_scale: float | None = number(None, above=0)
     conv_stages: ConvStagesConfig = field(default_factory=ConvStagesConfig)
     multi_scale: bool = True
+    windows: WindowsConfig = field(default_factory=WindowsConfig)
 
 
 @dataclass
@@ -94,37 +115,55 @@ class DecoderConfig:
 
 @dataclass
 class VisibleBranchConfig:
-    """The visible distillation branch."""
+    """The visible distillation branch. ``projector``: three layers with LayerNorm and GELU, or one linear layer."""
 
     enabled: bool = True
     width: int = positive(512)
+    projector: str = choice("nonlinear", "linear")
 
 
 @dataclass
 class MethodConfig:
-    """``mim_weight`` is the paper's lambda."""
+    """``mim_weight`` is the paper's lambda. ``mim_loss`` is cross_entropy for targets that are codes, and for them
+    alone. ``initialisation``: whose weights the model starts from."""
 
     name: str = "dmjd"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
     visible_branch: VisibleBranchConfig = field(default_factory=VisibleBranchConfig)
-    mim_loss: str = choice("mse", "l1", "smooth_l1")
+    mim_loss: str = choice("mse", "l1", "smooth_l1", "cosine", "cross_entropy")
     mim_weight: float = positive(1.0)
+    initialisation: str = choice("mae", "beit", "simmim", "maskfeat")
 
 
 @dataclass
 class TargetConfig:
-    """What is predicted. ``norm``: none or patch for pixels; none, l2 or layernorm for HOG.
+    """What is predicted. ``norm``: none or patch for pixels; none, l2 or layernorm for HOG; none or layernorm for
+    features (clip, teacher).
 
     ``cell`` (HOG) is in pixels, half a patch if left out; ``flavour`` (HOG) says whose conventions, MaskFeat's go with
     norm l2; ``unbiased`` (pixels) is the variance that MAE uses.
+
+    ``weights`` (clip, dvae, vqkd) is a file on this machine; nothing is ever downloaded. ``model`` (clip) is
+    open_clip's name of what the file holds, and ``dim`` the width of its features. ``layer`` counts its blocks from 0,
+    or from the last with -1; ``ln_post`` applies its last norm, ``projected`` what maps to the space of texts.
+    ``codes`` (dvae, vqkd) is how many there are. ``layers`` (teacher) is how many of the last blocks are averaged; the
+    teacher is the average that ``ema_decay`` keeps.
     """
 
-    name: str = choice("hog", "pixels")
+    name: str = choice("hog", "pixels", "clip", "dvae", "vqkd", "teacher")
     norm: str = choice("layernorm", "none", "l2", "patch")
     cell: int | None = number(None, least=1)
     bins: int = positive(9)
     flavour: str = choice("dmjd", "maskfeat", "maskfeat_gauss", "skimage")
     unbiased: bool = True
+    weights: str | None = None
+    model: str = "ViT-B-16-quickgelu"
+    dim: int = positive(512)
+    layer: int = -1
+    ln_post: bool = True
+    projected: bool = True
+    codes: int = positive(8192)
+    layers: int = positive(6)
 
 
 @dataclass
@@ -132,6 +171,8 @@ class DataConfig:
     """Images. ``mean`` and ``std`` are per channel, on the 0..1 scale; ``pad`` is a black border in pixels.
 
     ``max_bad_percent``: how many training images may be bad, each with another in its place, before the run stops.
+    ``jitter`` is the strength of random brightness, contrast and saturation, 0 for none. ``second_size`` is that of
+    the same crop for a target that reads another size, resampled by Lanczos as BEiT does; its tokenizer says which.
     ``cache`` (shards behind a URL) is a folder on a disk of the node, below TMPDIR if left out; ``cache_gib`` its GiB.
     ``samples`` (stream) is how many images count as an epoch, ``shuffle_buffer`` how many a reader draws the next from.
     """
@@ -149,7 +190,10 @@ class DataConfig:
     shuffle_buffer: int = positive(1000)
     crop_scale: list[float] = numbers(0.2, 1.0, length=2, above=0, most=1)
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
+    interpolation: str = choice("bicubic", "bilinear")
+    second_size: list[int] | None = numbers_or_none(length=2, least=1)
     flip: bool = True
+    jitter: float = number(0.0, least=0, most=1)
     mean: list[float] = numbers(0.485, 0.456, 0.406)
     std: list[float] = numbers(0.229, 0.224, 0.225, above=0)
 
@@ -160,18 +204,24 @@ class OptimConfig:
 
     ``lr_rule``: the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, or the classic
     ``base_lr * K * batch_size / 256``. ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer
-    counts give them (30/49).
+    counts give them (30/49). ``schedule``: half a cosine to ``min_lr``, or a tenth after each epoch of ``milestones``;
+    both after a linear warm-up from ``warmup_lr``. ``no_decay`` names parameters that weight decay leaves alone besides
+    biases and norms, by the last part of their names.
     """
 
     base_lr: float = positive(1.5e-4)
     lr_rule: str = choice("adaptive", "classic")
     lr_rates: str = choice("nominal", "exact")
+    schedule: str = choice("cosine", "multistep")
+    milestones: list[float] = numbers(above=0)
     min_lr: float = number(0.0, least=0)
+    warmup_lr: float = number(0.0, least=0)
     warmup_epochs: float = number(40.0, least=0)
     weight_decay: float = number(0.05, least=0)
     betas: list[float] = numbers(0.9, 0.95, length=2, least=0, below=1)
     eps: float = positive(1e-8)
     clip_grad: float | None = number(None, above=0)
+    no_decay: list[str] = field(default_factory=list)
 
 
 @dataclass

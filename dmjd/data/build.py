@@ -95,7 +95,19 @@ def training_batches(
             )
         return batches
     plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    return StepBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world, plan=plan)
+    second = None if config.second_size is None else (config.second_size[0], config.second_size[1])
+    return StepBatches(
+        dataset,
+        batch_size,
+        (height, width),
+        seed,
+        *ranges,
+        rank=rank,
+        world=world,
+        plan=plan,
+        interpolation=config.interpolation,
+        second_size=second,
+    )
 
 
 def fetch_ahead(

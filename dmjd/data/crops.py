@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
@@ -56,13 +58,14 @@ class CropDraws:
         return (height - h) // 2, (width - w) // 2, h, w
 
 
-def crop_and_resize(image: OpenImage, box: Box, size: Size) -> Tensor:
-    """The pixels of ``box`` resampled to ``size`` by antialiased bicubic interpolation.
+def crop_and_resize(image: OpenImage, box: Box, size: Size, interpolation: str = "bicubic") -> Tensor:
+    """The pixels of ``box`` resampled to ``size`` by antialiased interpolation.
 
     Args:
         image: where they come from; may halve the box while decoding, if it then still is as large as ``size``.
         box: top, left, height, width, inside the image.
         size: (height, width) of the result.
+        interpolation: "bicubic" or "bilinear".
 
     Returns:
         uint8 ``[h, w, C]``; shares memory with ``image`` if nothing had to be resampled.
@@ -70,15 +73,33 @@ def crop_and_resize(image: OpenImage, box: Box, size: Size) -> Tensor:
     Raises:
         BadImage: if the pixels cannot be decoded.
     """
-    return _resize(image.region(box, size), size)
+    return _resize(image.region(box, size), size, interpolation)
 
 
-def _resize(pixels: Pixels, size: Size) -> Tensor:
+def crop_at_two_sizes(
+    image: OpenImage, box: Box, size: Size, interpolation: str, second: Size
+) -> tuple[Tensor, Tensor]:
+    """As :func:`crop_and_resize`, and the same pixels at ``second`` (height, width) by Lanczos, decoded once."""
+    pixels = image.region(box, (max(size[0], second[0]), max(size[1], second[1])))
+    return _resize(pixels, size, interpolation), _lanczos(pixels, second)
+
+
+def _lanczos(pixels: Pixels, size: Size) -> Tensor:
+    """By Pillow, whose filter BEiT's codes were made with; older versions of torch have none."""
+    resized = np.asarray(
+        Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).resize(
+            (size[1], size[0]), Image.Resampling.LANCZOS
+        )
+    )
+    return torch.from_numpy(resized.reshape(*size, pixels.shape[-1]).copy())
+
+
+def _resize(pixels: Pixels, size: Size, interpolation: str = "bicubic") -> Tensor:
     tensor = torch.from_numpy(pixels)
     if tensor.shape[:2] == size:
         return tensor
     # The batch axis comes before the permutation, so that strides say channels_last: torch's uint8 kernel is 3x faster.
-    resized = F.interpolate(tensor.unsqueeze(0).permute(0, 3, 1, 2), size, mode="bicubic", antialias=True)
+    resized = F.interpolate(tensor.unsqueeze(0).permute(0, 3, 1, 2), size, mode=interpolation, antialias=True)
     return resized.permute(0, 2, 3, 1).squeeze(0)
 
 

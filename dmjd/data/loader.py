@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, crop_and_resize, evaluation_view
+from dmjd.data.crops import CropDraws, Range, crop_and_resize, crop_at_two_sizes, evaluation_view
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.substitution import Substitution, read_sample
@@ -110,6 +110,9 @@ class StepBatches:
         augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
         plan: of batches of this size; a :class:`Shuffle` if left out.
+        interpolation: as for :func:`dmjd.data.crops.crop_and_resize`.
+        second_size: (height, width) at which the batch holds the same crops again, for a target that reads another
+            size; None for none.
 
     Raises:
         ConfigError: if the data set is smaller than a batch, ``world`` does not divide a batch, or ``scale`` or
@@ -128,6 +131,8 @@ class StepBatches:
         rank: int = 0,
         world: int = 1,
         plan: Plan | None = None,
+        interpolation: str = "bicubic",
+        second_size: tuple[int, int] | None = None,
     ) -> None:
         assert 0 <= rank < world
         if not 1 <= batch_size <= len(dataset):
@@ -150,6 +155,8 @@ class StepBatches:
         self._scale = scale
         self._ratio = ratio
         self._augment = augment
+        self._interpolation = interpolation
+        self._second_size = second_size
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
 
     def begin(self, step: int, workers: int) -> int:
@@ -180,10 +187,13 @@ class StepBatches:
         batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
         return batch, substitutions
 
-    def _view(self, draws: CropDraws, row: int, image: OpenImage) -> Tensor:
-        if self._augment:
-            return crop_and_resize(image, draws.box(row, *image.size), self._size)
-        return evaluation_view(image, self._size)
+    def _view(self, draws: CropDraws, row: int, image: OpenImage) -> tuple[Tensor, ...]:
+        if not self._augment:
+            return (evaluation_view(image, self._size),)
+        box = draws.box(row, *image.size)
+        if self._second_size is not None:
+            return crop_at_two_sizes(image, box, self._size, self._interpolation, self._second_size)
+        return (crop_and_resize(image, box, self._size, self._interpolation),)
 
 
 class EvaluationBatches:
@@ -211,7 +221,7 @@ class EvaluationBatches:
         start = range(len(self))[number] * self._batch_size
         sample_ids = torch.arange(start, min(start + self._batch_size, len(self._dataset)))
         views = [
-            evaluation_view(self._dataset.open(index), self._size, self._crop_pct) for index in sample_ids.tolist()
+            (evaluation_view(self._dataset.open(index), self._size, self._crop_pct),) for index in sample_ids.tolist()
         ]
         return Batch.of(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 

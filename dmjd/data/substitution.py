@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.errors import BadImage, DataError
@@ -31,15 +30,19 @@ class Substitution:
     substitute: str
 
 
-class Sample(NamedTuple):
-    """What a batch takes: a view, uint8 ``[h, w, C]``, and its label, and whether they stand in for others."""
+View = TypeVar("View")
 
-    view: Tensor
+
+@dataclass(frozen=True)
+class Sample(Generic[View]):
+    """What a batch takes: what was made of the image, and its label, and whether they stand in for others."""
+
+    view: View
     label: int
     substitution: Substitution | None
 
 
-def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[OpenImage], Tensor]) -> Sample:
+def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[OpenImage], View]) -> Sample[View]:
     """What ``view`` makes of image ``index``, or of its substitute.
 
     Raises:

@@ -18,7 +18,7 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import load_strictly, read_average, read_model
 from dmjd.train import checkpoint
-from dmjd.train.build import build_objective, build_tokenizer, check_data, image_size, token_grid
+from dmjd.train.build import build_objective, check_data, image_size, target_dim, token_grid
 from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
 
@@ -75,7 +75,7 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     trained: PretrainConfig = from_yaml(
         PretrainConfig, (folder / checkpoint.CONFIG).read_text(), folder / checkpoint.CONFIG
     )
-    objective = build_objective(trained, build_tokenizer(trained).dim)
+    objective = build_objective(trained, target_dim(trained))
     step = 0
     if config.weights != "untrained":
         load_strictly(objective, read_model(folder), folder)
@@ -102,6 +102,7 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
         trained.data = config.data
         token_grid(trained)
         check_data(trained.data)
+    trained.data.second_size = None  # that of a target, which nothing is predicted of here
     return FrozenEncoder(
         encoder, trained.data, image_size(trained), device, trained.seed, step, RunFolder(folder.parent.parent)
     )

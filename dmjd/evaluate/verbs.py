@@ -92,7 +92,9 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
 
     def encode_batch(batch: Batch, epoch: int) -> Tensor:
         batch = batch.to(frozen.device)
-        images = flip_by_coin(batch, make_key(config.seed, epoch)) if data.flip else batch.images
+        images = (
+            flip_by_coin(batch.images, batch.sample_ids, make_key(config.seed, epoch)) if data.flip else batch.images
+        )
         return encode(frozen.encoder, images, mean=data.mean, std=data.std, pooling=config.pooling)
 
     return RecomputedFeatures(epoch_batches, encode_batch, images_per_epoch=batches.steps_per_epoch * chunk)

@@ -31,7 +31,7 @@ def from_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_official(
-    state: Mapping[str, Tensor], positions: Tensor, decoder_positions: Tensor | None = None
+    state: Mapping[str, Tensor], positions: Tensor | None, decoder_positions: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The inverse of :func:`from_official`, with the position tensors that the official code expects.
 

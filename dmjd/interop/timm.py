@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dmjd.config import BackboneConfig, DataConfig
+from dmjd.errors import ConfigError
 
 _OF_PRETRAINING = ("mask_token", "stage1_output_decode", "stage2_output_decode")
 
@@ -73,7 +74,15 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
     ``timm.data.resolve_model_data_config`` reads: images are normalised and cropped as in our evaluations.
 
     A ConViT is known to timm once ``dmjd.models.convit`` is imported, which registers it.
+
+    Raises:
+        ConfigError: for BEiT's blocks and for Swin, whose timm models have another last norm or another output.
     """
+    if backbone.name == "swin" or backbone.block != "plain":
+        raise ConfigError(
+            "an encoder is exported with backbone.block=plain and backbone.name=vit or convvit, got "
+            f"backbone.block={backbone.block} and backbone.name={backbone.name}"
+        )
     image_size = list(data.image_size)
     arguments = {
         "img_size": image_size,
@@ -108,19 +117,19 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
     return TimmCall(nearest_architecture(backbone).name, arguments)
 
 
-def timm_state(encoder: Mapping[str, Tensor], positions: Tensor) -> dict[str, Tensor]:
+def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Tensor]:
     """What timm's model of the same shape loads strictly.
 
     Args:
         encoder: the encoder's state dict.
-        positions: ``[N, D]``, its positions.
+        positions: ``[N, D]``, its fixed positions; None where the state dict has learned ones, or there are none.
 
     Returns:
         ``encoder`` without what only pre-training uses (mask token, multi-scale outputs), and for a ViT ``pos_embed``
         ``[1, prefix + N, D]``; a ConViT computes its positions.
     """
     state = {name: value for name, value in encoder.items() if not name.startswith(_OF_PRETRAINING)}
-    if "patch_embed1.proj.weight" not in state:
+    if positions is not None and "patch_embed1.proj.weight" not in state:
         prefix = positions.new_zeros(int("cls_token" in encoder), positions.shape[1])
         state["pos_embed"] = torch.cat((prefix, positions)).unsqueeze(0)
     return state

@@ -12,6 +12,8 @@ from dmjd.models.positions import sincos_positions
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 
+PROJECTORS = ("nonlinear", "linear")
+
 
 def select_tokens(tokens: Tensor, ids: Tensor) -> Tensor:
     """``[K*B, N, C]`` at ``ids [K, B, P]`` -> ``[K*B, P, C]``."""
@@ -91,23 +93,21 @@ class MAEDecoder(nn.Module):
 
 class VisibleBranch(nn.Module):
     """The paper's visible distillation branch: a three-layer projector g with LayerNorm after each layer, then a
-    fully-connected predictor q. The last LayerNorm has no affine parameters.
+    fully-connected predictor q. The last LayerNorm has no affine parameters. A "linear" projector, of the paper's
+    ablation, is the last layer and its LayerNorm alone.
 
     ``forward(tokens [K*B, V, D]) -> [K*B, V, target_dim]``.
     """
 
-    def __init__(self, *, encoder_dim: int, width: int, target_dim: int) -> None:
+    def __init__(self, *, encoder_dim: int, width: int, target_dim: int, projector: str = "nonlinear") -> None:
         super().__init__()
-        self.projector = nn.Sequential(
-            nn.Linear(encoder_dim, width),
-            layer_norm(width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            layer_norm(width),
-            nn.GELU(),
-            nn.Linear(width, width),
-            layer_norm(width, elementwise_affine=False),
-        )
+        if projector not in PROJECTORS:
+            raise ValueError(f"projector must be one of {', '.join(PROJECTORS)}, got {projector!r}")
+        before, inner = [], encoder_dim
+        for _ in range(2 if projector == "nonlinear" else 0):
+            before += [nn.Linear(inner, width), layer_norm(width), nn.GELU()]
+            inner = width
+        self.projector = nn.Sequential(*before, nn.Linear(inner, width), layer_norm(width, elementwise_affine=False))
         self.predictor = nn.Linear(width, target_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews
 from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch, select_tokens
+from dmjd.models.initialisation import INITIALISATIONS
+from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 
-Encoder = ViTEncoder | ConViTEncoder
+Encoder = ViTEncoder | ConViTEncoder | SwinEncoder
 
 
 class Prediction(NamedTuple):
@@ -26,13 +27,20 @@ class MaskedImageModel(nn.Module):
     """Encoder, optional decoder, linear head on predicted tokens, optional visible branch.
 
     Without a decoder the head reads the encoder's own tokens at the predicted places, so the encoder must keep them
-    (``hidden="mask_token"``).
+    (``hidden="mask_token"``). ``initialisation`` is a key of :data:`~dmjd.models.initialisation.INITIALISATIONS`.
     """
 
     def __init__(
-        self, encoder: Encoder, decoder: MAEDecoder | None, visible_branch: VisibleBranch | None, target_dim: int
+        self,
+        encoder: Encoder,
+        decoder: MAEDecoder | None,
+        visible_branch: VisibleBranch | None,
+        target_dim: int,
+        initialisation: str = "mae",
     ) -> None:
         super().__init__()
+        if initialisation not in INITIALISATIONS:
+            raise ValueError(f"initialisation must be one of {', '.join(INITIALISATIONS)}, got {initialisation!r}")
         if decoder is None and encoder.mask_token is None:
             raise ValueError(
                 "a linear head on the encoder needs hidden='mask_token'; an encoder that drops tokens needs a decoder"
@@ -43,7 +51,7 @@ class MaskedImageModel(nn.Module):
         self.decoder = decoder
         self.head = nn.Linear(encoder.embed_dim if decoder is None else decoder.dim, target_dim)
         self.visible_branch = visible_branch
-        self.apply(_initialise)
+        INITIALISATIONS[initialisation](self)
 
     def forward(self, images: Tensor, masked_views: MaskedViews, branch_scales: Tensor | None = None) -> Prediction:
         """
@@ -69,20 +77,3 @@ class MaskedImageModel(nn.Module):
             return Prediction(masked, None)
         shown = patches if self.decoder is not None else select_tokens(patches, views.visible)
         return Prediction(masked, self.visible_branch(shown))
-
-
-def _initialise(module: nn.Module) -> None:
-    """MAE's: xavier-uniform for linear layers and the flattened patch convolution, normal .02 for tokens. Other
-    convolutions keep what their encoder gave them."""
-    if isinstance(module, nn.Linear):
-        nn.init.xavier_uniform_(module.weight)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
-        nn.init.ones_(module.weight)
-        nn.init.zeros_(module.bias)
-    elif isinstance(module, PatchEmbed):
-        nn.init.xavier_uniform_(module.proj.weight.view(module.proj.weight.shape[0], -1))
-    for name, parameter in module.named_parameters(recurse=False):
-        if name in ("cls_token", "mask_token"):
-            nn.init.normal_(parameter, std=0.02)

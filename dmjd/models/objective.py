@@ -21,8 +21,11 @@ TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
     "smooth_l1": partial(F.smooth_l1_loss, beta=BETA),
+    "cosine": lambda prediction, target: (1 - F.cosine_similarity(prediction, target, dim=-1)).mean(),
+    "cross_entropy": lambda logits, codes: F.cross_entropy(logits.flatten(0, -2), codes.flatten()),
 }
-"""L_mim by name; each is the mean over tokens and channels."""
+"""L_mim by name: the mean over tokens, and over channels where a channel has a loss of its own. "cross_entropy" takes
+codes for targets, the others vectors."""
 
 
 class Losses(NamedTuple):
@@ -58,6 +61,8 @@ class Objective(nn.Module):
         super().__init__()
         if mim_loss not in TOKEN_LOSSES:
             raise ValueError(f"mim_loss must be one of {', '.join(TOKEN_LOSSES)}, got {mim_loss!r}")
+        if mim_loss == "cross_entropy" and model.visible_branch is not None:
+            raise ValueError("the visible branch regresses vectors, and mim_loss='cross_entropy' has codes for targets")
         self.model = model
         self.mim_loss = TOKEN_LOSSES[mim_loss]
         self.mim_weight = mim_weight
@@ -68,13 +73,20 @@ class Objective(nn.Module):
         """
         Args:
             images: float ``[B, C, H, W]``, normalised.
-            targets: float32 ``[B, N, target_dim]``, raster order.
+            targets: float32 ``[B, N, target_dim]``, raster order; codes, int64 ``[B, N, 1]``, for "cross_entropy".
             branch_scales: the encoder's stochastic depth, ``[depth, 2, K*B]``, or None.
         """
         prediction = self.model(images, masked_views, branch_scales)
-        masked = self.mim_loss(prediction.masked.float(), gather_tokens(targets, masked_views.predicted))
+        masked = self.mim_loss(prediction.masked.float(), _select(targets, masked_views.predicted))
         if prediction.visible is None:
             return Losses(self.mim_weight * masked, masked, None)
         visible_targets = gather_tokens(targets, masked_views.views.visible)
         visible = F.smooth_l1_loss(prediction.visible.float(), visible_targets, beta=BETA)
         return Losses(visible + self.mim_weight * masked, masked, visible)
+
+
+def _select(targets: Tensor, ids: Tensor) -> Tensor:
+    """``[B, N, C]`` at ``ids [K, B, P]`` -> ``[K*B, P, C]``."""
+    if targets.is_floating_point():
+        return gather_tokens(targets, ids)
+    return targets.expand(ids.shape[0], -1, -1, -1).gather(2, ids.unsqueeze(-1)).flatten(0, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from timm.layers import PatchEmbed
+from timm.layers import PatchEmbed, resample_abs_pos_embed
+from timm.models import beit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -13,17 +14,23 @@ from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 
 HIDDEN = ("drop", "mask_token")
+POSITIONS = ("sincos", "learned", "relative")
+BLOCKS = ("plain", "beit")
 
 
 class EncoderBlock(Block):
     """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
 
-    def forward(self, x: Tensor, branch_scale: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None
+    ) -> Tensor:
         """
         Args:
             x: ``[R, T, D]``.
             branch_scale: ``[2, R]`` for the attention and the MLP branch, or None for 1.
+            attention_bias: None; :class:`BeitBlock` takes one.
         """
+        assert attention_bias is None, "a bias of attention needs BEiT's blocks"
         if branch_scale is None:
             return super().forward(x)
         attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1))
@@ -31,8 +38,26 @@ class EncoderBlock(Block):
         return x + mlp * self.mlp(self.norm2(x))
 
 
+class BeitBlock(beit.Block):
+    """timm's block of BEiT (queries and values have a bias, keys have none; layer scale), scaled likewise."""
+
+    def forward(self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x, branch_scale: as for :class:`EncoderBlock`.
+            attention_bias: ``[heads, T, T]``, added to every row's scores, or None for 0.
+        """
+        if branch_scale is None:
+            return super().forward(x, attention_bias)
+        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1))
+        if self.gamma_1 is not None and self.gamma_2 is not None:
+            attention, mlp = attention * self.gamma_1, mlp * self.gamma_2
+        x = x + attention * self.attn(self.norm1(x), shared_rel_pos_bias=attention_bias)
+        return x + mlp * self.mlp(self.norm2(x))
+
+
 class ViTEncoder(nn.Module):
-    """ViT with fixed sine-cosine positions, for any image whose sides are multiples of the patch.
+    """ViT for any image whose sides are multiples of the patch (of one size only with relative positions).
 
     Args:
         image_size: (height, width) pixels of pre-training; other sizes work at run time.
@@ -41,9 +66,15 @@ class ViTEncoder(nn.Module):
         class_token: prepend a learned token that no view hides (``num_prefix_tokens`` is then 1).
         hidden: "drop" leaves hidden tokens out (MAE); "mask_token" puts a learned token in their place before positions
             are added (BEiT, SimMIM, MaskFeat).
+        positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
+            "relative" BEiT's bias of attention, one table for all blocks. It needs mask tokens: dropped ones leave
+            each row with pairs of its own.
+        block: "plain" is timm's, "beit" that of BEiT and SimMIM.
+        layer_scale: where the scales of a BEiT block's branches start; None leaves them out.
 
-    Parameter names are timm's ``VisionTransformer`` names. Positions are a buffer outside the state dict, since they
-    are a function of the grid (and a frozen parameter inside a checkpointed block breaks ZeRO-3).
+    Parameter names are those of timm's ``VisionTransformer`` and ``Beit``, and of BEiT's files. Fixed positions are a
+    buffer outside the state dict, since they are a function of the grid (and a frozen parameter inside a checkpointed
+    block breaks ZeRO-3).
     """
 
     def __init__(
@@ -58,10 +89,22 @@ class ViTEncoder(nn.Module):
         mlp_ratio: float = 4.0,
         class_token: bool = True,
         hidden: str = "drop",
+        positions: str = "sincos",
+        block: str = "plain",
+        layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        if hidden not in HIDDEN:
-            raise ValueError(f"hidden must be one of {', '.join(HIDDEN)}, got {hidden!r}")
+        for name, value, allowed in (
+            ("hidden", hidden, HIDDEN),
+            ("positions", positions, POSITIONS),
+            ("block", block, BLOCKS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        if positions == "relative" and (block, hidden) != ("beit", "mask_token"):
+            raise ValueError("positions='relative' needs block='beit' and hidden='mask_token'")
+        if layer_scale is not None and block != "beit":
+            raise ValueError(f"layer_scale={layer_scale} needs block='beit'")
         if any(side % patch_size for side in image_size):
             raise ValueError(
                 f"image size {image_size[0]}x{image_size[1]} is not divisible by the patch size {patch_size}"
@@ -75,10 +118,20 @@ class ViTEncoder(nn.Module):
         )
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
         self.mask_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if hidden == "mask_token" else None
-        self.positions: Tensor
-        self.register_buffer("positions", sincos_positions(self.grid, embed_dim), persistent=False)
+        self.positions: Tensor | None
+        self.register_buffer(
+            "positions", sincos_positions(self.grid, embed_dim) if positions == "sincos" else None, persistent=False
+        )
+        rows = self.num_prefix_tokens + self.grid[0] * self.grid[1]
+        self.pos_embed = nn.Parameter(torch.empty(1, rows, embed_dim)) if positions == "learned" else None
+        self.rel_pos_bias = beit.RelativePositionBias(self.grid, num_heads) if positions == "relative" else None
         self.blocks = nn.ModuleList(
-            EncoderBlock(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm) for _ in range(depth)
+            EncoderBlock(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm)
+            if block == "plain"
+            else BeitBlock(
+                embed_dim, num_heads, True, mlp_ratio, init_values=layer_scale or None, norm_layer=layer_norm
+            )
+            for _ in range(depth)
         )
         self.norm = layer_norm(embed_dim)
 
@@ -103,23 +156,50 @@ class ViTEncoder(nn.Module):
                 f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
                 f"{images.shape[0]} images with {grid[0]}x{grid[1]} tokens"
             )
-        positions = self.positions if grid == self.grid else sincos_positions(grid, self.embed_dim).to(images.device)
         x = self.patch_embed(images)
+        cls_token, positions = self._positions(grid, images.device)
         if views is None:
-            x = x + positions
+            x = x if positions is None else x + positions
         elif self.mask_token is None:
+            assert positions is not None, "relative positions come with mask tokens"
             x = gather_tokens(x + positions, views.visible)
         else:
-            x = torch.where(views.mask.unsqueeze(-1), self.mask_token.to(x.dtype), x).flatten(0, 1) + positions
-        if self.cls_token is not None:
-            x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+            x = torch.where(views.mask.unsqueeze(-1), self.mask_token.to(x.dtype), x).flatten(0, 1)
+            x = x if positions is None else x + positions
+        if cls_token is not None:
+            x = torch.cat((cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
+        bias = None
+        if self.rel_pos_bias is not None:
+            bias = self.rel_pos_bias()[:, 1 - self.num_prefix_tokens :, 1 - self.num_prefix_tokens :]
         for index, block in enumerate(self.blocks):
-            x = block(x, None if branch_scales is None else branch_scales[index])
+            x = block(x, None if branch_scales is None else branch_scales[index], bias)
         return self.norm(x)
 
+    def _positions(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """The class token with its position ``[1, 1, D]``, and the positions of patches ``[N, D]``; None for none."""
+        if self.pos_embed is None:
+            if self.positions is None or grid == self.grid:
+                return self.cls_token, self.positions
+            return self.cls_token, sincos_positions(grid, self.embed_dim).to(device)
+        table = self.pos_embed
+        if grid != self.grid:
+            table = resample_abs_pos_embed(table, list(grid), list(self.grid), num_prefix_tokens=self.num_prefix_tokens)
+        positions = table[0, self.num_prefix_tokens :]
+        return None if self.cls_token is None else self.cls_token + table[:, :1], positions
+
     def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(h, w) tokens of ``images``. Raises ValueError if a side is not a multiple of the patch."""
+        """(h, w) tokens of ``images``.
+
+        Raises:
+            ValueError: if a side is not a multiple of the patch, or relative positions are those of another grid.
+        """
         height, width = images.shape[-2:]
         if height % self.patch_size or width % self.patch_size:
             raise ValueError(f"image size {height}x{width} is not divisible by the patch size {self.patch_size}")
-        return height // self.patch_size, width // self.patch_size
+        grid = height // self.patch_size, width // self.patch_size
+        if self.rel_pos_bias is not None and grid != self.grid:
+            raise ValueError(
+                f"relative positions are those of {self.grid[0]}x{self.grid[1]} tokens, got an image of "
+                f"{grid[0]}x{grid[1]}"
+            )
+        return grid

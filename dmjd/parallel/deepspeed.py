@@ -56,7 +56,7 @@ class DeepSpeedEngine:
         self._saving = world.apart()
         bf16 = precision == torch.bfloat16
         settings = world.together(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
-        groups = parameter_groups(objective.parameters())
+        groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
         betas = (optim.betas[0], optim.betas[1])
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config)

@@ -37,7 +37,7 @@ class SingleEngine:
         self._precision = precision
         self._clip = config.clip_grad
         self._owned = self._own()
-        self._optimizer = build_optimizer(self._owned.values(), config)
+        self._optimizer = build_optimizer(self._owned, config)
         self._stepped = False
         self._stager = make_stager(device)
 

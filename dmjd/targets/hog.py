@@ -50,6 +50,11 @@ class HogTarget:
         return self.patch // 2 if self.cell is None else self.cell
 
     @property
+    def codes(self) -> bool:
+        """Vectors."""
+        return False
+
+    @property
     def dim(self) -> int:
         """Values per patch."""
         return (self.patch // self.cell_size) ** 2 * self.bins * self.channels

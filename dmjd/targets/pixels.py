@@ -57,6 +57,11 @@ class PixelTarget:
             )
 
     @property
+    def codes(self) -> bool:
+        """Vectors."""
+        return False
+
+    @property
     def dim(self) -> int:
         """Values per patch."""
         return self.patch**2 * self.channels

@@ -30,8 +30,9 @@ from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.store import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
+from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, peak_lr, token_grid
+from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
 from dmjd.train.consolidate import SUFFIX
 from dmjd.train.ema import EncoderEma
 from dmjd.train.ending import Ending
@@ -44,9 +45,9 @@ from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
-from dmjd.train.schedules import cosine
 from dmjd.train.state import DataIdentity, Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.teacher import EmaTeacher
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -119,11 +120,11 @@ class Pretraining:
             seed=config.seed,
             depth=len(self.engine.objective.model.encoder.blocks),
             drop_path=config.backbone.drop_path,
+            jitter=data.jitter,
         )
         self.steps_per_epoch = self.batches.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.peak_lr = peak_lr(config, spec, grid)
-        self.warmup_steps = round(config.optim.warmup_epochs * self.steps_per_epoch)
+        self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
 
         self.saver = Saver(
             run.checkpoints,
@@ -140,6 +141,9 @@ class Pretraining:
         self.guard = Guard(config.guard, run.guard, world)
         decay = config.ema_decay
         self.ema = EncoderEma(self.engine.local_shards(), decay) if decay is not None else None
+        if self.ema is not None and isinstance(tokenizer, TeacherTarget):
+            encoder = self.engine.objective.model.encoder
+            tokenizer.teacher = EmaTeacher(encoder, self.ema, config.target.layers)
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
@@ -408,7 +412,7 @@ class Pretraining:
 
     def _show(self, batch: Batch, objective: Objective) -> None:
         """Refresh the pictures. A run does not end for want of them."""
-        step, shown = self.position.step, Batch(*(field[:SHOWN_IMAGES] for field in batch))
+        step, shown = self.position.step, batch.map(lambda field: field[:SHOWN_IMAGES])
         prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
         try:
             self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
@@ -420,6 +424,4 @@ class Pretraining:
         return self.position.batch(step) // self.steps_per_epoch
 
     def _lr(self, step: int) -> float:
-        return cosine(
-            step, total=self.total_steps, warmup=self.warmup_steps, peak=self.peak_lr, floor=self.config.optim.min_lr
-        )
+        return self.schedule(step)

@@ -26,6 +26,8 @@ def write_pictures(run: RunFolder, objective: Objective, prepared: Prepared, tok
     with torch.inference_mode():
         predictions = objective.model(images, MaskedViews(views, everywhere)).masked
     predictions = predictions.float().unflatten(0, views.mask.shape[:2]).cpu()
+    if tokenizer.codes:
+        predictions = predictions.argmax(-1, keepdim=True)
     views = views.map(Tensor.cpu)
     encoder = objective.model.encoder
     view_grid(

@@ -30,7 +30,7 @@ class Numbers(ArrayDataset):
         return super().image(index)
 
 
-def read_sample(dataset: Numbers, index: int, seed: int) -> Sample:
+def read_sample(dataset: Numbers, index: int, seed: int) -> Sample[torch.Tensor]:
     def pixel(image: OpenImage) -> torch.Tensor:
         return torch.from_numpy(image.region((0, 0, 1, 1)))
 

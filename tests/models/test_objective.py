@@ -178,9 +178,9 @@ def test_losses_are_float32_under_bfloat16_autocast(mim_loss: str) -> None:
     assert losses.total.item() == pytest.approx(vis + mim, rel=1e-6)
 
 
-@pytest.mark.parametrize("mim_loss", ["", "MSE", "cross_entropy"])
+@pytest.mark.parametrize("mim_loss", ["", "MSE", "cross-entropy"])
 def test_unknown_loss_is_refused(mim_loss: str) -> None:
-    with pytest.raises(ValueError, match=f"mim_loss must be one of mse, l1, smooth_l1, got '{mim_loss}'"):
+    with pytest.raises(ValueError, match=f"mim_loss must be one of mse, l1, .*, got '{mim_loss}'"):
         make_objective(torch.zeros(1), None, mim_loss=mim_loss)
 
 

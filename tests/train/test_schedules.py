@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from dmjd.train.schedules import adaptive_lr, classic_lr, cosine
+from dmjd.train.schedules import adaptive_lr, classic_lr, cosine, multistep
 
 
 def torch_schedule(total: int, warmup: int, peak: float, floor: float) -> list[float]:
@@ -72,3 +72,18 @@ def test_one_view_that_predicts_what_it_hides_makes_the_rules_agree_with_mae() -
     # MAE: 1.5e-4 * 4096 / 256.
     assert adaptive_lr(1.5e-4, 4096, m_corr=0.75, m_pred=0.75) == pytest.approx(2.4e-3, rel=1e-12)
     assert classic_lr(1.5e-4, 4096, views=1) == pytest.approx(2.4e-3, rel=1e-12)
+
+
+def test_multistep_equals_torchs_scheduler_after_a_warm_up_from_its_start() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=4e-4)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[20, 30], gamma=0.1)
+    expected = []
+    for _ in range(40):
+        expected.append(optimizer.param_groups[0]["lr"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler.step()
+    ours = [multistep(step, milestones=[20, 30], warmup=4, peak=4e-4, start=2e-6) for step in range(40)]
+    assert ours[4:] == pytest.approx(expected[4:], rel=1e-9)
+    assert ours[:4] == pytest.approx([2e-6 + step / 4 * (4e-4 - 2e-6) for step in range(4)])
+    assert cosine(1, total=9, warmup=4, peak=4e-4, start=2e-6) == ours[1]

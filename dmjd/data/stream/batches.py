@@ -96,11 +96,11 @@ class StreamBatches:
         sample_ids = torch.arange(part) + step * self._batch_size + self._rank * part
         key = make_key(self._seed, step // self.steps_per_epoch)
         draws = CropDraws(sample_ids, key, self._scale, self._ratio)
-        views, passed_over = list[Tensor](), list[Substitution]()
+        views, passed_over = list[tuple[Tensor, ...]](), list[Substitution]()
         for image in self._images:
             try:
                 opened = open_image(image.data, image.name, self._stream.channels)
-                views.append(crop_and_resize(opened, draws.box(len(views), *opened.size), self._size))
+                views.append((crop_and_resize(opened, draws.box(len(views), *opened.size), self._size),))
             except BadImage as bad:
                 passed_over.append(Substitution(int(sample_ids[len(views)]), bad.copy(), _NEXT))
                 if len(passed_over) > MOST_PASSED_OVER:

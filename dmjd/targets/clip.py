@@ -1,0 +1,131 @@
+"""Features of CLIP's image tower as the target: DMJD, MVP and MILAN."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dmjd.errors import ConfigError
+from dmjd.ops.images import normalise
+from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
+from dmjd.targets.weights import weights_file
+
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+"""Of CLIP's own training images, whatever the student is given."""
+
+EXPECTED = (
+    "the weights of target.model as open_clip reads them: a .safetensors file or a dictionary of tensors, such as "
+    "open_clip_model.safetensors of a model's page, or torch.save(torch.jit.load('ViT-B-16.pt').state_dict(), FILE) "
+    "of OpenAI's archive"
+)
+
+
+def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Module:
+    """The image tower that open_clip calls ``model``, for images of ``size`` (height, width) pixels, frozen.
+
+    Raises:
+        ConfigError: if open_clip or the file is missing, the name is unknown, the file does not fit it, or the tower is
+            no ViT.
+    """
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ConfigError("target.name=clip needs open_clip: pip install 'dmjd[clip]'") from error
+    if open_clip.get_model_config(model) is None:
+        raise ConfigError(
+            f"target.model={model} is no model of open_clip's; open_clip.list_models() names them, such as "
+            "ViT-B-16-quickgelu (OpenAI's weights) and ViT-L-14"
+        )
+    file = weights_file(weights, EXPECTED)
+    try:
+        whole = open_clip.create_model(model, pretrained=str(file), force_image_size=size, weights_only=True)
+    except Exception as error:  # a checkpoint of another model fails in as many ways as there are formats
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"target.weights={file} is not target.model={model} ({reason}); expected is {EXPECTED}"
+        ) from error
+    tower: nn.Module = whole.visual
+    if not hasattr(tower, "forward_intermediates") or not hasattr(tower, "ln_post"):
+        raise ConfigError(f"target.model={model} has no ViT for an image tower, and its features are no tokens")
+    return tower.requires_grad_(False).eval()
+
+
+def clip_patch(tower: nn.Module) -> int:
+    """Side of a patch of an image tower in pixels."""
+    sizes: Any = tower.patch_size
+    return int(sizes[0])
+
+
+@dataclass
+class ClipTarget:
+    """Patch tokens of one block of CLIP's image tower.
+
+    tower: from :func:`load_clip`; moves to the images' device when it is first called.
+    patch: side of a patch of the *student* in pixels, for pictures.
+    grid: (h, w) tokens, the tower's and the student's.
+    dim: width of the features, which the tower must have.
+    layer: which block, from 0, or from the last with -1.
+    ln_post: apply the tower's last norm.
+    projected: then map to the space that images and texts share.
+    norm: "layernorm" (the paper) or "none".
+    """
+
+    tower: nn.Module
+    patch: int
+    grid: tuple[int, int]
+    dim: int
+    layer: int = -1
+    ln_post: bool = True
+    projected: bool = True
+    norm: str = "layernorm"
+
+    def __post_init__(self) -> None:
+        tower: Any = self.tower
+        if self.norm not in NORMS:
+            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
+        blocks = len(tower.transformer.resblocks)
+        if not -blocks <= self.layer < blocks:
+            raise ValueError(f"layer must be between {-blocks} and {blocks - 1}, got {self.layer}")
+        if self.projected and not self.ln_post:
+            raise ValueError("projected=true needs ln_post=true, as the projection was trained behind that norm")
+        if self.projected and tower.proj is None:
+            raise ValueError("projected=true, and this image tower has no projection")
+        width = tower.proj.shape[1] if self.projected else tower.transformer.width
+        if width != self.dim:
+            raise ValueError(f"dim must be {width}, the width of these features, got {self.dim}")
+
+    @property
+    def codes(self) -> bool:
+        """Vectors."""
+        return False
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, 3]`` of the tower's size -> float32 ``[B, N, dim]``."""
+        tower: Any = self.tower
+        blocks = len(tower.transformer.resblocks)
+        with frozen_on(tower, images.device):
+            found = tower.forward_intermediates(
+                normalise(images, MEAN, STD),
+                indices=[self.layer % blocks],
+                stop_early=True,
+                normalize_intermediates=self.ln_post,
+                intermediates_only=True,
+                output_fmt="NLC",
+            )
+            values = found["image_intermediates"][0]
+            if self.projected:
+                values = values @ tower.proj
+            return normalise_features(values, self.norm)
+
+    def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        """See :func:`dmjd.targets.features.render_features`."""
+        if values.shape != (grid[0] * grid[1], self.dim):
+            raise ValueError(
+                f"ClipTarget.render: values must be {[grid[0] * grid[1], self.dim]} for grid {grid[0]} x {grid[1]}, "
+                f"got {list(values.shape)}"
+            )
+        return render_features(values, grid, self.patch)

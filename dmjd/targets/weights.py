@@ -1,0 +1,62 @@
+"""Weights of a frozen tokenizer, from a file of this machine and from nowhere else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from dmjd.errors import ConfigError
+
+
+def weights_file(path: str | None, expected: str) -> Path:
+    """The file ``path``.
+
+    Args:
+        expected: what it must hold and how to make it, to end the sentence where it is missing.
+
+    Raises:
+        ConfigError: if no file is named, or there is none.
+    """
+    if path is None:
+        raise ConfigError(f"target.weights must name a file: {expected}")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"target.weights={path} is not a file; expected is {expected}")
+    return file
+
+
+def read_state(file: Path, expected: str) -> dict[str, Tensor]:
+    """The tensors in ``file``, at its top or under ``model`` or ``state_dict``. Nothing else is ever unpickled.
+
+    Raises:
+        ConfigError: if the file holds anything else, such as a whole module.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ConfigError(f"target.weights={file} cannot be read as tensors alone; expected is {expected}") from error
+    for key in ("model", "state_dict"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ConfigError(f"target.weights={file} is not a dictionary of tensors; expected is {expected}")
+    return content
+
+
+def load_frozen(module: nn.Module, state: dict[str, Tensor], file: Path, expected: str) -> None:
+    """Give ``module`` exactly these weights, freeze it and set it to evaluation.
+
+    Raises:
+        ConfigError: naming a tensor that is missing, too many or of another shape.
+    """
+    own = module.state_dict()
+    missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    shaped = sorted(name for name in own.keys() & state.keys() if own[name].shape != state[name].shape)
+    for what, names in (("lacks", missing), ("has an unknown", unknown), ("has another shape of", shaped)):
+        if names:
+            raise ConfigError(f"target.weights={file} {what} {names[0]}; expected is {expected}")
+    module.load_state_dict(state)
+    module.requires_grad_(False).eval()

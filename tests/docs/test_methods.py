@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from dmjd.resources import configs_dir
+
+DOCS = Path(__file__).parents[2] / "docs"
+SYSTEMS = (  # of the paper's tables
+    "MAE, SimMIM, BEiT, MaskFeat, ConvMAE, DMJD, SplitMask, MoCo v3, DINO, CAE, PeCo, mc-BEiT, iBOT, SdAE, "
+    "data2vec, MVP"
+)
+
+
+def test_the_page_of_methods_is_what_the_presets_say() -> None:
+    spec = importlib.util.spec_from_file_location("make_methods", DOCS / "make_methods.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (DOCS / "methods.md").read_text() == module.page(), "run python docs/make_methods.py"
+
+
+def test_every_system_has_a_status_and_every_preset_named_exists() -> None:
+    rows = [line.split("|")[1:4] for line in (DOCS / "comparison.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in rows[1:]]
+    names = {re.split(r"[,+]", row[0])[0].strip() for row in rows}
+    assert names >= set(SYSTEMS.split(", "))
+    existing = {path.stem for path in (configs_dir() / "experiment").glob("*.yaml")}
+    for system, status, reason in rows:
+        assert status in ("preset", "checkpoint", "figure"), system
+        assert reason, system
+        if status == "preset":
+            for name in re.findall(r"`([a-z0-9_*]+)`", reason):
+                assert any(Path(one).match(name) for one in existing), f"{system}: {name}"
