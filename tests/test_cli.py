@@ -131,14 +131,14 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, linprobe, knn, report, ops"]),
+        (["pretrane"], ["'pretrane'", "pretrain, plan, linprobe, knn, report, ops"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),
         (["report", "a", "b"], ["no run folder at a"]),
         (["report", "absent"], ["absent"]),
         (["report", "."], ["config.yaml"]),
-        (["report", "--cfg"], ["--cfg works with pretrain, linprobe, knn"]),
+        (["report", "--cfg"], ["--cfg works with pretrain, plan, linprobe, knn"]),
         (["ops"], ["dmjd ops status"]),
         (["ops", "list"], ["dmjd ops status"]),
         (["knn"], ["checkpoint is required"]),
