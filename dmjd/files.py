@@ -12,5 +12,6 @@ def replace_file(path: Path, content: bytes | str) -> None:
     try:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
         draft.replace(path)
-    finally:
+    except BaseException:
         draft.unlink(missing_ok=True)
+        raise

@@ -147,6 +147,7 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
         "config.yaml",
         "environment.txt",
         "heartbeat",
+        "STOP_REASON",
         "provenance.json",
         "log.jsonl",
         "timing.jsonl",
