@@ -193,7 +193,9 @@ def test_help_has_every_key_and_every_option(verb: str) -> None:
     lines = describe(verb)
     first = {line.split()[0] for line in lines if line.strip()}
     names = {field.name for field in fields(SCHEMAS[verb])}
-    words = ["checkpoint=x"] if "checkpoint" in names else ["input=x", "output=y", "to=timm"] if "input" in names else []
+    words = (
+        ["checkpoint=x"] if "checkpoint" in names else ["input=x", "output=y", "to=timm"] if "input" in names else []
+    )
     words += ["data=digits"] if "checkpoint" in names and "data" in names else []
     assert leaves(asdict(compose(verb, words))) <= first
     text = "\n".join(lines)

@@ -52,7 +52,7 @@ def test_the_gpu_tests_passed_on_this_code(gpu_tests: list[str]) -> None:
 
 
 def test_a_good_record_is_accepted(checkout: Path) -> None:
-    assert gpu_record.complaint(written(checkout), checkout, ["a", "b"]) is None
+    assert gpu_record.complaint(written(checkout), checkout, ["a", "b"], judged="") is None
 
 
 @pytest.mark.parametrize("change", ["edit", "add", "rename", "remove"])
@@ -76,7 +76,7 @@ def test_built_files_do_not_count(checkout: Path) -> None:
     path = written(checkout)
     (checkout / "dmjd" / "ops" / "__pycache__").mkdir()
     (checkout / "dmjd" / "ops" / "__pycache__" / "_lib.pyc").touch()
-    assert gpu_record.complaint(path, checkout) is None
+    assert gpu_record.complaint(path, checkout, judged="") is None
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,8 @@ def test_built_files_do_not_count(checkout: Path) -> None:
     ],
 )
 def test_a_record_that_proves_nothing_is_refused(checkout: Path, tests: dict[str, str], sentence: str) -> None:
-    assert gpu_record.complaint(written(checkout, tests=tests), checkout, ["f::a"]).startswith(sentence)
+    assert gpu_record.complaint(written(checkout, tests=tests), checkout, ["f::a"], judged="").startswith(sentence)
+    assert gpu_record.complaint(written(checkout, tests=tests | {"tests/ops/x.py::c": "passed"}), checkout) is None
 
 
 def test_without_a_record_the_command_that_makes_one_is_named(checkout: Path) -> None:

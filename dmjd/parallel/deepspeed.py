@@ -21,7 +21,7 @@ from dmjd.parallel import zero_files
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.optimizer import parameter_groups
-from dmjd.parallel.staging import make_stager
+from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
 
 
@@ -61,7 +61,7 @@ class DeepSpeedEngine:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config)
         self.module: nn.Module = self._ds
-        self._stager = make_stager(world.device)
+        self._copies = HostCopies(world.device)
 
     @property
     def _zero(self) -> Any:
@@ -111,7 +111,7 @@ class DeepSpeedEngine:
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
         states = zero_files.capture(self._ds, self._shapes(), self._world.size, self.stage)
-        copied = self._stager.stage({"states": states, "averages": self._whole_of(averages)})
+        copied = self._copies.take({"states": states, "averages": self._whole_of(averages)})
         assert isinstance(copied, dict)
         return partial(zero_files.write, path, copied["states"], copied["averages"], self._saving)
 
@@ -191,7 +191,6 @@ class DeepSpeedEngine:
     def close(self) -> None:
         # Without barrier, destroy and, later, destroy_process_group, some processes end in "terminate called without an
         # active exception" and a code that looks like a failed job.
-        self._stager.close()
         if self._world.size > 1:
             dist.barrier(group=self._world.group)
         self._ds.destroy()

@@ -57,6 +57,8 @@ class FSDPEngine(SingleEngine):
         fully_shard(objective, mesh=mesh, mp_policy=outside)
         super().__init__(objective, config, world.device, precision)
         self._saving = world.apart()
+        # For what is copied to the host; a slice moves to the device of its mesh, and nothing is sent over this one.
+        self._host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 
     def _own(self) -> dict[str, nn.Parameter]:
         self._sharded = {name: _sharded(p) for name, p in self.objective.named_parameters()}
@@ -75,10 +77,17 @@ class FSDPEngine(SingleEngine):
         dist.all_reduce(square, group=self._mesh.get_group("shard"))
         return square.sqrt()
 
-    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
+    def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._slice(tensor, *name.split("/", 1)) for name, tensor in state.items()}
+
+    def _slice(self, tensor: Tensor, kind: str, name: str) -> Tensor:
+        """``tensor`` as a slice of what the parameter ``name`` is as a whole."""
+        if kind == "step":
+            return tensor
         like = self._sharded[name]
+        mesh = self._host_mesh if tensor.device.type == "cpu" else self._mesh
         return DTensor.from_local(
-            tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            tensor, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
     @property

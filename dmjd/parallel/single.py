@@ -16,7 +16,7 @@ from dmjd.models.objective import Objective
 from dmjd.parallel import store
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.optimizer import build_optimizer
-from dmjd.parallel.staging import make_stager
+from dmjd.parallel.staging import HostCopies
 
 
 class SingleEngine:
@@ -39,7 +39,7 @@ class SingleEngine:
         self._owned = self._own()
         self._optimizer = build_optimizer(self._owned, config)
         self._stepped = False
-        self._stager = make_stager(device)
+        self._copies = HostCopies(device)
 
     def _own(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer moves: plain tensors, by the objective's names."""
@@ -52,9 +52,9 @@ class SingleEngine:
         """The norm over all parameters, of all ranks."""
         return nn.utils.get_total_norm(gradients)
 
-    def _laid_out(self, name: str, tensor: Tensor) -> Tensor:
-        """``tensor``, of the layout that this rank owns of parameter ``name``, as a checkpoint is to understand it."""
-        return tensor
+    def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What :meth:`_state` gives, or a copy on the CPU, as a checkpoint is to understand it."""
+        return state
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
@@ -100,24 +100,21 @@ class SingleEngine:
         return {name: parameter.detach() for name, parameter in self._owned.items()}
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        # The copy's memory is kept from save to save, and on CUDA it is pinned.
-        copied = self._stager.stage(self._state(averages))
-        assert isinstance(copied, dict)
-        return partial(store.write, path, copied, self._group)
+        return partial(store.write, path, self._laid_out(self._copies.take(self._state(averages))), self._group)
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
-        store.read_into(path, self._state(averages))
+        store.read_into(path, self._laid_out(self._state(averages)))
 
     def _state(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All that a checkpoint holds, by its names there; the tensors are the engine's own, not copies."""
         state: dict[str, Tensor] = {}
         for name, parameter in self._owned.items():
-            state[f"{store.PARAMETER}/{name}"] = self._laid_out(name, parameter.detach())
+            state[f"{store.PARAMETER}/{name}"] = parameter.detach()
             if parameter.requires_grad:
                 for moment, value in self._moments(parameter).items():
-                    state[f"{moment}/{name}"] = value if moment == "step" else self._laid_out(name, value)
+                    state[f"{moment}/{name}"] = value
         for name, value in averages.items():
-            state[f"{store.AVERAGE}/{name}"] = self._laid_out(name, value)
+            state[f"{store.AVERAGE}/{name}"] = value
         return state
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -138,6 +135,5 @@ class SingleEngine:
         return module.requires_grad_(False).to(self.device)
 
     def close(self) -> None:
-        self._stager.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import torch
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
-def make_stager(device: torch.device) -> DefaultStager:
-    """One whose memory is kept from copy to copy, and pinned for a CUDA device."""
-    on_cuda = device.type == "cuda"
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=on_cuda,
-            use_non_blocking_copy=on_cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-        )
-    )
+class HostCopies:
+    """Memory that is kept from copy to copy, and pinned for a CUDA device.
+
+    Torch's own stager is not used: on torch 2.11 it fails on what a state holds besides plain tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[Tensor] = []
+
+    def take(self, state: Any) -> Any:
+        """``state``, of dicts, lists and tuples, with every tensor on the CPU and whatever else it holds copied.
+
+        Good until the next call. The host waits until the device has copied.
+        """
+        places = itertools.count()
+        copied = tree_map(lambda leaf: self._copy(leaf, places), state)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return copied
+
+    def _copy(self, leaf: Any, places: Iterator[int]) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        place = next(places)
+        if place == len(self._buffers):
+            self._buffers.append(torch.empty(0))
+        buffer, pinned = self._buffers[place], self._device.type == "cuda"
+        if buffer.shape != leaf.shape or buffer.dtype != leaf.dtype:
+            buffer = self._buffers[place] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=pinned)
+        return buffer.copy_(leaf.detach(), non_blocking=pinned)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from dmjd.parallel import store
 from tests.data.shards.http_server import Server
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
@@ -51,12 +52,13 @@ def fault(self, missing_ok=False):
 Path.unlink = fault
 """,
     "amid the third checkpoint": """
-import torch
-saved, save = [], torch.save
-def fault(item, path):
-    saved.append(path)
-    KILL() if len(saved) == 8 else save(item, path)
-torch.save = fault
+import torch.distributed.checkpoint.filesystem as filesystem
+streams, write = [], filesystem._write_item
+def fault(transforms, stream, *rest):
+    if stream not in streams:
+        streams.append(stream)
+    return KILL() if len(streams) == 3 else write(transforms, stream, *rest)
+filesystem._write_item = fault
 """,
     "when a worker has read its fifth batch": """
 from dmjd.data.loader import StepBatches
@@ -135,7 +137,7 @@ def members(sessions: set[str]) -> list[str]:
 
 def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
     assert (run / "log.jsonl").read_bytes() == (undisturbed / "log.jsonl").read_bytes()
-    ours, theirs = (torch.load(path / LAST / "model.pt", weights_only=True) for path in (run, undisturbed))
+    ours, theirs = (store.read(path / LAST) for path in (run, undisturbed))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not (run / "quarantine.jsonl").exists()
