@@ -209,7 +209,7 @@ def test_in_bfloat16_losses_agree_within_half_a_percent(
     assert abs(ours[0][0] / alone["curve"][0][0] - 1) > 1e-4, "it did compute in bfloat16"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiling_changes_nothing(tmp_path: Path, alone: dict[str, Any]) -> None:
     assert exit_codes(walk.walk_compiled, 2, tmp_path, free_port()) == [0, 0]
     for seen in read_seen(tmp_path).values():
@@ -217,7 +217,7 @@ def test_compiling_changes_nothing(tmp_path: Path, alone: dict[str, Any]) -> Non
             assert_same_curve(curve, alone["curve"][:2])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @NAMES
 def test_it_starts_and_ends_thirty_times(name: str) -> None:
     # Destroying process groups is known to abort an interpreter at its exit now and then.
