@@ -28,7 +28,7 @@ class HostCopies:
         Good until the next call. The host waits until the device has copied.
         """
         places = itertools.count()
-        copied = tree_map(lambda leaf: self._copy(leaf, places), state)
+        copied = tree_map(lambda leaf: self._copy(leaf, places), state, is_leaf=_is_size)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         return copied
@@ -43,3 +43,7 @@ class HostCopies:
         if buffer.shape != leaf.shape or buffer.dtype != leaf.dtype:
             buffer = self._buffers[place] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=pinned)
         return buffer.copy_(leaf.detach(), non_blocking=pinned)
+
+
+def _is_size(node: Any) -> bool:
+    return isinstance(node, torch.Size)  # which would come back as a tuple
