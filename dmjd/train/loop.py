@@ -168,7 +168,7 @@ class Pretraining:
         self.world.on_main(lambda: self._settle_in(anew=own is None))
         self.world.on_main(self._begin_to_write)
         self.quarantine = self._quarantine()
-        stack.callback(self.saver.close)
+        stack.push(self.saver.close)
         stack.enter_context(self.profiler)
         self._say_where(stack.enter_context(Heartbeat(self.run.path, self.world.rank)), stack)
 

@@ -99,11 +99,14 @@ class Saver:
         if flight is not None:
             self._saved = flight.result()
 
-    def close(self) -> None:
-        """Let a save in flight come to its end, even if the run does not; its failure is then said in the log."""
+    def close(self, kind: object = None, ending: BaseException | None = None, trace: object = None) -> None:
+        """Let a save in flight come to its end, even if the run does not.
+
+        Its failure is then said in the log, unless it is what the run ends with: ``ending``, as an exit stack has it.
+        """
         flight, self._flight = self._flight, None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
         error = flight.exception() if flight is not None else None
-        if error is not None and self._world.is_main:
+        if error is not None and self._world.is_main and str(error) != str(ending):
             logger.warning("%s", error)
