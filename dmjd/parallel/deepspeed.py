@@ -20,6 +20,7 @@ from dmjd.models.objective import Objective
 from dmjd.parallel import zero_files
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
+from dmjd.parallel.fsdp import filled
 from dmjd.parallel.optimizer import parameter_groups
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
@@ -170,12 +171,8 @@ class DeepSpeedEngine:
         if not self._world.is_main:
             yield None
             return
-        nothing = self._bare.state_dict()
-        self._bare.load_state_dict(state, assign=True)
-        try:
+        with filled(self._bare, state):
             yield self._bare
-        finally:
-            self._bare.load_state_dict(nothing, assign=True)
 
     def gathered(self) -> AbstractContextManager[Objective | None]:
         if self.stage == 3:  # a copy: calling the objective itself would gather, and wait for the other ranks

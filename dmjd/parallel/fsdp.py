@@ -116,12 +116,8 @@ class FSDPEngine(SingleEngine):
         if not self._world.is_main:
             yield None
             return
-        nothing = self._bare.state_dict()
-        self._bare.load_state_dict(state, assign=True)
-        try:
+        with filled(self._bare, state):
             yield self._bare
-        finally:
-            self._bare.load_state_dict(nothing, assign=True)
 
     def _whole(self, device: torch.device) -> dict[str, Tensor]:
         """Every parameter on ``device`` of rank 0, one gathered after the other; empty elsewhere."""
@@ -142,6 +138,17 @@ def without_parameters(objective: Objective) -> Objective:
     """A copy on the same device whose parameters are shapes alone."""
     memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in objective.parameters()}
     return copy.deepcopy(objective, memo)
+
+
+@contextmanager
+def filled(bare: Objective, state: dict[str, Tensor]) -> Iterator[None]:
+    """Within it, what :func:`without_parameters` made has the parameters of ``state``, and none of them afterwards."""
+    nothing = bare.state_dict()
+    bare.load_state_dict(state, assign=True)
+    try:
+        yield
+    finally:
+        bare.load_state_dict(nothing, assign=True)
 
 
 def _sharded(tensor: Tensor) -> DTensor:
