@@ -2,7 +2,7 @@
 
 Science (mask, backbone, method, target, optim) and orchestration (engine, run settings) are separate groups: changing
 only the latter does not change a result, so a run may be resumed with other values there and only there.
-Values that depend on each other are checked by :func:`dmjd.train.build.build`, which has the objects at hand.
+Values that depend on each other are checked by :mod:`dmjd.train.build`, which has the objects at hand.
 """
 
 from __future__ import annotations
@@ -293,7 +293,8 @@ class PretrainConfig:
     """A pre-training run.
 
     ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
-    average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
+    average of the encoder. ``init`` is a checkpoint, or a file of weights of any known code base, to begin from where
+    the run folder has no checkpoint of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
     ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
@@ -355,10 +356,15 @@ SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbon
 class KnnConfig:
     """Weighted kNN on frozen features.
 
-    ``checkpoint`` is a run folder or one of its checkpoints. ``train_images`` keeps that many, evenly spaced.
+    ``checkpoint`` is a run folder, one of its checkpoints, or a file of weights, of ours or of another code base. What
+    model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
+    ``train_images`` keeps that many, evenly spaced. ``output`` is a folder for the score, by default the run's; a
+    file's is named like it, without its suffix.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
@@ -374,10 +380,13 @@ class KnnConfig:
 class LinprobeConfig:
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
-    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once.
+    ``checkpoint``, ``model`` and ``output`` are as for kNN. ``augment`` draws a new crop and flip of every image in
+    each epoch; without it features are computed once.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
@@ -396,10 +405,11 @@ class LinprobeConfig:
 class ExportConfig:
     """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
 
-    ``dtype`` is what its tensors are rounded to.
+    ``checkpoint`` and ``model`` are as for kNN. ``dtype`` is what its tensors are rounded to.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
     output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     dtype: str = choice("fp32", "bf16", "fp16")

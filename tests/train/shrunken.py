@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -57,7 +58,7 @@ def write_clip(folder: Path) -> str:
     return str(folder / "clip.pt")
 
 
-def shrink(config: PretrainConfig, weights: dict[str, str], **engine: str) -> PretrainConfig:
+def shrink(config: PretrainConfig, weights: dict[str, str], **engine: Any) -> PretrainConfig:
     """The same experiment, small. ``weights`` are files by the target's name; ``engine`` are keys of that group."""
     stages = replace(config.backbone.conv_stages, embed_dims=[4, 8], depths=[1, 1], mlp_ratios=[2.0, 2.0])
     windows = replace(config.backbone.windows, depths=[1, 1, 2, 1], num_heads=[1, 1, 2, 2])
