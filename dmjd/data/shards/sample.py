@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dmjd.data.shards.index import ShardSet
-from dmjd.data.shards.location import open_binary
+from dmjd.data.shards.location import is_remote
+from dmjd.data.shards.network import PATIENCE, read
 from dmjd.errors import BadImage
 
 
@@ -12,12 +13,16 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
 
     Raises:
         BadImage: if its tar is missing, or cannot be read.
+        DataError: if its tar lies behind a URL and every attempt to read it failed.
     """
     record = shards.records[index]
+    location, start, size = shards.location(int(record["shard"])), int(record["offset"]), int(record["size"])
     try:
-        with open_binary(shards.location(int(record["shard"]))) as file:
-            file.seek(int(record["offset"]))
-            return file.read(int(record["size"]))
+        if is_remote(location):
+            return read(location, PATIENCE, start, start + size)
+        with open(location, "rb") as file:
+            file.seek(start)
+            return file.read(size)
     except FileNotFoundError as error:
         raise BadImage(shards.name(index), "missing", "is not there, for its tar is missing") from error
     except OSError as error:
