@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import dmjd.train.feed as feed
 import dmjd.train.loop as loop
 from dmjd.cli import main
 from dmjd.compose import compose
@@ -470,7 +471,7 @@ def test_what_cannot_be_is_refused_by_its_key_before_data_is_read(
     def read(*arguments: object) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(loop, "training_source", read)
+    monkeypatch.setattr(feed, "training_source", read)
     with pytest.raises(ConfigError) as caught:
         pretrain(words("run", *word.split()))
     assert word.split()[-1].split("=")[0] in str(caught.value)

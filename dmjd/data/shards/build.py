@@ -216,4 +216,6 @@ def _saved(folder: Path) -> Saved:
 
 def _full(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        reason += ", perhaps since another process builds there as well"
     return StorageError(f"cannot write {path}: {reason}; what is finished stays, and the same command continues")

@@ -196,6 +196,26 @@ def test_a_full_disk_is_one_sentence_and_the_build_continues(
 
 
 @pytest.mark.usefixtures("small_tars")
+def test_a_build_whose_twin_ends_first_says_so_and_the_set_is_whole(
+    photos: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shards"
+
+    def overtaken(*arguments: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("dmjd.data.shards.build.MEGABYTE", 7_000)
+        build(str(photos), str(folder), workers=1, shard_mb=1)
+        replace(*arguments)
+
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", overtaken)
+    with pytest.raises(StorageError, match="perhaps since another process builds there as well"):
+        build(str(photos), str(folder), workers=1, shard_mb=1)
+    build(str(photos), str(folder), workers=1, shard_mb=1)
+    assert content_of(folder) == content_of(finished)
+
+
+@pytest.mark.usefixtures("small_tars")
 def test_a_disk_that_is_full_only_when_the_tar_is_to_be_safe_leaves_no_tar(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
