@@ -113,6 +113,21 @@ def test_show_writes_a_contact_sheet(dmjd: Command, finished: Path, tmp_path: Pa
     assert (code, err) == (2, f"error: {finished} has no split test, only train and val; choose with split=\n")
 
 
+def test_show_and_stat_name_a_sample_whose_bytes_are_others(dmjd: Command, finished: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished / "train", tmp_path / "shards"))
+    shards = load(folder)
+    tar = Path(shards.location(0))
+    content, place = bytearray(tar.read_bytes()), int(shards.records["offset"][0]) + 300
+    content[place] ^= 1
+    for damaged, fault in ((content, "has another crc32 than the index says"), (content[:place], "is cut at 300 of")):
+        tar.write_bytes(damaged)
+        for words in (("show", str(folder), "3", f"output={tmp_path / 'x.png'}"), ("stat", str(folder))):
+            code, _, err = dmjd("shards", *words)
+            assert code == 2
+            assert err.startswith(f"error: {shards.name(0)} {fault}")
+    assert not (tmp_path / "x.png").exists()
+
+
 @pytest.fixture
 def foreign(photo: Photo, tmp_path: Path) -> Path:
     """Two tars that webdataset wrote, of four samples each, the last of which is damaged."""
