@@ -285,7 +285,7 @@ def _leave_word(refusal: str) -> None:
 
 def _usage() -> str:
     lines = ["dmjd VERB key=value ...   (dmjd VERB --help lists its keys, --cfg prints its configuration)", "", "verbs"]
-    lines += [f"  {name:10} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
+    lines += [f"  {name:11} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
     return "\n".join(lines)
 
 
