@@ -46,6 +46,9 @@ SCHEMAS: dict[str, type] = {
 }
 """Verb -> its configuration; ``configs/VERB.yaml`` holds its defaults list."""
 
+DESCRIBING = ("experiment", "backbone")
+"""Words of pre-training's by which other verbs are told the model of a file."""
+
 
 def groups() -> dict[str, list[str]]:
     """Config groups and their options, as shipped: ``{"data": ["digits", "folder", ...], ...}``."""
@@ -67,6 +70,8 @@ def _keys(schema: type, prefix: str = "") -> Iterator[str]:
     hints = get_type_hints(schema)
     for field in fields(schema):
         inner = _dataclass_of(hints[field.name])
+        if inner is PretrainConfig:
+            continue  # described by the words of DESCRIBING
         if inner is not None:
             yield from _keys(inner, f"{prefix}{field.name}.")
             continue
@@ -82,7 +87,8 @@ def compose(verb: str, overrides: Sequence[str]) -> Any:
         ConfigError: naming the key and the allowed keys or values.
     """
     schema = SCHEMAS[verb]
-    words = _checked(verb, overrides)
+    described = _describing(overrides) if _takes_files(schema) else []
+    words = _checked(verb, [word for word in overrides if word not in described])
     store = ConfigStore.instance()
     store.store(name=f"{verb}_schema", node=schema)
     try:
@@ -91,11 +97,23 @@ def compose(verb: str, overrides: Sequence[str]) -> Any:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
-        config = OmegaConf.to_object(composed)
+        config: Any = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error)) from error
+    if described:
+        config.model = compose("pretrain", described)
     check_fields(config)
     return config
+
+
+def _takes_files(schema: type) -> bool:
+    """Whether a verb takes files of weights, which do not say what model they are of."""
+    return any(field.name == "model" and _dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
+
+
+def _describing(overrides: Sequence[str]) -> list[str]:
+    """The words of pre-training's that say which model a file of weights is of."""
+    return [word for word in overrides if word.partition("=")[0].partition(".")[0] in DESCRIBING]
 
 
 def to_yaml(config: Any) -> str:
@@ -113,9 +131,9 @@ def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
 
 def _groups_of(verb: str) -> dict[str, list[str]]:
     """The groups that a verb's defaults list knows, with their options."""
-    names = {field.name for field in fields(SCHEMAS[verb])} | (
-        {"experiment"} if issubclass(SCHEMAS[verb], PretrainConfig) else set()
-    )
+    names = {field.name for field in fields(SCHEMAS[verb])}
+    if issubclass(SCHEMAS[verb], PretrainConfig) or _takes_files(SCHEMAS[verb]):
+        names |= set(DESCRIBING)
     return {name: options for name, options in groups().items() if name in names}
 
 

@@ -6,6 +6,12 @@ import os
 from pathlib import Path
 
 
+def standing_place(path: Path) -> Path:
+    """``path``, or the nearest of its parents that exists: what lets it be made, or is in the way."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
 def replace_file(path: Path, content: bytes | str) -> None:
     """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")

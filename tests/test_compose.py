@@ -4,7 +4,7 @@ from dataclasses import asdict, fields
 
 import pytest
 
-from dmjd.compose import SCHEMAS, compose, describe, from_yaml, groups, to_yaml
+from dmjd.compose import DESCRIBING, SCHEMAS, compose, describe, from_yaml, groups, to_yaml
 from dmjd.config import SCIENCE, KnnConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
@@ -174,12 +174,22 @@ def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
     assert compose("knn", ["checkpoint=x", "data=folder", "data.root=y"]).data.root == "y"
 
 
-@pytest.mark.parametrize("word", ["backbone=vit_tiny", "experiment=demo"])
+@pytest.mark.parametrize("word", ["mask=block", "method=mae"])
 def test_an_evaluation_has_no_groups_of_pretraining(word: str) -> None:
     with pytest.raises(ConfigError) as caught:
         compose("knn", ["checkpoint=x", word])
     assert word.split("=")[0] in str(caught.value)
     assert "neighbours" in str(caught.value), "the keys that knn does have"
+
+
+@pytest.mark.parametrize("verb", ["knn", "linprobe", "export"])
+def test_the_model_of_a_file_is_told_by_words_of_pretraining(verb: str) -> None:
+    words = ["experiment=beit_vit_base", "backbone.depth=3"]
+    config = compose(verb, ["checkpoint=x.pth", *words])
+    assert config.model == compose("pretrain", words)
+    assert compose(verb, ["checkpoint=x"]).model is None
+    with pytest.raises(ConfigError, match="backbone has no option 'vit_tall'; choose from convvit_base"):
+        compose(verb, ["checkpoint=x.pth", "backbone=vit_tall"])
 
 
 def leaves(value: object, prefix: str = "") -> set[str]:
@@ -197,11 +207,12 @@ def test_help_has_every_key_and_every_option(verb: str) -> None:
         ["checkpoint=x"] if "checkpoint" in names else ["input=x", "output=y", "to=timm"] if "input" in names else []
     )
     words += ["data=digits"] if "checkpoint" in names and "data" in names else []
-    assert leaves(asdict(compose(verb, words))) <= first
+    described = {"model"} & names  # by groups of pre-training
+    assert leaves(asdict(compose(verb, words))) - described <= first
     text = "\n".join(lines)
     assert "block | uniform" in text or verb not in ("pretrain", "plan")
     for group, options in groups().items():
-        known = group in names or (group == "experiment" and verb in ("pretrain", "plan"))
+        known = group in names or (group in DESCRIBING and (described or verb in ("pretrain", "plan")))
         if known:
             assert any(line.split() == [group, *", ".join(options).split()] for line in lines), group
         else:

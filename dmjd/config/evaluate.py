@@ -6,16 +6,22 @@ from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
 from dmjd.config.fields import choice, number, positive
+from dmjd.config.pretrain import PretrainConfig
 
 
 @dataclass
 class KnnConfig:
     """Weighted kNN on frozen features.
 
-    ``checkpoint`` is a run folder or one of its checkpoints. ``train_images`` keeps that many, evenly spaced.
+    ``checkpoint`` is a run folder, one of its checkpoints, or a file of weights, of ours or of another code base. What
+    model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
+    ``train_images`` keeps that many, evenly spaced. ``output`` is a folder for the score, by default the run's; a
+    file's is named like it, without its suffix.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
@@ -31,10 +37,13 @@ class KnnConfig:
 class LinprobeConfig:
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
-    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once.
+    ``checkpoint``, ``model`` and ``output`` are as for kNN. ``augment`` draws a new crop and flip of every image in
+    each epoch; without it features are computed once.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
@@ -53,10 +62,11 @@ class LinprobeConfig:
 class ExportConfig:
     """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
 
-    ``dtype`` is what its tensors are rounded to.
+    ``checkpoint`` and ``model`` are as for kNN. ``dtype`` is what its tensors are rounded to.
     """
 
     checkpoint: str = "???"
+    model: PretrainConfig | None = None
     output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
     dtype: str = choice("fp32", "bf16", "fp16")

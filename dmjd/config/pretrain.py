@@ -32,7 +32,8 @@ class PretrainConfig:
     """A pre-training run.
 
     ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
-    average of the encoder. ``init`` is a checkpoint to begin from where the run folder has none of its own.
+    average of the encoder. ``init`` is a checkpoint, or a file of weights of any known code base, to begin from where
+    the run folder has no checkpoint of its own.
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
     ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;

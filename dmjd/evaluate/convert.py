@@ -7,34 +7,21 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
-from dmjd.errors import CheckpointError, ConfigError
+from dmjd.errors import ConfigError
 from dmjd.interop.layouts import LAYOUTS, Layout, detect
-from dmjd.interop.names import BIAS_TABLE, DECODER_POSITIONS, POSITIONS, SHARED_TABLE, summary
+from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import SUFFIXES, read_state, write_state
-from dmjd.interop.tensors import (
-    Grid,
-    align_positions,
-    expand_bias_table,
-    grid_of_bias_table,
-    resize_bias_table,
-    resize_positions,
-    share_bias_table,
-    square,
-)
-from dmjd.models.positions import sincos_positions
+from dmjd.interop.tables import with_bias_tables, with_positions
+from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import read_model
 from dmjd.train import checkpoint
 from dmjd.train.build import token_grid
 
 logger = logging.getLogger("dmjd")
-
-FIXED_TOLERANCE = 1e-5
-"""Largest difference of a stored table from the fixed sine-cosine one, which code bases compute in float32 or 64."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +46,14 @@ def convert(config: ConvertConfig) -> Converted:
     _check_output(output, Path(config.input))
     state, source, grid = _read(config)
     weights = source.read(state, drop_unknown=config.unknown == "drop")
-    weights = _with_positions(weights, grid, config)
-    weights = _with_bias_tables(weights, grid, config)
-    target = LAYOUTS[config.to]
+    target, new = LAYOUTS[config.to], _pair(config.grid)
+    if new is not None and any(name.startswith("encoder.layers.") for name in weights):
+        raise ConfigError("grid=[h,w] is for ViTs; the windows of a Swin are resized by timm when it loads the file")
+    weights = with_positions(weights, _stored(config.to, weights), grid, new, config.to)
+    kind = config.bias_tables
+    if kind == "auto":
+        kind = "per_block" if config.to == "timm" else "keep"
+    weights = with_bias_tables(weights, kind, grid, new)
     written, left_out = target.write(weights)
     if left_out:
         logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
@@ -107,79 +99,11 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     return state, layout, grid
 
 
+def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:
+    """Positions that files of ``target`` hold; ours, and timm's model of a ConViT, compute them."""
+    convit = "encoder.patch_embed1.proj.weight" in weights
+    return () if target == "ours" or (target == "timm" and convit) else (POSITIONS, DECODER_POSITIONS)
+
+
 def _pair(grid: list[int] | None) -> Grid | None:
     return None if grid is None else (grid[0], grid[1])
-
-
-def _with_positions(weights: dict[str, Tensor], grid: Grid | None, config: ConvertConfig) -> dict[str, Tensor]:
-    """Positions as the target keeps them: not at all where they are fixed and computed, else on its grid."""
-    weights = dict(weights)
-    prefix = int("encoder.cls_token" in weights)
-    convit = "encoder.patch_embed1.proj.weight" in weights
-    computed = config.to == "ours" or (config.to == "timm" and convit)
-    new = _pair(config.grid)
-    relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
-    for name, width_of in ((POSITIONS, "encoder.norm.weight"), (DECODER_POSITIONS, "decoder.norm.weight")):
-        table = weights.pop(name, None)
-        if table is None and (relative or computed or width_of not in weights):
-            continue
-        if table is None:
-            at = new or grid
-            if at is None:
-                raise CheckpointError(
-                    f"positions are computed in ours and stored in {config.to}: say for which grid of tokens, as "
-                    "grid=[14,14] for 224 pixels in patches of 16"
-                )
-            width = weights[width_of]
-            weights[name] = _fixed(at, width.shape[0], prefix).to(width.dtype)
-            continue
-        table = align_positions(table, prefix, grid)
-        old = grid or square(table.shape[1] - prefix)
-        assert old is not None, "align_positions has checked it"
-        if computed and _is_fixed(table, old, prefix):
-            continue
-        weights[name] = resize_positions(table, prefix, old, new or old)
-    return weights
-
-
-def _fixed(grid: Grid, width: int, prefix: int) -> Tensor:
-    """``[1, prefix + h * w, width]``, zeros for the prefix, as MAE stores it."""
-    return torch.cat((torch.zeros(prefix, width), sincos_positions(grid, width))).unsqueeze(0)
-
-
-def _is_fixed(table: Tensor, grid: Grid, prefix: int) -> bool:
-    if table.shape[2] % 4:
-        return False
-    # A file in a half type has rounded its table.
-    fixed = _fixed(grid, table.shape[2], prefix).to(table.dtype)
-    return bool((table - fixed).abs().max() <= FIXED_TOLERANCE)
-
-
-def _with_bias_tables(weights: dict[str, Tensor], grid: Grid | None, config: ConvertConfig) -> dict[str, Tensor]:
-    """Relative position biases as ``bias_tables`` says, on the grid asked for."""
-    kind = config.bias_tables
-    if kind == "auto":
-        kind = "per_block" if config.to == "timm" else "keep"
-    if kind == "per_block":
-        weights = expand_bias_table(weights)
-    elif kind == "shared":
-        weights = share_bias_table(weights)
-    new = _pair(config.grid)
-    if new is None:
-        return weights
-    if any(name.startswith("encoder.layers.") for name in weights):
-        raise ConfigError("grid=[h,w] is for ViTs; the windows of a Swin are resized by timm when it loads the file")
-    tables = {
-        name: table
-        for name, table in weights.items()
-        if name == SHARED_TABLE or (name.startswith("encoder.blocks.") and name.endswith(BIAS_TABLE))
-    }
-    resized = dict(weights)
-    for name, table in tables.items():
-        old = grid or grid_of_bias_table(table)
-        if old is None:
-            raise CheckpointError(
-                f"{name} has {table.shape[0]} rows, of no square grid; name it with source_grid=[h,w]"
-            )
-        resized[name] = resize_bias_table(table, old, new)
-    return resized

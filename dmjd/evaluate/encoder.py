@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from dmjd.compose import from_yaml
+from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
@@ -16,27 +17,35 @@ from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
-from dmjd.parallel.store import load_strictly, read_average, read_model
+from dmjd.parallel.store import is_consolidated, read_average
 from dmjd.train import checkpoint
-from dmjd.train.build import build_objective, check_data, image_size, target_dim, token_grid
+from dmjd.train.build import build_encoder, build_objective, check_data, target_dim, token_grid
+from dmjd.train.build.refusal import refusing
 from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.weights import load_encoder_weights, load_weights, weights_at
+
+logger = logging.getLogger("dmjd")
 
 
 @dataclass(frozen=True)
 class FrozenEncoder:
     """An encoder on its device, with what is needed to feed it.
 
-    step: optimizer steps behind the weights; 0 for untrained ones.
-    run: the folder of the run that trained it.
+    trained: what it was trained as; text: the same, as it was written.
+    step: optimizer steps behind the weights; 0 for untrained ones, and for files, which do not tell.
+    path: the checkpoint's folder, or the file.
+    run: the folder of the run that trained it; of a file, its name without the suffix, which need not be there.
     """
 
     encoder: Encoder
+    trained: PretrainConfig
+    text: str
     data: DataConfig
     size: tuple[int, int]
     device: torch.device
-    seed: int
     step: int
+    path: Path
     run: RunFolder
 
     @property
@@ -67,42 +76,81 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     """The encoder of ``config.checkpoint``; "untrained" weights are those its run began with, "ema" the average.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or it holds another model.
-        ConfigError: if ``config.data`` has another number of channels, or pooling asks for an absent cls token.
+        CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
+        ConfigError: if a file's model is not named, or a run's is; if ``config.data`` has another number of channels or
+            a size that the encoder cannot read, or pooling asks for an absent cls token.
     """
     device = select_device(config.device, "device")
-    folder = checkpoint.resolve(Path(config.checkpoint))
-    trained: PretrainConfig = from_yaml(
-        PretrainConfig, (folder / checkpoint.CONFIG).read_text(), folder / checkpoint.CONFIG
-    )
+    path = weights_at(config.checkpoint, "checkpoint")
+    trained, text = _model_of(path, config)
+    data = _judged_data(trained, config.data)
+    encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
+    encoder.requires_grad_(False).to(device).eval()
+    if config.pooling == "cls" and not encoder.num_prefix_tokens:
+        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
+    size = data.image_size[0], data.image_size[1]
+    with refusing("data.image_size"):
+        encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
+    step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
+    run = RunFolder(path.with_suffix("") if path.is_file() else path.parent.parent)
+    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, run)
+
+
+def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
     objective = build_objective(trained, target_dim(trained))
-    step = 0
-    if config.weights != "untrained":
-        load_strictly(objective, read_model(folder), folder)
-        step = checkpoint.step_of(folder)
+    if which != "untrained":
+        load_weights(objective, folder)
     elif trained.init is not None:
         raise ConfigError(
             f"weights=untrained: this run began from init={trained.init}; evaluate that checkpoint instead"
         )
-    if config.weights == "ema":
-        average = read_average(folder)
-        if not average:
+    encoder = objective.model.encoder
+    if which == "ema":
+        _load_average(encoder, folder)
+    return encoder
+
+
+def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
+    """Without the branches of pre-training, about which a file need not know anything."""
+    if which == "untrained":
+        raise ConfigError(f"weights=untrained: {path} is a file, and only a run knows what it began with")
+    with refusing("backbone"):
+        encoder = build_encoder(model)
+    logger.info("weights of %s", load_encoder_weights(encoder, path))
+    if which == "ema":
+        _load_average(encoder, path)
+    return encoder
+
+
+def _load_average(encoder: Encoder, path: Path) -> None:
+    average = read_average(path) if path.is_dir() or is_consolidated(path) else {}
+    if not average:
+        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
+    encoder.load_state_dict({name.removeprefix(ENCODER): value for name, value in average.items()})
+
+
+def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainConfig, str]:
+    """What the weights at ``path`` are of, as an object and as text."""
+    if path.is_file():
+        if config.model is None:
             raise ConfigError(
-                f"weights=ema, but {folder} has no average; train with ema_decay=..., or use weights=trained"
+                f"checkpoint={path} is a file, which does not say what model it is of: add experiment=NAME, such as "
+                "mae_vit_base, and backbone.KEY=VALUE where it differs"
             )
-        objective.model.encoder.load_state_dict({name.removeprefix(ENCODER): v for name, v in average.items()})
-    encoder = objective.model.encoder.requires_grad_(False).to(device).eval()
-    if config.pooling == "cls" and not encoder.num_prefix_tokens:
-        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
-    if config.data is not None:
-        if config.data.channels != trained.data.channels:
-            raise ConfigError(
-                f"data.channels={config.data.channels}, but the encoder was trained on {trained.data.channels}"
-            )
-        trained.data = config.data
-        token_grid(trained)
-        check_data(trained.data)
-    trained.data.second_size = None  # that of a target, which nothing is predicted of here
-    return FrozenEncoder(
-        encoder, trained.data, image_size(trained), device, trained.seed, step, RunFolder(folder.parent.parent)
-    )
+        # For the images it is judged on: tables of positions are interpolated once, to their grid.
+        model = config.model if config.data is None else replace(config.model, data=config.data)
+        return model, to_yaml(model)
+    if config.model is not None:
+        raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
+    text = (path / checkpoint.CONFIG).read_text()
+    return from_yaml(PretrainConfig, text, path / checkpoint.CONFIG), text
+
+
+def _judged_data(trained: PretrainConfig, other: DataConfig | None) -> DataConfig:
+    """The images of pre-training, or others that have as many channels and can be cut into patches."""
+    data = trained.data if other is None else other
+    if data.channels != trained.data.channels:
+        raise ConfigError(f"data.channels={data.channels}, but the encoder was trained on {trained.data.channels}")
+    token_grid(replace(trained, data=data))
+    check_data(data)
+    return replace(data, second_size=None)  # that of a target, which nothing is predicted of here

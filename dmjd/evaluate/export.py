@@ -16,13 +16,12 @@ from safetensors.torch import save
 
 import dmjd
 import dmjd.models.convit  # registers ConViT with timm
-from dmjd.compose import from_yaml
-from dmjd.config import ExportConfig, KnnConfig, PretrainConfig
+from dmjd.config import ExportConfig, KnnConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import load_encoder
+from dmjd.files import standing_place
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
 from dmjd.models.masked_image_model import Encoder
-from dmjd.train import checkpoint
 
 logger = logging.getLogger("dmjd")
 
@@ -45,17 +44,16 @@ def export(config: ExportConfig) -> Path:
         The file: ``config.output``, or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint, or it holds another model.
+        CheckpointError, ConfigError: as :func:`~dmjd.evaluate.encoder.load_encoder`.
         ConfigError: if ``config.output`` cannot be written.
         UserError: if timm's features from the file differ from the encoder's, or are not finite; nothing is left then.
     """
     if config.output is not None:
         _check_output(config.output)
-    # Found once: a run that is still going may commit a newer one between two looks.
-    folder = checkpoint.resolve(Path(config.checkpoint))
-    source = folder / checkpoint.CONFIG
-    trained: PretrainConfig = from_yaml(PretrainConfig, source.read_text(), source)
-    frozen = load_encoder(KnnConfig(checkpoint=str(folder), weights=config.weights, device="cpu"))
+    frozen = load_encoder(
+        KnnConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
+    )
+    trained = frozen.trained
     encoder = frozen.encoder.to(DTYPES[config.dtype])
     weights, call = encoder.state_dict(), timm_call(trained.backbone, trained.data)
     state = timm_state(weights, encoder.positions)
@@ -69,14 +67,14 @@ def export(config: ExportConfig) -> Path:
         "weights": config.weights,
         "step": frozen.step,
         "left_out": left_out,
-        "config_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "config_sha256": hashlib.sha256(frozen.text.encode()).hexdigest(),
         "dmjd": dmjd.__version__,
         "timm": timm.__version__,
     }
     name = f"encoder-{config.weights}-step{frozen.step:08d}-{config.dtype}{SUFFIX}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
-    standing = frozen.run.path if config.output is None else path.parent
-    if not os.access(standing, os.W_OK):
+    standing = standing_place(frozen.run.path if config.output is None else path.parent)
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")
     with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
         draft = Path(scratch) / path.name
@@ -85,7 +83,7 @@ def export(config: ExportConfig) -> Path:
         sidecar(draft).write_text(json.dumps(card, indent=1))
         # In float32 again: what is compared is the weights as they were rounded, not the arithmetic of a half type.
         _verify(draft, call, encoder.float())
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # A process killed here leaves weights without a sidecar, never weights with that of others.
         sidecar(path).unlink(missing_ok=True)
         draft.replace(path)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,13 +16,16 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.loader import make_loader
+from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.features import encode
 from dmjd.evaluate.knn import knn_accuracy
 from dmjd.evaluate.linprobe import linear_probe
 from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
+from dmjd.files import standing_place
 from dmjd.ops import make_key
 from dmjd.train.preparation import flip_by_coin
+from dmjd.train.run_folder import RunFolder
 
 FEATURE_BATCH = 256
 """Images per forward pass; it decides speed and memory, not results."""
@@ -29,6 +34,7 @@ FEATURE_BATCH = 256
 def knn(config: KnnConfig) -> dict[str, Any]:
     """Weighted kNN of the test images among the training images; the record that was kept."""
     frozen = load_encoder(config)
+    scores = _place_of_scores(config, frozen)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
     bank, queries = (frozen.features(data, config.pooling, config.batch_size, config.workers) for data in (train, test))
     result = knn_accuracy(
@@ -41,12 +47,13 @@ def knn(config: KnnConfig) -> dict[str, Any]:
         "train_images": len(train),
         "data": frozen.source,
     }
-    return _record(frozen, "knn", config.weights, {"top1": result.top1, "top5": result.top5}, settings)
+    return _record(frozen, scores, "knn", config.weights, {"top1": result.top1, "top5": result.top5}, settings)
 
 
 def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     """A linear classifier on frozen features; the record that was kept."""
     frozen = load_encoder(config)
+    scores = _place_of_scores(config, frozen)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
     queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
     source = _augmented(frozen, train, config) if config.augment else _cached(frozen, train, config)
@@ -71,8 +78,8 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
         "batch_size": result.batch_size,
         "lr": result.lr,
     }
-    scores = {"top1": result.top1, "final_loss": result.final_loss}
-    return _record(frozen, "linprobe", config.weights, scores, settings)
+    found = {"top1": result.top1, "final_loss": result.final_loss}
+    return _record(frozen, scores, "linprobe", config.weights, found, settings)
 
 
 def _cached(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
@@ -100,13 +107,24 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
     return RecomputedFeatures(epoch_batches, encode_batch, images_per_epoch=batches.steps_per_epoch * chunk)
 
 
+def _place_of_scores(config: KnnConfig | LinprobeConfig, frozen: FrozenEncoder) -> RunFolder:
+    """Known to be writable before hours are spent on a score."""
+    folder = frozen.run if config.output is None else RunFolder(Path(config.output))
+    standing = standing_place(folder.path)
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise ConfigError(f"{standing} cannot be written to; name a folder for the score with output=FOLDER")
+    return folder
+
+
 def _record(
-    frozen: FrozenEncoder, verb: str, weights: str, scores: dict[str, Any], settings: dict[str, Any]
+    frozen: FrozenEncoder, place: RunFolder, verb: str, weights: str, scores: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
+    if frozen.path.is_file():
+        settings |= {"checkpoint": frozen.path.name}
     record = {"verb": verb, "weights": weights, "step": frozen.step, **scores, "settings": settings}
     # Scores under other settings are other scores: none may overwrite another.
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    frozen.run.write_evaluation(f"{verb}-{weights}-step{frozen.step:08d}-{digest}", record)
+    place.write_evaluation(f"{verb}-{weights}-step{frozen.step:08d}-{digest}", record)
     return record
 
 

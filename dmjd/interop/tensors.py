@@ -71,7 +71,8 @@ def share_bias_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, table in zip(names, tables, strict=True):
         if not torch.equal(table, tables[0]):
             raise CheckpointError(
-                f"bias_tables=shared: {name} differs from block 0's, as after fine-tuning; use bias_tables=per_block"
+                f"{name} differs from block 0's, as after fine-tuning, so that no table can be shared; "
+                "bias_tables=per_block keeps them apart"
             )
     return {name: value for name, value in state.items() if name not in names} | {SHARED_TABLE: tables[0]}
 

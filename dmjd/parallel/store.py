@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -98,6 +99,17 @@ def read_model(path: Path) -> dict[str, Tensor]:
 def read_average(path: Path) -> dict[str, Tensor]:
     """The averaged parameters, by the same names; empty if the run keeps no average."""
     return _of_kind(read(path, AVERAGE), AVERAGE)
+
+
+def is_consolidated(path: Path) -> bool:
+    """Whether the file ``path`` holds parameters under the names of this module."""
+    if path.suffix != Path(CONSOLIDATED).suffix:
+        return False
+    try:
+        with safe_open(path, "pt") as file:
+            return any(name.startswith(f"{PARAMETER}/") for name in file.keys())  # noqa: SIM118 -- it is no mapping
+    except (OSError, SafetensorError):
+        return False  # whoever reads it says what is wrong with it
 
 
 def shapes(path: Path, kind: str) -> dict[str, torch.Size]:

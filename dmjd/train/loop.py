@@ -23,12 +23,10 @@ from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
-from dmjd.parallel.store import load_strictly, read_model
 from dmjd.parallel.world import World, join_world
 from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
-from dmjd.train.consolidate import SUFFIX
 from dmjd.train.ema import EncoderEma
 from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed
@@ -46,6 +44,7 @@ from dmjd.train.state import DataIdentity, Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
 from dmjd.train.teacher import EmaTeacher
 from dmjd.train.trackers import check_packages
+from dmjd.train.weights import load_weights, weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -92,7 +91,9 @@ class Pretraining:
         objective = build_objective(config, tokenizer.dim)
         initial = world.on_main(self._initial_checkpoint)
         if initial is not None:
-            load_strictly(objective, read_model(initial), initial)
+            begun = world.together(lambda: load_weights(objective, initial))
+            if world.is_main:
+                logger.info("beginning from %s", begun)
         self.engine = build_engine(
             objective, config.engine, config.optim, world, config.batch_size // (parts * world.size)
         )
@@ -202,8 +203,7 @@ class Pretraining:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
             return None
-        file = Path(self.config.init)
-        return file if file.suffix == SUFFIX and file.is_file() else checkpoint.resolve(file, "init")
+        return weights_at(self.config.init, "init")
 
     def _lock(self, stack: ExitStack) -> None:
         stack.enter_context(only_run_in(self.run.create()))

@@ -18,7 +18,7 @@ import dmjd
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
 from dmjd.errors import ConfigError, StorageError
-from dmjd.files import replace_file
+from dmjd.files import replace_file, standing_place
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
@@ -79,7 +79,7 @@ class RunFolder:
         Raises:
             ConfigError: naming the first key of science that differs, or what is in the way.
         """
-        standing = next(place for place in (self.path.absolute(), *self.path.absolute().parents) if place.exists())
+        standing = standing_place(self.path)
         if not standing.is_dir():
             raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
         if not os.access(standing, os.W_OK):

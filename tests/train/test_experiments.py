@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
-import open_clip
 import pytest
 import torch
 
-from dmjd.compose import compose
-from dmjd.config import PretrainConfig
-from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
-from dmjd.parallel.build import build_engine
 from dmjd.resources import configs_dir
-from dmjd.targets import TeacherTarget
-from dmjd.targets.codebook import DVaeEncoder
-from dmjd.train.build import (
-    build_mask_spec,
-    build_objective,
-    build_schedule,
-    build_tokenizer,
-    check_target,
-    target_dim,
-    token_grid,
-)
-from dmjd.train.ema import EncoderEma
-from dmjd.train.preparation import Preparation
-from dmjd.train.teacher import EmaTeacher
+from dmjd.train.build import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
+from tests.train.shrunken import CODES, Training, configure, shrink, write_clip, write_dvae
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
 
@@ -125,11 +106,6 @@ PREDICTED = {"beit_dm_vit_base": 150 / 196}
 """m_pred of two views where it is not 1."""
 
 
-def configure(experiment: str) -> PretrainConfig:
-    config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
-    return config
-
-
 def test_every_experiment_has_its_row() -> None:
     assert sorted(SIZES) == EXPERIMENTS
 
@@ -171,87 +147,29 @@ def test_learning_rates_are_the_published_ones() -> None:
         assert schedule(round(10 * config.optim.warmup_epochs)) == pytest.approx(rate), experiment
 
 
-TINY_CLIP = {
-    "embed_dim": 20,
-    "vision_cfg": {"image_size": 224, "layers": 2, "width": 64, "patch_size": 16, "head_width": 32},
-    "text_cfg": {"context_length": 8, "vocab_size": 16, "width": 16, "heads": 2, "layers": 1},
-}
-
-
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Target name -> a file of weights for a network of the right kind, tiny and random."""
     folder: Path = tmp_path_factory.mktemp("weights")
-    (folder / "tiny-clip.json").write_text(json.dumps(TINY_CLIP))
-    open_clip.add_model_config(folder / "tiny-clip.json")
-    torch.manual_seed(0)
-    torch.save(open_clip.create_model("tiny-clip").state_dict(), folder / "clip.pt")
-    dvae = DVaeEncoder(codes=32, width=8, blocks=1)
-    for parameter in dvae.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    torch.save(dvae.state_dict(), folder / "dvae.pt")
-    return {"clip": str(folder / "clip.pt"), "dvae": str(folder / "dvae.pt")}
-
-
-def shrink(config: PretrainConfig, weights: dict[str, str]) -> PretrainConfig:
-    """The same experiment, narrow and shallow; images and with them masks stay as they are."""
-    stages = replace(config.backbone.conv_stages, embed_dims=[4, 8], depths=[1, 1], mlp_ratios=[2.0, 2.0])
-    windows = replace(config.backbone.windows, depths=[1, 1, 2, 1], num_heads=[1, 1, 2, 2])
-    backbone = replace(config.backbone, embed_dim=32, depth=2, num_heads=2, conv_stages=stages, windows=windows)
-    decoder = replace(config.method.decoder, dim=16, depth=1, num_heads=2)
-    branch = replace(config.method.visible_branch, width=16)
-    target = replace(
-        config.target, weights=weights.get(config.target.name), model="tiny-clip", dim=20, codes=32, layers=2
-    )
-    engine = replace(config.engine, device="cpu")
-    method = replace(config.method, decoder=decoder, visible_branch=branch)
-    return replace(config, backbone=backbone, method=method, target=target, engine=engine)
+    return {"clip": write_clip(folder), "dvae": write_dvae(folder / "dvae.pt")}
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_shrunken_copy_takes_a_step(experiment: str, weights: dict[str, str]) -> None:
     config = shrink(configure(experiment), weights)
-    data, grid = config.data, token_grid(config)
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    engine = build_engine(build_objective(config, target_dim(config)), config.engine, config.optim)
-    model = engine.objective.model
-    if isinstance(tokenizer, TeacherTarget):
-        assert config.ema_decay is not None
-        ema = EncoderEma(engine.local_shards(), config.ema_decay)
-        tokenizer.teacher = EmaTeacher(model.encoder, ema, config.target.layers)
-    prepare = Preparation(
-        spec,
-        grid,
-        tokenizer,
-        tuple(data.mean),
-        tuple(data.std),
-        flip=data.flip,
-        seed=0,
-        depth=len(model.encoder.blocks),
-        drop_path=config.backbone.drop_path,
-        jitter=data.jitter,
-    )
-    generator = torch.Generator().manual_seed(0)
-
-    def crops(size: list[int]) -> torch.Tensor:
-        return torch.randint(0, 256, (2, *size, data.channels), dtype=torch.uint8, generator=generator)
-
-    second = {} if data.second_size is None else {"second": crops(data.second_size)}
-    batch = Batch(crops(data.image_size), torch.arange(2), torch.zeros(2, dtype=torch.int64), **second)
-    prepared = prepare(batch, epoch=0)
-    wide = 1 if tokenizer.codes else target_dim(config)
-    assert prepared.targets.shape == (2, grid[0] * grid[1], wide)
-    rates, expected = measured_rates(prepared.masked_views), spec.true_rates(grid)
+    training, grid = Training.of(config), token_grid(config)
+    codes = training.prepare.tokenizer.codes
+    prepared = training.prepare(training.batch(2), epoch=0)
+    assert prepared.targets.shape == (2, grid[0] * grid[1], 1 if codes else target_dim(config))
+    rates, expected = measured_rates(prepared.masked_views), training.prepare.mask_spec.true_rates(grid)
     assert rates.tolist() == pytest.approx([expected.m_corr, expected.m_pred])
+    model = training.engine.objective.model
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with engine.micro_batch(last=True):
-        losses = engine.module(*prepared.inputs)
-        engine.backward(losses.total)
+    losses = training.forward_backward(prepared)
     assert losses.total.isfinite()
-    if tokenizer.codes:  # of small random weights, nearly uniform over the codes
-        assert losses.masked.item() == pytest.approx(math.log(32), rel=0.2)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, f"{name} takes no part"
-    assert engine.step(1e-2, config.optim.weight_decay).applied == 1
+    if codes:  # of small random weights, nearly uniform over the codes
+        assert losses.masked.item() == pytest.approx(math.log(CODES), rel=0.2)
+    assert training.gradient().isfinite().all()
+    assert training.update(1e-2).applied == 1
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     assert all(moved)

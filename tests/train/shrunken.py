@@ -1,0 +1,141 @@
+"""The paper's experiments made so narrow and shallow that a test can train them; images and masks stay as they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.data.batch import Batch
+from dmjd.models.objective import Losses
+from dmjd.parallel.build import build_engine
+from dmjd.parallel.engine import Engine, StepResult
+from dmjd.targets import TeacherTarget
+from dmjd.targets.codebook import DVaeEncoder
+from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, target_dim, token_grid
+from dmjd.train.ema import EncoderEma
+from dmjd.train.preparation import Preparation, Prepared
+from dmjd.train.teacher import EmaTeacher
+
+CODES = 32
+
+CLIP = {
+    "embed_dim": 20,
+    "vision_cfg": {"image_size": 224, "layers": 2, "width": 64, "patch_size": 16, "head_width": 32},
+    "text_cfg": {"context_length": 8, "vocab_size": 16, "width": 16, "heads": 2, "layers": 1},
+}
+
+
+def configure(experiment: str) -> PretrainConfig:
+    config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
+    return config
+
+
+def write_dvae(path: Path) -> str:
+    """The file ``path``, of a dVAE with random weights."""
+    torch.manual_seed(0)
+    dvae = DVaeEncoder(codes=CODES, width=8, blocks=1)
+    for parameter in dvae.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    torch.save(dvae.state_dict(), path)
+    return str(path)
+
+
+def write_clip(folder: Path) -> str:
+    """A file in ``folder`` of a CLIP with random weights, and its model known to open_clip as "tiny-clip"."""
+    import open_clip  # which a machine with a GPU need not have
+
+    (folder / "tiny-clip.json").write_text(json.dumps(CLIP))
+    open_clip.add_model_config(folder / "tiny-clip.json")
+    torch.manual_seed(0)
+    torch.save(open_clip.create_model("tiny-clip").state_dict(), folder / "clip.pt")
+    return str(folder / "clip.pt")
+
+
+def shrink(config: PretrainConfig, weights: dict[str, str], **engine: Any) -> PretrainConfig:
+    """The same experiment, small. ``weights`` are files by the target's name; ``engine`` are keys of that group."""
+    stages = replace(config.backbone.conv_stages, embed_dims=[4, 8], depths=[1, 1], mlp_ratios=[2.0, 2.0])
+    windows = replace(config.backbone.windows, depths=[1, 1, 2, 1], num_heads=[1, 1, 2, 2])
+    backbone = replace(config.backbone, embed_dim=32, depth=2, num_heads=2, conv_stages=stages, windows=windows)
+    decoder = replace(config.method.decoder, dim=16, depth=1, num_heads=2)
+    branch = replace(config.method.visible_branch, width=16)
+    target = replace(
+        config.target, weights=weights.get(config.target.name), model="tiny-clip", dim=20, codes=CODES, layers=2
+    )
+    method = replace(config.method, decoder=decoder, visible_branch=branch)
+    on = replace(config.engine, **{"device": "cpu", **engine})
+    return replace(config, backbone=backbone, method=method, target=target, engine=on)
+
+
+@dataclass
+class Training:
+    """What of a run takes a step, without data, journal or disk."""
+
+    config: PretrainConfig
+    engine: Engine
+    prepare: Preparation
+    ema: EncoderEma | None
+
+    @classmethod
+    def of(cls, config: PretrainConfig) -> Training:
+        """As the loop builds it."""
+        data, grid = config.data, token_grid(config)
+        spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
+        engine = build_engine(build_objective(config, target_dim(config)), config.engine, config.optim)
+        encoder = engine.objective.model.encoder
+        ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
+        if isinstance(tokenizer, TeacherTarget):
+            assert ema is not None
+            tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
+        statistics = tuple(data.mean), tuple(data.std)
+        depth, drop_path = len(encoder.blocks), config.backbone.drop_path
+        prepare = Preparation(spec, grid, tokenizer, *statistics, data.flip, 0, depth, drop_path, data.jitter)
+        return cls(config, engine, prepare, ema)
+
+    def batch(self, images: int) -> Batch:
+        """Smooth random images on the device, the same for every training of one experiment."""
+        coarse = torch.rand(images, self.config.data.channels, 16, 16, generator=torch.Generator().manual_seed(0))
+
+        def of_size(size: list[int]) -> torch.Tensor:
+            fine = F.interpolate(coarse, size, mode="bicubic", antialias=True).clamp(0, 1)
+            return (fine * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+        data, ids = self.config.data, torch.arange(images)
+        second = {} if data.second_size is None else {"second": of_size(data.second_size)}
+        return Batch(of_size(data.image_size), ids, torch.zeros_like(ids), **second).to(self.engine.device)
+
+    def forward_backward(self, prepared: Prepared) -> Losses:
+        """Losses of one micro-batch, whose gradients wait for :meth:`update`."""
+        with self.engine.micro_batch(last=True):
+            losses: Losses = self.engine.module(*prepared.inputs)
+            self.engine.backward(losses.total)
+        return losses
+
+    def gradient(self) -> torch.Tensor:
+        """What waits for :meth:`update`, of all parameters in one vector, on the CPU."""
+        parameters = self.engine.objective.named_parameters()
+        gradients = {name: parameter.grad for name, parameter in parameters if parameter.requires_grad}
+        idle = [name for name, gradient in gradients.items() if gradient is None]
+        assert not idle, f"{idle} take no part"
+        return torch.cat([gradient.flatten().cpu() for gradient in gradients.values() if gradient is not None])
+
+    def update(self, lr: float) -> StepResult:
+        """One step of the optimizer, and of the average behind it."""
+        result = self.engine.step(lr, self.config.optim.weight_decay)
+        if self.ema is not None:
+            self.ema.update()
+        return result
+
+    def losses(self, batch: Batch, steps: int, lr: float) -> list[float]:
+        """Of ``steps`` steps over one batch in one epoch, with targets made anew in each."""
+        seen = []
+        for _ in range(steps):
+            seen.append(self.forward_backward(self.prepare(batch, 0)).total.detach())
+            self.update(lr)
+        return torch.stack(seen).tolist()
