@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -340,8 +340,15 @@ class Pretraining:
                 if verdict is not None:
                     self.journal.note(step, verdict)
 
-        with self.engine.gathered() as objective:
+        with self._on_view() as objective:
             self.world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
+
+    @contextmanager
+    def _on_view(self) -> Iterator[Objective | None]:
+        """The whole model, for rank 0 to look at; None on the others."""
+        # Compiled for a few images, and for evaluation, it would keep the GPUs waiting for a minute.
+        with torch.compiler.set_stance("force_eager"), self.engine.gathered() as objective:
+            yield objective
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
@@ -369,7 +376,7 @@ class Pretraining:
             self.saver.wait()
             self.requests.saved()
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
-            with self.engine.gathered() as objective, self.engine.micro_batch(last=False):
+            with self._on_view() as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:

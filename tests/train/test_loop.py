@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 import dmjd.train.feed as feed
 import dmjd.train.loop as loop
@@ -168,6 +168,32 @@ def test_pictures_do_not_change_a_bit(words: Words, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
     without = pretrain(words("without", *often))
     assert same(load(with_pictures, 6), load(without, 6))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its tracing
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_only_training_steps_are_compiled(words: Words, monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    class Judge:
+        def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
+            with torch.no_grad():
+                encoder(torch.zeros(2, 3, 16, 16))
+            return {}
+
+        def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+            pass
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compile_(module, backend=backend, **options))
+    torch._dynamo.reset()
+    loop.pretrain(configure(words("compiled", f"engine.compile={unit}")), [Judge()])
+    assert graphs
+    assert all(graphs)
 
 
 def test_another_seed_is_another_run(straight: Path, words: Words, no_pictures: None) -> None:
