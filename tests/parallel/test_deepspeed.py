@@ -1,4 +1,4 @@
-"""What ZeRO has beyond the conformance suite: bf16, offload, compilation, whole runs, and DeepSpeed's own launcher."""
+"""What ZeRO has beyond the conformance suite: bf16, offload, whole runs, and DeepSpeed's own launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from dmjd.parallel import store
 from dmjd.parallel.deepspeed_config import STAGES
@@ -47,10 +46,7 @@ def look(rank: int, folder: Path, port: str) -> None:
         seen[f"{name} in bf16"] = taken(replace(config, precision="bf16"), world)
         if name in STAGES:
             seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
-    compile_module = nn.Module.compile
-    nn.Module.compile = lambda block, **options: compile_module(block, backend="aot_eager", **options)  # type: ignore[method-assign]
-    seen["zero2 compiled"] = taken(replace(walk.ENGINES["zero2"], compile="block"), world)
-    seen["frozen"] = frozen_agrees(world)
+    seen["ddp in bf16, last"] = taken(replace(walk.ENGINES["ddp"], precision="bf16"), world)
     if world.is_main:
         torch.save(seen, folder / "seen.pt")
     world.close()
@@ -61,19 +57,6 @@ def taken(config: Any, world: World) -> list[tuple[float, float, float]]:
     rows = run.take(STEPS)
     run.engine.close()
     return rows
-
-
-def frozen_agrees(world: World) -> bool:
-    """Whether a frozen module gives every rank, each with other inputs, what it gave before it was divided."""
-    run = walk.Run(walk.ENGINES["zero3"], world)
-    torch.manual_seed(1)
-    teacher = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5))
-    inputs = torch.randn(3, 6) + world.rank
-    expected = teacher(inputs).detach()
-    frozen = run.engine.shard_frozen(teacher)
-    same = torch.equal(frozen(inputs), expected) and not any(p.requires_grad for p in frozen.parameters())
-    run.engine.close()
-    return all(world.gather(same))
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +85,7 @@ def assert_rows(ours: Any, theirs: Any, tolerance: float) -> None:
 
 @pytest.mark.parametrize("name", STAGES)
 def test_bf16_is_that_of_ddp(name: str, seen: dict[str, Any], alone: Any) -> None:
-    # Stage 3 has a linear layer of its own, which rounds once before it adds the bias.
-    assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 5e-3 if name == "zero3" else 1e-5)
+    assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 1e-5)
     assert seen["ddp in bf16"] != alone, "something was computed in bfloat16"
 
 
@@ -112,12 +94,8 @@ def test_moments_on_the_host_change_nothing(name: str, seen: dict[str, Any], alo
     assert_rows(seen[f"{name} offloaded"], alone, 1e-5)
 
 
-def test_compiled_blocks_change_nothing(seen: dict[str, Any], alone: Any) -> None:
-    assert_rows(seen["zero2 compiled"], alone, 1e-5)
-
-
-def test_a_frozen_module_is_divided_too(seen: dict[str, Any]) -> None:
-    assert seen["frozen"]
+def test_it_leaves_no_trace_in_torch(seen: dict[str, Any]) -> None:
+    assert seen["ddp in bf16, last"] == seen["ddp in bf16"]
 
 
 CUT = """
