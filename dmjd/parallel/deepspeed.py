@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
@@ -20,7 +19,7 @@ from dmjd.models.objective import Objective
 from dmjd.parallel import zero_files
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
-from dmjd.parallel.fsdp import filled
+from dmjd.parallel.fsdp import filled, sharded_frozen
 from dmjd.parallel.optimizer import parameter_groups
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
@@ -182,7 +181,7 @@ class DeepSpeedEngine:
     def shard_frozen(self, module: nn.Module) -> nn.Module:
         module.requires_grad_(False).to(self.device)
         if self.stage == 3:  # by FSDP2: ZeRO-3 partitions nothing outside of the module that it trains
-            fully_shard(module, mesh=self._world.mesh())
+            return sharded_frozen(module, self._world.mesh())
         return module
 
     def close(self) -> None:
