@@ -59,7 +59,7 @@ class DeepSpeedEngine:
         groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
         betas = (optim.betas[0], optim.betas[1])
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
-        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config)
+        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
         self.module: nn.Module = self._ds
         self._copies = HostCopies(world.device)
 
@@ -195,9 +195,16 @@ class DeepSpeedEngine:
 
 
 def _initialise(
-    objective: Objective, optimizer: torch.optim.Optimizer, settings: dict[str, Any], file: str | None
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    file: str | None,
+    group: dist.ProcessGroup,
 ) -> Any:
     deepspeed = zero_files.import_deepspeed()
+    # It would make a group of its own, once for all engines of a process, where none of our time-outs holds and which
+    # the next world does not know.
+    zero_files.import_deepspeed("deepspeed.utils.groups")._WORLD_GROUP = group
     os.environ.setdefault("LOCAL_RANK", "0")  # it insists, also where one process was started by nobody
     try:
         engine, *_ = deepspeed.initialize(
