@@ -174,17 +174,17 @@ def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
 
 HANGING = """
 import time
-from dmjd.parallel.single import SingleEngine
-step, steps = SingleEngine.step, []
-def fault(self, lr, weight_decay):
-    steps.append(lr)
+import dmjd.train.loop as loop
+update, steps = loop.Pretraining._update, []
+def fault(self):
+    steps.append(self.position.step)
     time.sleep(600) if len(steps) == 5 else None
-    return step(self, lr, weight_decay)
-SingleEngine.step = fault
+    return update(self)
+loop.Pretraining._update = fault
 """
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2"])
 def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
     name: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:
