@@ -129,11 +129,13 @@ def test_a_site_that_does_not_requeue(launches: Launches) -> None:
 
 
 def test_a_chain_ends_for_all_its_jobs(launches: Launches) -> None:
-    chain = {"DMJD_CHAIN": "chain-1"}
-    assert "the next job of the chain" in launches("signal", step=5, **chain, SLURM_JOB_ID="7").stdout
-    assert launches("crashed", **chain, SLURM_JOB_ID="8").returncode == 0
-    assert launches("crashed", **chain, SLURM_JOB_ID="9").returncode == 1, "counted over jobs"
-    done = launches("finished", step=9, **chain, SLURM_JOB_ID="10")
+    def job(number: int, reason: str, step: int = 0) -> subprocess.CompletedProcess[str]:
+        return launches(reason, step=step, DMJD_CHAIN="chain-1", SLURM_JOB_ID=str(number))
+
+    assert "the next job of the chain" in job(7, "signal", step=5).stdout
+    assert job(8, "crashed").returncode == 0
+    assert job(9, "crashed").returncode == 1, "counted over jobs"
+    done = job(10, "finished", step=9)
     assert done.returncode == 0
     assert "nothing to do: gave up: 2 launches in a row ended at step 5" in done.stdout
     assert launches.requeues == 0
