@@ -171,10 +171,11 @@ def _submit(words: Sequence[str]) -> None:
 
 def _preflight(words: Sequence[str]) -> None:
     """check nodes before a long job, with the job's own words: dmjd preflight [warm=true] key=value ..."""
+    from dmjd.cluster.submit import WARM
     from dmjd.compose import compose
 
     warm = "warm=true" in words
-    config = compose("pretrain", [word for word in words if word not in ("warm=true", "warm=false")])
+    config = compose("pretrain", [word for word in words if word not in WARM])
     from dmjd.cluster.preflight import preflight, report
 
     checks = preflight(config, warm)

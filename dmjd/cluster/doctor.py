@@ -124,7 +124,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         Finding(sentence, "look at that rank's node; the other ranks are its victims")
         for sentence in flight.explain(flight.read_stands(run))
     ]
-    log = _log_of_last_launch(run)
+    log = _log_of_last_launch(run, launch)
     if log is not None:
         if stop.get("reason", "error") in ("error", "crashed", "lost"):
             findings += _causes_of_death(*log)
@@ -292,9 +292,11 @@ def _slurm_state(job: str) -> str | None:
     return None
 
 
-def _log_of_last_launch(run: Path) -> tuple[str, str] | None:
-    """Name of the newest job log, and its part from the last launch on."""
+def _log_of_last_launch(run: Path, launch: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """Name of the job's log, and its part from the last launch on. Array jobs have theirs in another folder."""
     logs = sorted((run / "slurm").glob("*.out"), key=lambda path: path.stat().st_mtime)
+    named = Path((launch or {}).get("log") or "none")
+    logs += [named] if named.is_file() else []
     if not logs:
         return None
     text = logs[-1].read_text(errors="replace")[-200_000:]

@@ -32,13 +32,17 @@ fi
 # Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
 # told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head
+    local head end
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
     # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by.
-    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s || true)}
+    if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then
+        end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e || true)
+        # Of an empty text date makes this morning, after which a run would stop at once.
+        [[ $end != *T* ]] || SLURM_JOB_END_TIME=$(date -d "$end" +%s)
+    fi
     export SLURM_JOB_END_TIME
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
@@ -95,8 +99,9 @@ train() {
         exit 0
     fi
     mkdir -p "$RUN/slurm"
-    printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s"}\n' \
-        "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" "$(date -u +%FT%TZ)" >>"$RUN/slurm/launches.jsonl"
+    printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
+        "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
+        "$(date -u +%FT%TZ)" "$(known StdOut)" >>"$RUN/slurm/launches.jsonl"
     say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
     rm -f "$RUN/STOP_REASON" "$RUN/slurm/last_word"
     DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
@@ -108,9 +113,10 @@ train() {
 
 # What becomes of the job after a launch that began at step $1 and left with exit code $2.
 settle() {
-    local before=$1 code=$2 after reason detail idle limit=${DMJD_IDLE_LIMIT:-3}
+    local before=$1 code=$2 now after reason detail idle limit=${DMJD_IDLE_LIMIT:-3}
     # On a node that only seemed dead this shell lives on, while Slurm has started the job anew on others.
-    if (($(restarts) != ${SLURM_RESTART_COUNT:-0})); then
+    now=$(known Restarts)
+    if ((${now:-0} > ${SLURM_RESTART_COUNT:-0})); then
         say "this launch was given up by Slurm; what becomes of the job is the next one's to say"
         exit 1
     fi
@@ -177,11 +183,9 @@ job_name() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
-# How often Slurm says it has started the job anew; this launch's own count if it says nothing.
-restarts() {
-    local known
-    known=$(scontrol show job "$(job_name)" 2>/dev/null | sed -n 's/.* Restarts=\([0-9]*\).*/\1/p' || true)
-    echo "${known:-${SLURM_RESTART_COUNT:-0}}"
+# A field of what Slurm knows of the job; nothing if it does not answer.
+known() {
+    scontrol show job "$(job_name)" 2>/dev/null | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ [A-Za-z:]*=.*//' || true
 }
 
 # value_of KEY DEFAULT WORD...: the value that the words give to a key, of which the last counts.

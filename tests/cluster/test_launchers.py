@@ -62,6 +62,42 @@ def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) 
     assert said[said.index("/images/dmjd.sif") + 1] == "bash"
 
 
+@pytest.mark.parametrize(
+    ("squeue", "end"), [("echo 2026-11-28T06:00:00", "1795845600"), ("exit 1", "none"), ("echo NONE", "none")]
+)
+def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, squeue: str, end: str) -> None:
+    slurm = PlayedSlurm(tmp_path, squeue=squeue)
+    done = slurm.play("linprobe.sbatch", "x=y", PLAY='echo "ends ${SLURM_JOB_END_TIME:-none}"', TZ="UTC")
+    assert done.returncode == 0, done.stderr
+    assert f"ends {end}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PROCESSES": "2",
+        "PORT": str(20000 + os.getpid() % 10000),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / "deepspeed/pretrain.sh"), *tiny(tmp_path / "run")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "STOP_REASON").read_text())["reason"] == "finished"
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["world_size"] == 2
+    assert "name: zero2" in (tmp_path / "run" / "config.yaml").read_text()
+
+
 @pytest.mark.slow
 def test_several_hosts_stop_together(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     run = tmp_path / "run"

@@ -64,11 +64,9 @@ def test_what_got_somewhere_goes_on(launches: Launches, reason: str) -> None:
         done = launches(reason, step=step)
         assert done.returncode == 0, done.stderr
     assert launches.requeues == 3
-    assert [json.loads(line)["step"] for line in (launches.run / "slurm/launches.jsonl").read_text().splitlines()] == [
-        0,
-        5,
-        10,
-    ]
+    lines = (launches.run / "slurm/launches.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 5, 10]
+    assert json.loads(lines[-1])["log"] == "/logs/job-7.out"
 
 
 @pytest.mark.parametrize(
