@@ -37,10 +37,10 @@ launch() {
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by.
+    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by. Of an empty text date would
+    # make this morning, after which a run stops at once.
     if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then
-        end=$(squeue --noheader --job "$SLURM_JOB_ID" --format %e || true)
-        # Of an empty text date makes this morning, after which a run would stop at once.
+        end=$(known EndTime)
         [[ $end != *T* ]] || SLURM_JOB_END_TIME=$(date -d "$end" +%s)
     fi
     export SLURM_JOB_END_TIME

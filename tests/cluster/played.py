@@ -18,7 +18,8 @@ case "$1 $2" in
     "show hostnames") echo n1 ;;
     "show job")
         echo "   Requeue=1 Restarts=${PLAY_RESTARTS:-${SLURM_RESTART_COUNT:-0}} BatchFlag=1"
-        echo "   StdOut=/logs/job-7.out" ;;
+        echo "   StartTime=2026-11-28T05:00:00 EndTime=${PLAY_END-2026-11-28T06:00:00} Deadline=N/A"
+        echo "   StdOut=/logs/job 7.out" ;;
 esac
 """
 
@@ -28,10 +29,9 @@ class PlayedSlurm:
     """A job on one node, whose scripts run in ``folder``."""
 
     folder: Path
-    squeue: str = "echo 2026-11-28T06:00:00"
 
     def __post_init__(self) -> None:
-        for name, body in {"srun": SRUN, "scontrol": SCONTROL, "squeue": self.squeue}.items():
+        for name, body in {"srun": SRUN, "scontrol": SCONTROL}.items():
             program = self.folder / "bin" / name
             program.parent.mkdir(exist_ok=True)
             program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>{self.folder}/{name}.asked\n{body}\n')

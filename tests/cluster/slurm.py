@@ -100,6 +100,8 @@ class Cluster:
     proctrack: str
     slurmd: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    delayed: dict[str, float] = field(default_factory=dict)
+    """Jobs that have been requeued and may not start yet, and when they were first seen so."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -195,22 +197,22 @@ class Cluster:
         return self.job(job)["JobState"]
 
     def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 300) -> str:
-        """The state of a job that has ended, or when ``until`` holds. Slurm's two minutes before a requeue are cut."""
-
-        since: list[float] = []
+        """The state of a job that has ended, or when ``until`` holds. No job waits two minutes for its requeue."""
 
         def over() -> bool:
-            known = self.job(job)
-            if known["JobState"] != "PENDING" or known["Reason"] != "BeginTime":
-                since.clear()
-            elif not since:
-                since.append(time.monotonic())
-            elif time.monotonic() - since[0] > 2:  # any sooner, and slurmd may take it for the launch that was revoked
-                self("scontrol", "update", f"JobId={job}", "StartTime=now")
-            return known["JobState"] in ENDED or (until is not None and until())
+            self._cut_delays()
+            return self.state(job) in ENDED or (until is not None and until())
 
         self.wait_until(over, seconds, lambda: str(self.job(job)))
         return self.state(job)
+
+    def _cut_delays(self) -> None:
+        listed = self("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i %r").splitlines()
+        delayed = [job for job, _, reason in (line.partition(" ") for line in listed) if reason == "BeginTime"]
+        self.delayed = {job: self.delayed.get(job, time.monotonic()) for job in delayed}
+        for job, since in self.delayed.items():
+            if time.monotonic() - since > 2:  # any sooner, and slurmd may take it for the launch that was revoked
+                self("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def wait_until(
         self, holds: Callable[[], bool], seconds: float = 30, story: Callable[[], str] = lambda: "what is waited for"

@@ -66,7 +66,7 @@ def test_what_got_somewhere_goes_on(launches: Launches, reason: str) -> None:
     assert launches.requeues == 3
     lines = (launches.run / "slurm/launches.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 5, 10]
-    assert json.loads(lines[-1])["log"] == "/logs/job-7.out"
+    assert json.loads(lines[-1])["log"] == "/logs/job 7.out"
 
 
 @pytest.mark.parametrize(

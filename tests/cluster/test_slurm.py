@@ -245,7 +245,7 @@ def test_jobs_of_an_array_whose_time_is_over_requeue_themselves_alone(site: Site
     (array,) = site.submit(*words, f"run={site.folder}/seed-%a", run="unused")
     jobs = f"{array}_0", f"{array}_1"
     for job in jobs:
-        site.cluster.wait_until(lambda job=job: site.cluster.job(job)["Restarts"] == "1", seconds=200)  # type: ignore[misc]
+        site.cluster.wait(job, lambda job=job: site.cluster.job(job)["Restarts"] == "1")  # type: ignore[misc]
         site.cluster("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     for job, run in zip(jobs, ("seed-0", "seed-1"), strict=True):
         assert site.cluster.wait(job) == "COMPLETED"
