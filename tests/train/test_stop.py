@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -174,7 +175,11 @@ def test_what_breaks_a_run_off_is_left_in_words(run: Callable[..., Path], tmp_pa
         with pytest.raises(ZeroDivisionError):
             run()
     record = reason(tmp_path / "run")
-    assert (record["reason"], record["detail"], record["step"]) == ("error", "division by zero", 0)
+    assert (record["reason"], record["detail"], record["step"]) == (
+        "crashed",
+        f"rank 0 on {platform.node()}: ZeroDivisionError: division by zero",
+        0,
+    )
 
 
 # Signals to processes. `launch` forks a process of its own, so a fault can be planted at an exact step.
