@@ -2,6 +2,7 @@
 # make native    rebuild the native libraries after an edit in csrc/ (only what changed is compiled)
 # make demo      pre-trains a small DMJD model on the CPU, probes it and writes runs/demo/report.html
 # make test      CTest, then pytest, then the op tests once more without the native kernels
+# make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
 # make lint      ruff and mypy
 # make clean     removes what was built; keeps .venv
 
@@ -22,7 +23,7 @@ NATIVE := build/.native
 CMAKE_BUILD := build/cmake
 SOURCES := $(shell find csrc -type f)
 
-.PHONY: install native demo test lint clean
+.PHONY: install native demo test test-slurm lint clean
 
 install: $(INSTALLED) $(NATIVE)
 
@@ -64,6 +65,10 @@ test: install
 	@ctest --test-dir $(CMAKE_BUILD) --output-on-failure
 	@$(BIN)/python -m pytest
 	@DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest tests/ops
+
+# -rs: where this machine does not allow it, the reason is all there is to see.
+test-slurm: install
+	@$(BIN)/python -m pytest -m slurm -rs tests/cluster
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -49,6 +49,7 @@ LR, WEIGHT_DECAY = 1e-4, 0.05
 def measure(config: PretrainConfig, world: World, micro: int) -> dict[str, Any]:
     """Losses of all steps, and the speed and memory of those after the warm-up."""
     torch.manual_seed(0)
+    torch._dynamo.reset()  # else a second batch size would compile for sizes in general
     grid = token_grid(config)
     spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
     begin = time.perf_counter()

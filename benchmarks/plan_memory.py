@@ -1,6 +1,6 @@
 """Does `dmjd plan` say how much memory a step takes? Allocated peaks of steps on one GPU, for the plan to be held to.
 
-    python benchmarks/plan_memory.py [benchmarks/results/plan_memory_h100.json]
+    python benchmarks/plan_memory.py [benchmarks/results/plan_memory_h200.json]
 
 Two to three minutes. Results are written after every case; tests/train/test_plan.py compares the plan with them.
 """
@@ -41,7 +41,7 @@ STEPS = 4
 
 
 def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> dict[str, Any]:
-    options = (f"engine.activation_checkpointing={mode}", f"engine.compile={str(compiled).lower()}")
+    options = (f"engine.activation_checkpointing={mode}", f"engine.compile={'block' if compiled else 'none'}")
     config = compose("pretrain", [*words, f"batch_size={images}", *options])
     torch._dynamo.reset()
     grid, data = token_grid(config), config.data
@@ -72,7 +72,7 @@ def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> d
 
 
 def main() -> None:
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/plan_memory_h100.json")
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results/plan_memory_h200.json")
     record: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dmjd import __version__
@@ -170,10 +171,11 @@ def _submit(words: Sequence[str]) -> None:
 
 def _preflight(words: Sequence[str]) -> None:
     """check nodes before a long job, with the job's own words: dmjd preflight [warm=true] key=value ..."""
+    from dmjd.cluster.submit import WARM
     from dmjd.compose import compose
 
     warm = "warm=true" in words
-    config = compose("pretrain", [word for word in words if word not in ("warm=true", "warm=false")])
+    config = compose("pretrain", [word for word in words if word not in WARM])
     from dmjd.cluster.preflight import preflight, report
 
     checks = preflight(config, warm)
@@ -235,11 +237,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif "--cfg" in rest:
             print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
         else:
-            VERBS[verb](rest)
+            with _last_word():
+                VERBS[verb](rest)
     except UserError as error:
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
-            _leave_word(str(error))
         return 2
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
@@ -276,16 +278,24 @@ def _local_rank(word: str) -> bool:
     return word.startswith(("--local_rank=", "--local-rank="))
 
 
-def _leave_word(refusal: str) -> None:
-    """Tell a batch script, which sees torchrun's exit code alone, that another launch would be refused as well."""
-    path = os.environ.get("DMJD_REFUSAL")
-    if path:
-        Path(path).write_text(refusal + "\n")
+@contextmanager
+def _last_word() -> Iterator[None]:
+    """Tell a batch script, which sees torchrun's exit code alone, why there was no run that could have said so."""
+    try:
+        yield
+    except Exception as error:
+        path = os.environ.get("DMJD_LAST_WORD")
+        if path and not getattr(error, "told", False):
+            from dmjd.train.cause import cause
+
+            with suppress(FileExistsError), Path(path).open("x") as file:  # the first word is the cause of the others
+                file.write(": ".join(cause(error, int(os.environ.get("RANK", "0")))) + "\n")
+        raise
 
 
 def _usage() -> str:
     lines = ["dmjd VERB key=value ...   (dmjd VERB --help lists its keys, --cfg prints its configuration)", "", "verbs"]
-    lines += [f"  {name:10} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
+    lines += [f"  {name:11} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
     return "\n".join(lines)
 
 

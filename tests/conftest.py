@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import multiprocessing.process
 import os
+import random
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -159,6 +160,73 @@ def launch_world(
         ]
 
     return start
+
+
+@pytest.fixture(scope="session")
+def finish_through_kills() -> Callable[..., None]:
+    """``finish_through_kills(start, seed, soonest, latest, most)``: a run to its end, through 2 to ``most`` SIGKILLs.
+
+    ``start()`` launches it once; a launch is killed after ``soonest`` to ``latest`` seconds, at random.
+    """
+
+    def finish(
+        start: Callable[[], multiprocessing.process.BaseProcess], seed: int, soonest: float, latest: float, most: int
+    ) -> None:
+        moments, kills = random.Random(seed), 0
+        while True:
+            process = start()
+            process.join(moments.uniform(soonest, latest) if kills < most else 120)
+            if process.exitcode is not None:
+                break
+            process.kill()
+            process.join()
+            assert kills < most, "left alone, it did not come to its end"
+            kills += 1
+        assert process.exitcode == 0
+        assert kills >= 2
+
+    return finish
+
+
+@pytest.fixture(scope="session")
+def finish_through_fault() -> Callable[..., None]:
+    """``finish_through_fault(start, fault)``: a run that ``fault``, code with a SIGKILL in it, ends once."""
+
+    def finish(start: Callable[[str], multiprocessing.process.BaseProcess], fault: str) -> None:
+        first = start(fault)
+        first.join(60)
+        assert first.exitcode == -9, "the fault was not reached"
+        second = start("")
+        second.join(120)
+        assert second.exitcode == 0
+
+    return finish
+
+
+@pytest.fixture(scope="session")
+def assert_same_run() -> Callable[..., None]:
+    """``assert_same_run(run, other, *parts)``: equal weights, moments, average, position, generators and log.
+
+    ``parts`` names more of the loop's state. In the journal's, wall time and the length of the file that holds it are
+    the machine's and may differ.
+    """
+    from dmjd.parallel import store
+    from dmjd.train import checkpoint
+    from tests.runs import same
+
+    def check(run: Path, other: Path, *parts: str) -> None:
+        ends = [checkpoint.newest(path / "checkpoints") for path in (run, other)]
+        one, two = (end for end in ends if end is not None)
+        assert one.name == two.name
+        assert same(store.read(one), store.read(two))
+        states = [checkpoint.read_loop_state(end) for end in (one, two)]
+        for state in states:
+            del state["journal"]["seconds"], state["journal"]["spent"], state["journal"]["offsets"]["timing"]
+        for part in ("position", "random", *parts):
+            assert same(states[0][part], states[1][part]), part
+        assert (run / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
+
+    return check
 
 
 def free_port() -> str:

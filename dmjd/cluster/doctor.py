@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,15 +98,24 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
     now = time.time() if now is None else now
-    job = _last_job(run)
+    launch = _last_launch(run)
+    job = launch["job"] if launch else None
     state = _slurm_state(job) if job else None
-    ended = _ended(run)
-    beats = read_heartbeats(run)
+    stop = _stop(run)
+    # What ranks said in an earlier launch tells nothing of one that starts.
+    began = datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp() if launch else 0.0
+    beats = [beat for beat in read_heartbeats(run) if beat.time >= began]
+    running = state is None or state.startswith("RUNNING")
     findings = []
-    if ended is not None:
-        findings.append(ended)
+    if stop:
+        findings.append(_ended(stop))
+        findings += _silent(beats) if stop["reason"] == "lost" else []
+    elif beats and running:
+        findings += _alive_or_not(beats, now, job if state else None)
     elif beats:
-        findings += _alive_or_not(beats, now, job if state and state.startswith("RUNNING") else None)
+        findings += _silent(beats)
+    elif state and running:
+        findings.append(Finding("it is starting: no rank has been heard of yet", _PHASE_ADVICE["start"]))
     else:
         findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
     if state:
@@ -114,9 +124,11 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         Finding(sentence, "look at that rank's node; the other ranks are its victims")
         for sentence in flight.explain(flight.read_stands(run))
     ]
-    if ended is None or (_stop(run).get("reason") == "error"):
-        findings += _log_findings(run)
-    findings += _gave_up(run)
+    log = _log_of_last_launch(run, launch)
+    if log is not None:
+        if stop.get("reason", "error") in ("error", "crashed", "lost"):
+            findings += _causes_of_death(*log)
+        findings += _gave_up(log[1])
     findings.append(_standing(run))
     return findings
 
@@ -131,20 +143,44 @@ _SLURM_ADVICE = {
 
 
 def _stop(run: Path) -> dict[str, Any]:
-    path = run / "STOP_REASON"
+    """What the last launch left: its marker, or else its last word, of a launch that never became a run."""
+    path, word = run / "STOP_REASON", run / "slurm" / "last_word"
     try:
-        return json.loads(path.read_text()) if path.is_file() else {}
+        if path.is_file():
+            return json.loads(path.read_text())
     except ValueError:
         return {}
+    if not word.is_file():
+        return {}
+    reason, _, detail = word.read_text().strip().partition(": ")
+    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"}
 
 
-def _ended(run: Path) -> Finding | None:
-    stop = _stop(run)
-    if not stop:
-        return None
-    words = {"finished": "it is finished", "diverged": "it diverged", "error": "it ended by an error"}
+def _ended(stop: Mapping[str, Any]) -> Finding:
+    words = {
+        "finished": "it is finished",
+        "diverged": "it diverged",
+        "error": "it ended by an error",
+        "crashed": "it crashed",
+        "lost": "it lost a rank",
+        "interrupted": "it was interrupted",
+    }
     what = words.get(stop["reason"], f"it was asked to stop ({stop['reason']})")
-    return Finding(f"{what} at step {stop['step']} of {stop['total_steps']}: {stop['detail']}", stop["next"])
+    where = f"at step {stop['step']} of {stop['total_steps']}" if "step" in stop else "before its first step"
+    return Finding(f"{what} {where}: {stop['detail']}", stop["next"])
+
+
+def _silent(beats: Sequence[Beat]) -> Iterator[Finding]:
+    """Ranks that left no word. A rank that is ended by an error, its own or another's, gets to say that it stops."""
+    silent = [beat for beat in beats if beat.phase != "stop"]
+    more = f", and so do {len(silent) - 1} more" if len(silent) > 1 else ""
+    for beat in silent[:1]:
+        advice = f"the log's last lines from {beat.host}; a kernel out of memory and a node that dies leave none"
+        yield Finding(f"{_last_of(beat)}, says nothing of its end: it was killed{more}", advice)
+
+
+def _last_of(beat: Beat) -> str:
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heard of in {beat.phase} of step {beat.step}"
 
 
 def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterator[Finding]:
@@ -155,18 +191,17 @@ def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterato
         yield Finding(f"it is running: step {last.step}, {last.phase}, {len(beats)} rank(s)")
         return
     suspects = []
+    states = process_states(beats, job)
     for beat in beats:
-        state = process_state(beat, job)
-        where = (
-            f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heard of in {beat.phase} of step {beat.step}"
-        )
+        state, where = states.get(beat.rank, ""), _last_of(beat)
         if state == "gone":
             suspects.append(
                 Finding(f"{where}, is gone: it was killed or crashed", "see its last lines in the job's log")
             )
         elif state == "T":
             advice = (
-                f"on {beat.host}: kill -CONT {beat.pid}; or scancel --signal=USR1 the job, which saves and requeues"
+                f"on {beat.host}: kill -CONT {beat.pid} lets it go on; kill -KILL {beat.pid} ends the launch, "
+                "and the job goes on from the newest checkpoint"
             )
             suspects.append(Finding(f"{where}, is stopped (SIGSTOP): all others wait for it", advice))
         elif state == "D":
@@ -206,32 +241,38 @@ _PHASE_ADVICE = {
 }
 
 
-def process_state(beat: Beat, job: str | None) -> str:
-    """The letter that ps shows for the rank's process, "gone", or "" where it cannot be seen from here."""
-    if beat.host == platform.node():
+_LOOK = """for pid in "$@"; do
+    state=$(sed 's/.*) \\(.\\).*/\\1/' "/proc/$pid/stat" 2>/dev/null) || state=gone
+    echo "$pid $state"
+done"""
+
+
+def process_states(beats: Sequence[Beat], job: str | None) -> dict[int, str]:
+    """By rank, the letter that ps shows for its process or "gone"; of ranks that cannot be seen from here, nothing."""
+    hosts: dict[str, list[Beat]] = defaultdict(list)
+    for beat in beats:
+        hosts[beat.host].append(beat)
+    states: dict[int, str] = {}
+    for host, there in hosts.items():
+        look = ["sh", "-c", _LOOK, "sh", *(str(beat.pid) for beat in there)]
+        if host != platform.node():
+            if job is None or shutil.which("srun") is None:
+                continue
+            # Steps are exclusive: without --overlap this one would wait for the training to end.
+            look = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={host}", "--nodes=1", "--ntasks=1", *look]
         try:
-            return Path(f"/proc/{beat.pid}/stat").read_text().rpartition(") ")[2][0]
-        except FileNotFoundError:
-            return "gone"
-        except OSError:
-            return ""
-    if job is None or shutil.which("srun") is None:
-        return ""
-    # Steps are exclusive: without --overlap this one would wait for the training to end.
-    look = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={beat.host}", "--nodes=1", "--ntasks=1"]
-    look += ["sh", "-c", f"ps -o stat= -p {beat.pid} || echo gone"]
-    try:
-        done = subprocess.run(look, capture_output=True, text=True, timeout=30)
-    except subprocess.TimeoutExpired:
-        return ""
-    said = done.stdout.strip()
-    return "gone" if said == "gone" else said[:1]
+            done = subprocess.run(look, capture_output=True, text=True, timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+        seen = dict(line.split() for line in done.stdout.splitlines())
+        states.update({beat.rank: seen[str(beat.pid)] for beat in there if str(beat.pid) in seen})
+    return states
 
 
-def _last_job(run: Path) -> str | None:
+def _last_launch(run: Path) -> dict[str, Any] | None:
     path = run / "slurm" / "launches.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
-    return json.loads(lines[-1])["job"] if lines else None
+    return json.loads(lines[-1]) if lines else None
 
 
 def _slurm_state(job: str) -> str | None:
@@ -251,25 +292,30 @@ def _slurm_state(job: str) -> str | None:
     return None
 
 
-def _log_findings(run: Path) -> Iterator[Finding]:
-    """Known causes of death in the last launch's part of the newest job log."""
+def _log_of_last_launch(run: Path, launch: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    """Name of the job's log, and its part from the last launch on. Array jobs have theirs in another folder."""
     logs = sorted((run / "slurm").glob("*.out"), key=lambda path: path.stat().st_mtime)
+    named = Path((launch or {}).get("log") or "none")
+    logs += [named] if named.is_file() else []
     if not logs:
-        return
+        return None
     text = logs[-1].read_text(errors="replace")[-200_000:]
-    # The part of the last launch, which begins with this line of the batch script's.
+    # The batch script begins each launch with this line.
     begin = max((match.start() for match in re.finditer(r"^\S+ dmjd: job \S+ on ", text, re.MULTILINE)), default=0)
+    return logs[-1].name, text[begin:]
+
+
+def _causes_of_death(name: str, text: str) -> Iterator[Finding]:
     for pattern, what, advice in PATTERNS:
-        match = re.search(rf"^.*(?:{pattern}).*$", text[begin:], re.MULTILINE)
+        match = re.search(rf"^.*(?:{pattern}).*$", text, re.MULTILINE)
         if match is not None:
-            yield Finding(f"{what} ({logs[-1].name}: {match.group().strip()[:160]})", advice)
+            yield Finding(f"{what} ({name}: {match.group().strip()[:160]})", advice)
 
 
-def _gave_up(run: Path) -> Iterator[Finding]:
-    for log in sorted((run / "slurm").glob("*.out"))[-1:]:
-        said = re.findall(r"dmjd: (not requeued: .*)$", log.read_text(errors="replace"), re.MULTILINE)
-        if said:
-            yield Finding(f"its job was {said[-1]}", "mend what ended it, then dmjd submit again")
+def _gave_up(text: str) -> Iterator[Finding]:
+    said = re.findall(r"dmjd: (not requeued: .*)$", text, re.MULTILINE)
+    if said:
+        yield Finding(f"its job was {said[-1]}", "mend what ended it, then dmjd submit again")
 
 
 def _standing(run: Path) -> Finding:

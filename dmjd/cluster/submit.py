@@ -38,6 +38,9 @@ OPTIONS = {
 }
 """Words that are the job's and not the verb's."""
 
+WARM = ("warm=true", "warm=false")
+"""The word of preflight that is none of the run's."""
+
 _SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
 """Where sbatch's variable is not named as its option is."""
 
@@ -80,7 +83,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
 
     Args:
         words: of the verb, and of :data:`OPTIONS`.
-        code: a copy of the source to run from, by default what is installed.
+        code: a copy of the source to run from, by default what is installed. A job in a container, which has a dmjd of
+            its own, takes the launchers alone.
 
     Raises:
         ConfigError: naming the word and what it may be; of the verb's own words too.
@@ -101,8 +105,10 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
     first = re.match(r"\d*", options.get("array", "0"))
-    config = compose(verb, [word.replace("%a", (first.group() if first else "") or "0") for word in own])
-    if verb == "pretrain":
+    trains = verb in ("pretrain", "preflight")
+    said = [word.replace("%a", (first.group() if first else "") or "0") for word in own if word not in WARM]
+    config = compose("pretrain" if trains else verb, said)
+    if trains:
         _check_batch(config, nodes * gpus)
         if nodes * gpus > 1 and not any(word.startswith("engine=") for word in own):
             own.insert(0, "engine=ddp")
@@ -112,6 +118,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     )
     header["nodes"], header["gpus-per-node"] = str(nodes), str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
+    header["chdir"] = str(Path.cwd())  # where words name files, whoever submits the script from wherever
     header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
     # Into the script, so that it stays what it is when the site's file changes.
@@ -119,13 +126,13 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     container = site.get("DMJD_CONTAINER")
     if container is None and "DMJD_PYTHON" not in site:
         exports["DMJD_PYTHON"] = sys.executable
-    if code is not None:
+    if container is None and code is not None:
         exports["DMJD_START"] = str(code / START)
     if chain > 1:
         header.pop("requeue", None)
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
-    notes = [f"container: {container}, with the dmjd that is in it"] if container and code is None else []
+    notes = [f"container: {container}, with the dmjd that is in it"] if container else []
     notes += [f"code: {code}"] if code is not None else []
     return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, notes)
 
@@ -143,8 +150,7 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
         (job.folder / "slurm").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); name another folder") from error
-    if not any(note.startswith("container") for note in job.notes):
-        job = plan(verb, words, snapshot(job.folder / "code"))
+    job = plan(verb, words, snapshot(job.folder / "code"))
     path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
     replace_file(path, job.script)
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
@@ -220,7 +226,10 @@ def _folder(config: Any, words: Sequence[str], array: bool) -> Path:
 
 def _render(template: str, header: Mapping[str, str | None], exports: Mapping[str, str], words: Sequence[str]) -> str:
     """The template with another header, and behind it the variables and words that it would be called with."""
-    options = [f"#SBATCH --{name}" + (f"={value}" if value is not None else "") for name, value in header.items()]
+    # sbatch splits such a line at spaces, and takes quotes as a shell does.
+    options = [
+        f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value is not None else "") for name, value in header.items()
+    ]
     filled = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
     filled += [f"set -- {shlex.join(words)}", ""]
     lines = template.splitlines()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -88,6 +88,18 @@ def define(
         return reference
 
     return register
+
+
+def once_differentiable(op: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:
+    """What :func:`define` takes as ``autograd`` of the gradient of ``op``, which has none of its own."""
+
+    def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    def refuse(ctx: Any, *grads: torch.Tensor) -> NoReturn:
+        raise RuntimeError(f"{op} is differentiable once: its gradient has no gradient")
+
+    return keep_nothing, refuse
 
 
 def reference(name: str) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmjd.ops._lib import define
+from dmjd.ops._lib import define, once_differentiable
 
 
 def _fake_backward(
@@ -27,14 +27,6 @@ def _fake_backward(
         weight2.new_empty(weight2.shape),
         weight2.new_empty(weight2.shape[:1]),
     )
-
-
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pass
-
-
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("gelu_mlp has no second derivative")
 
 
 def _triton_backward(
@@ -60,7 +52,7 @@ def _triton_backward(
     "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=(_no_context, _refuse_double_backward),
+    autograd=once_differentiable("gelu_mlp"),
     triton=_triton_backward,
 )
 def _reference_backward(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmjd.ops._lib import define
+from dmjd.ops._lib import define, once_differentiable
 
 KERNEL_SIZES = (3, 5, 7)
 
@@ -48,19 +48,11 @@ def _fake_backward(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.shape[0])
 
 
-def _no_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Nothing to keep: :func:`_refuse_double_backward` follows."""
-
-
-def _refuse_double_backward(ctx: Any, *grads: Tensor) -> None:
-    raise RuntimeError("masked_depthwise_conv2d is differentiable once: its gradient has no gradient")
-
-
 @define(
     f"{_NAME}_backward(Tensor grad, Tensor x, Tensor visible, Tensor restore, Tensor weight, SymInt grid_h, "
     "SymInt grid_w, SymInt q) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=(_no_context, _refuse_double_backward),
+    autograd=once_differentiable(_NAME),
 )
 def _reference_backward(
     grad: Tensor, x: Tensor, visible: Tensor, restore: Tensor, weight: Tensor, grid_h: int, grid_w: int, q: int

@@ -46,6 +46,12 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
             block.compile(fullgraph=True)
     if config.compile == "model":
         model.compile(fullgraph=True)
+    if config.compile != "none":
+        import torch._dynamo  # takes a second, of those who compile
+
+        # Under DDP torch cuts what it compiles where buckets end, so that gradients are reduced beside the backward
+        # pass. Those of blocks come one by one anyway, and cuts would only keep them from fusing.
+        torch._dynamo.config.optimize_ddp = config.compile == "model"
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:

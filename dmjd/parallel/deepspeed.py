@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
@@ -20,7 +19,7 @@ from dmjd.models.objective import Objective
 from dmjd.parallel import zero_files
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
-from dmjd.parallel.fsdp import filled
+from dmjd.parallel.fsdp import filled, sharded_frozen
 from dmjd.parallel.optimizer import parameter_groups
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
@@ -60,7 +59,7 @@ class DeepSpeedEngine:
         groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
         betas = (optim.betas[0], optim.betas[1])
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
-        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config)
+        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
         self.module: nn.Module = self._ds
         self._copies = HostCopies(world.device)
 
@@ -182,7 +181,7 @@ class DeepSpeedEngine:
     def shard_frozen(self, module: nn.Module) -> nn.Module:
         module.requires_grad_(False).to(self.device)
         if self.stage == 3:  # by FSDP2: ZeRO-3 partitions nothing outside of the module that it trains
-            fully_shard(module, mesh=self._world.mesh())
+            return sharded_frozen(module, self._world.mesh())
         return module
 
     def close(self) -> None:
@@ -196,9 +195,16 @@ class DeepSpeedEngine:
 
 
 def _initialise(
-    objective: Objective, optimizer: torch.optim.Optimizer, settings: dict[str, Any], file: str | None
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    file: str | None,
+    group: dist.ProcessGroup,
 ) -> Any:
     deepspeed = zero_files.import_deepspeed()
+    # It would make a group of its own, once for all engines of a process, where none of our time-outs holds and which
+    # the next world does not know.
+    zero_files.import_deepspeed("deepspeed.utils.groups")._WORLD_GROUP = group
     os.environ.setdefault("LOCAL_RANK", "0")  # it insists, also where one process was started by nobody
     try:
         engine, *_ = deepspeed.initialize(

@@ -89,6 +89,9 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
             "stage3_max_live_parameters": 1_000_000_000,
             "stage3_max_reuse_distance": 1_000_000_000,
             "stage3_gather_16bit_weights_on_model_save": False,
+            # Its own linear layer rounds to bfloat16 before it adds the bias and again after, which F.linear does not,
+            # and it stays in F.linear's place for the rest of the process, whatever else is computed there.
+            "memory_efficient_linear": False,
             "sub_group_size": 1_000_000_000,
         }
     if engine.offload_optimizer:

@@ -129,9 +129,14 @@ class FSDPEngine(SingleEngine):
         return whole
 
     def shard_frozen(self, module: nn.Module) -> nn.Module:
-        module.requires_grad_(False).to(self.device)
-        fully_shard(module, mesh=self._mesh)
-        return module
+        return sharded_frozen(module.to(self.device), self._mesh)
+
+
+def sharded_frozen(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """``module``, without gradients, whole only while it is called."""
+    # Left to itself FSDP2 keeps what it shards last whole after its forward, for a backward pass that never comes.
+    fully_shard(module.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
+    return module
 
 
 def without_parameters(objective: Objective) -> Objective:

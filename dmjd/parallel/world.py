@@ -43,7 +43,7 @@ class World:
     local_size: int = 1
     group: dist.ProcessGroup | None = None
     patience: timedelta = timedelta(minutes=30)
-    _meshes: list[DeviceMesh] = field(default_factory=list, repr=False)
+    _of_steps: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -111,13 +111,20 @@ class World:
         else:
             shape = (replicas, self.size // replicas)
             mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        self._meshes.append(mesh)
+        self._of_steps.extend(mesh.get_all_groups())
         return mesh
+
+    def step_group(self) -> dist.ProcessGroup:
+        """A new group of all processes for what an engine does in a step. Collective."""
+        group = dist.new_group(timeout=self.patience)
+        assert isinstance(group, dist.ProcessGroup)
+        self._of_steps.append(group)
+        return group
 
     def expect_steps(self, timeout: timedelta) -> None:
         """The first step is done: from here on a rank that keeps the others waiting in one for longer has failed."""
         if self.size > 1:
-            for group in (None, *(group for mesh in self._meshes for group in mesh.get_all_groups())):
+            for group in (None, *self._of_steps):
                 _set_timeout(timeout, group)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from types import TracebackType
 
 from dmjd.files import replace_file
 from dmjd.parallel.world import World
+from dmjd.train.cause import cause
 from dmjd.train.guard import Diverged
 from dmjd.train.state import Position
 
@@ -20,6 +21,10 @@ NEXT = {
     "time": GO_ON,
     "file": GO_ON,
     "error": "mend what the detail says; the same command goes on from the newest checkpoint",
+    "crashed": "the log has the trace; the same command goes on from the newest checkpoint; if it crashes there again, "
+    "on other nodes too, the code or the data is at fault",
+    "lost": "dmjd doctor RUN names the rank that was lost; the same command goes on from the newest checkpoint",
+    "interrupted": "the same command goes on from the newest checkpoint",
     "diverged": "see RUN/guard.jsonl; the same command goes on from the newest checkpoint and meets the same steps "
     "again, so mend the data or set other limits in guard before",
 }
@@ -29,10 +34,12 @@ logger = logging.getLogger("dmjd")
 
 
 class Ending:
-    """Writes STOP_REASON, on rank 0. A context manager: whoever leaves it by an exception leaves word as well.
+    """Writes STOP_REASON. A context manager: whoever leaves it by an exception leaves word as well.
 
     The file is one JSON object: ``reason`` (a key of :data:`NEXT`), ``detail`` in words, ``step`` (optimizer steps
     done), ``total_steps``, ``when`` (UTC) and ``next``. A run that was killed leaves none.
+
+    What all ranks agreed on rank 0 writes. Of errors the first stands: those of other ranks follow from it.
     """
 
     def __init__(self, path: Path, position: Position, total_steps: int, world: World) -> None:
@@ -44,13 +51,16 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.write("diverged" if isinstance(error, Diverged) else "error", str(error) or type(error).__name__)
+        if error is None or self._path.exists() or (getattr(error, "told", False) and not self._world.is_main):
+            return
+        self._leave(*(("diverged", str(error)) if isinstance(error, Diverged) else cause(error, self._world.rank)))
 
     def write(self, reason: str, detail: str) -> None:
-        """The run ends here."""
-        if not self._world.is_main:
-            return
+        """The run ends here, on all ranks."""
+        if self._world.is_main:
+            self._leave(reason, detail)
+
+    def _leave(self, reason: str, detail: str) -> None:
         record = {
             "reason": reason,
             "detail": detail,

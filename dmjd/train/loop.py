@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,11 +15,7 @@ from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import fetch_ahead, training_batches, training_source
-from dmjd.data.detour import Detour, DetourAhead, passing_over
-from dmjd.data.loader import make_loader
-from dmjd.data.quarantine import Quarantine
-from dmjd.data.shards.dataset import ShardDataset
+from dmjd.data.detour import passing_over
 from dmjd.data.upload import Uploader
 from dmjd.errors import ConfigError, UserError
 from dmjd.masking import measured_rates
@@ -34,8 +29,10 @@ from dmjd.train import checkpoint
 from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
 from dmjd.train.ema import EncoderEma
 from dmjd.train.ending import Ending
+from dmjd.train.feed import Feed
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
 from dmjd.train.journal import Journal
+from dmjd.train.judge import Judge
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
 from dmjd.train.preparation import Preparation
@@ -50,15 +47,6 @@ from dmjd.train.trackers import check_packages
 from dmjd.train.weights import load_weights, weights_at
 
 logger = logging.getLogger("dmjd")
-
-
-class Judge(Protocol):
-    """Looks at the encoder at the end of every epoch, on rank 0, and says something for the log or nothing."""
-
-    def __call__(self, encoder: nn.Module, step: int, epoch: float) -> Mapping[str, float] | None: ...
-
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Forget what it knows and take in these rows: what earlier launches logged, up to where the run goes on."""
 
 
 def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
@@ -109,8 +97,7 @@ class Pretraining:
         self.engine = build_engine(
             objective, config.engine, config.optim, world, config.batch_size // (parts * world.size)
         )
-        self.dataset = world.together(lambda: training_source(data))
-        self.batches = training_batches(data, self.dataset, config.batch_size, config.seed, world.rank, world.size)
+        self.feed = Feed(config, run.quarantine, world)
         self.prepare = Preparation(
             spec,
             grid,
@@ -123,7 +110,7 @@ class Pretraining:
             drop_path=config.backbone.drop_path,
             jitter=data.jitter,
         )
-        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.steps_per_epoch = self.feed.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
         self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
 
@@ -150,8 +137,8 @@ class Pretraining:
         self.registry.add("journal", self.journal)
         self.registry.add("random", self.random)
         self.registry.add("guard", self.guard)
-        if isinstance(self.dataset, ShardDataset):
-            self.registry.add("data", DataIdentity(self.dataset.fingerprint))
+        if self.feed.fingerprint is not None:
+            self.registry.add("data", DataIdentity(self.feed.fingerprint))
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
 
@@ -168,7 +155,6 @@ class Pretraining:
         self.ending = stack.enter_context(Ending(self.run.stop_reason, self.position, self.total_steps, self.world))
         self.world.on_main(lambda: self._settle_in(anew=own is None))
         self.world.on_main(self._begin_to_write)
-        self.quarantine = self._quarantine()
         stack.push(self.saver.close)
         stack.enter_context(self.profiler)
         self._say_where(stack.enter_context(Heartbeat(self.run.path, self.world.rank)), stack)
@@ -203,7 +189,7 @@ class Pretraining:
         if anew:  # as the log does; another data set may have filled the list before the first checkpoint
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
-        self._quarantine().admit(self.dataset.bad)
+        self.feed.admit_bad()
         self.run.record(self.config, self.world)
         forget_ranks(self.run.path, self.world.size)
 
@@ -218,9 +204,6 @@ class Pretraining:
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
             return None
         return weights_at(self.config.init, "init")
-
-    def _quarantine(self) -> Quarantine:
-        return Quarantine(self.run.quarantine, len(self.dataset), self.config.data.max_bad_percent)
 
     def _lock(self, stack: ExitStack) -> None:
         stack.enter_context(only_run_in(self.run.create()))
@@ -247,7 +230,7 @@ class Pretraining:
     def _play_on(self, rehearsed: bool) -> None:
         """Step after step. Raises Alarm where the run must go back."""
         upload = Uploader(self.engine.device)
-        with closing(self._batches()) as batches:
+        with closing(self.feed.batches(self.position, self.total_steps, self.requests)) as batches:
             for batch in self.journal.clock.waiting(batches):
                 if not rehearsed:
                     self._forward_backward(upload(batch))
@@ -264,27 +247,6 @@ class Pretraining:
                     self._persist(batch)
                 if self.requests.reason is not None:
                     return
-
-    def _batches(self) -> Generator[Batch]:
-        """The batches from where the run stands to its end, or empty ones once this rank cannot read its own."""
-        config, world, windows = self.config, self.world, self.position.passed_over
-        ranks = world.rank, world.size, world.local_rank, world.local_size
-        ahead = fetch_ahead(self.dataset, config.batch_size, config.seed, *ranks)
-        loader = make_loader(
-            Detour(self.batches, windows),
-            self.position.step,
-            self.total_steps,
-            config.workers,
-            self.engine.device.type == "cuda",
-            self.quarantine,
-            None if ahead is None else DetourAhead(ahead, windows),
-        )
-        try:
-            yield from loader
-        except UserError as error:
-            self.requests.fail(error)
-            while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
-                yield Batch.empty(config.batch_size // world.size, config.data.image_size, config.data.channels)
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
         """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
@@ -378,8 +340,15 @@ class Pretraining:
                 if verdict is not None:
                     self.journal.note(step, verdict)
 
-        with self.engine.gathered() as objective:
+        with self._on_view() as objective:
             self.world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
+
+    @contextmanager
+    def _on_view(self) -> Iterator[Objective | None]:
+        """The whole model, for rank 0 to look at; None on the others."""
+        # Compiled for a few images, and for evaluation, it would keep the GPUs waiting for a minute.
+        with torch.compiler.set_stance("force_eager"), self.engine.gathered() as objective:
+            yield objective
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
@@ -407,7 +376,7 @@ class Pretraining:
             self.saver.wait()
             self.requests.saved()
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
-            with self.engine.gathered() as objective, self.engine.micro_batch(last=False):
+            with self._on_view() as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:

@@ -1,12 +1,12 @@
 """What a run will take, before it is submitted: parameters, FLOPs, memory of each engine, GPU hours.
 
-Parameters and FLOPs are counted; activations are counted by :mod:`dmjd.parallel.memory` for one GPU at two sizes of a
-micro-batch, between which and beyond which they are affine. What an engine adds or shards is arithmetic.
+Parameters and FLOPs are counted; activations are counted by :mod:`dmjd.parallel.memory` for one GPU at three sizes of a
+micro-batch, between which and beyond which they grow along straight lines. What an engine adds or shards is arithmetic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,29 +24,32 @@ from dmjd.parallel.sharding import ENGINES, StateBytes, state_bytes
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
 
-TRACED = (32, 64)
-"""Images of the two micro-batches that are traced."""
+TRACED = (32, 64, 256)
+"""Images of the micro-batches that are traced. A peak is the greatest of several moments of a step, of which some grow
+with the batch and some, as when all gradients have come, do not; large batches know of the former alone."""
 
 RESERVE_GIB = 2.0
 """Of a GPU's memory, for the CUDA context, workspaces of libraries, and fragmentation."""
 
 
 @dataclass(frozen=True)
-class Affine:
-    """``fixed + images * per_image`` bytes."""
+class Growth:
+    """Bytes by the images of a micro-batch: straight between the traced sizes, and on beyond them."""
 
-    fixed: float
-    per_image: float
+    traced: Sequence[float]
 
     def __call__(self, images: int) -> float:
-        return self.fixed + images * self.per_image
+        fixed, per_image = self._line(next((end for end in range(1, len(TRACED)) if TRACED[end] >= images), -1))
+        return fixed + images * per_image
 
-    @classmethod
-    def through(cls, first: int, second: int) -> Affine:
-        """Through the bytes of the two traced micro-batches."""
-        few, many = TRACED
-        slope = (second - first) / (many - few)
-        return cls(first - few * slope, slope)
+    @property
+    def of_large_batches(self) -> tuple[float, float]:
+        """Fixed bytes, and bytes of each image."""
+        return self._line(-1)
+
+    def _line(self, end: int) -> tuple[float, float]:
+        slope = (self.traced[end] - self.traced[end - 1]) / (TRACED[end] - TRACED[end - 1])
+        return self.traced[end] - TRACED[end] * slope, slope
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class Activations:
     """Bytes of one micro-batch under one mode, as those of :class:`~dmjd.parallel.memory.StepMemory`; ``inputs`` are
     images, views and targets."""
 
-    inputs: Affine
-    saved: Affine
-    transient: Affine
-    with_gradients: Affine
+    inputs: Growth
+    saved: Growth
+    transient: Growth
+    with_gradients: Growth
 
 
 @dataclass(frozen=True)
@@ -147,8 +150,8 @@ def trace(config: PlanConfig, mode: str) -> Activations:
             steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
             inputs.append(sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None))
     return Activations(
-        Affine.through(*inputs),
-        *(Affine.through(getattr(steps[0], name), getattr(steps[1], name)) for name in StepMemory._fields),
+        Growth(inputs),
+        *(Growth([getattr(step, name) for step in steps]) for name in StepMemory._fields),
     )
 
 

@@ -31,8 +31,8 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     rows = [("mode", "fixed, GiB", "saved, MiB an image", "peak, MiB an image")]
     for mode in MODES:
         some = plan.activations[mode]
-        saved, peak = some.saved.per_image, some.transient.per_image
-        rows.append((mode, _gib(some.saved.fixed), f"{saved / 2**20:.1f}", f"{peak / 2**20:.1f}"))
+        (fixed, saved), (_, peak) = some.saved.of_large_batches, some.transient.of_large_batches
+        rows.append((mode, _gib(fixed), f"{saved / 2**20:.1f}", f"{peak / 2**20:.1f}"))
     yield from _table(rows)
     yield ""
     yield (

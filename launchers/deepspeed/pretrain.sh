@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # Pre-train with DeepSpeed's launcher: launchers/deepspeed/pretrain.sh engine=zero2 experiment=... key=value ...
 # Every GPU of this host; HOSTFILE=FILE (see hostfile.example) takes those of several, reached by ssh without a password.
-# The same words work under torchrun, which needs no ssh: see ../torchrun/pretrain.sh.
+# PROCESSES sets another number of processes on each, PORT (29500) the port where they meet. `touch RUN/stop` makes all
+# ranks save and leave; the launcher passes no other request on. The same words work under torchrun, which needs no ssh
+# and does: see ../torchrun/several_hosts.sh.
 set -euo pipefail
-HOSTS=()
-[[ -z ${HOSTFILE:-} ]] || HOSTS=(--hostfile "$HOSTFILE")
+[[ " $*" == *" engine="* ]] || set -- engine=zero2 "$@"
+options=(--master_port "${PORT:-29500}")
+[[ -z ${HOSTFILE:-} ]] || options+=(--hostfile "$HOSTFILE")
+[[ -z ${PROCESSES:-} ]] || options+=(--num_gpus "$PROCESSES")
 # --no_local_rank: the launcher would add a word of its own to each process's; LOCAL_RANK says the same.
-exec deepspeed --no_local_rank "${HOSTS[@]}" --module dmjd pretrain "$@"
+exec deepspeed --no_local_rank "${options[@]}" --module dmjd pretrain "$@"

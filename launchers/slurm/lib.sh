@@ -32,13 +32,17 @@ fi
 # Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
 # told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head
+    local head end
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
-    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by.
-    SLURM_JOB_END_TIME=${SLURM_JOB_END_TIME:-$(date -d "$(squeue --noheader --job "$SLURM_JOB_ID" --format %e)" +%s || true)}
+    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by. Of an empty text date would
+    # make this morning, after which a run stops at once.
+    if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then
+        end=$(known EndTime)
+        [[ $end != *T* ]] || SLURM_JOB_END_TIME=$(date -d "$end" +%s)
+    fi
     export SLURM_JOB_END_TIME
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
@@ -95,12 +99,13 @@ train() {
         exit 0
     fi
     mkdir -p "$RUN/slurm"
-    printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s"}\n' \
-        "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" "$(date -u +%FT%TZ)" >>"$RUN/slurm/launches.jsonl"
+    printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
+        "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
+        "$(date -u +%FT%TZ)" "$(known StdOut)" >>"$RUN/slurm/launches.jsonl"
     say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
-    rm -f "$RUN/STOP_REASON" "$RUN/slurm/refused"
-    export DMJD_REFUSAL="$PWD/$RUN/slurm/refused"
-    [[ $RUN != /* ]] || DMJD_REFUSAL=$RUN/slurm/refused
+    rm -f "$RUN/STOP_REASON" "$RUN/slurm/last_word"
+    DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
+    export DMJD_LAST_WORD
     local code=0
     launch "$verb" "${words[@]}" || code=$?
     settle "$before" "$code"
@@ -108,10 +113,21 @@ train() {
 
 # What becomes of the job after a launch that began at step $1 and left with exit code $2.
 settle() {
-    local before=$1 code=$2 after reason
+    local before=$1 code=$2 now after reason detail idle limit=${DMJD_IDLE_LIMIT:-3}
+    # On a node that only seemed dead this shell lives on, while Slurm has started the job anew on others.
+    now=$(known Restarts)
+    if ((${now:-0} > ${SLURM_RESTART_COUNT:-0})); then
+        say "this launch was given up by Slurm; what becomes of the job is the next one's to say"
+        exit 1
+    fi
     after=$(committed_step)
     reason=$(marker reason)
-    say "stopped at step $after (began at $before): ${reason:-killed}, $(marker detail)"
+    detail=$(marker detail)
+    if [[ -z $reason && -s $RUN/slurm/last_word ]]; then # of a launch that never became a run
+        IFS= read -r detail <"$RUN/slurm/last_word"
+        reason=${detail%%: *} detail=${detail#*: }
+    fi
+    say "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"
     if [[ -n $CANCELLED ]]; then
         say "this job was cancelled or preempted; what is committed stands"
         exit $((128 + 15))
@@ -122,16 +138,19 @@ settle() {
             exit 0
             ;;
         diverged)
-            give_up "$(marker detail); next: $(marker next)"
+            give_up "$detail; next: $(marker next)"
             ;;
-        '')
-            [[ ! -s $RUN/slurm/refused ]] || give_up "$(cat "$RUN/slurm/refused")"
+        error) # asks for something that waiting in the queue does not bring
+            limit=1
+            ;;
+        crashed) # once more, for a sick GPU looks like a mistake in the code until sound nodes have had a try
+            limit=$((limit < 2 ? limit : 2))
             ;;
     esac
-    local idle
     idle=$(idle_launches "$after")
-    if ((after == before && idle >= ${DMJD_IDLE_LIMIT:-3})); then
-        give_up "$idle launches in a row ended at step $after"
+    if ((after == before && idle >= limit)); then
+        ((idle > 1)) || give_up "${detail:-a launch ended at step $after}"
+        give_up "$idle launches in a row ended at step $after${detail:+: $detail}"
     fi
     if [[ -n ${DMJD_CHAIN:-} ]]; then
         say "the next job of the chain goes on"
@@ -162,6 +181,11 @@ ended() {
 # The job as scontrol wants it named: an array's job has an id of its own, which names another job to requeue.
 job_name() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+}
+
+# A field of what Slurm knows of the job; nothing if it does not answer.
+known() {
+    scontrol show job "$(job_name)" 2>/dev/null | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ [A-Za-z:]*=.*//' || true
 }
 
 # value_of KEY DEFAULT WORD...: the value that the words give to a key, of which the last counts.

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 SUBNET, BRIDGE = "10.231.7", "dmjdslurm"
+NETNS = "dmjdslurm-{}"
 FREEZER = Path("/sys/fs/cgroup/freezer")
 LOCK = Path("/run/lock/dmjd-slurm.lock")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "nsenter", "unshare", "setpriv")
@@ -59,15 +60,25 @@ MessageTimeout=10
 """
 
 
-def missing() -> str | None:
-    """Why no cluster can be started here, or None."""
+class Unavailable(Exception):
+    """This machine lets nobody start such a Slurm; the exact reason."""
+
+
+def _check_machine() -> None:
+    """Ask beforehand for what is often not allowed in a container. Raises Unavailable."""
     if os.geteuid() != 0:
-        return "a Slurm with nodes in namespaces needs root"
+        raise Unavailable("a Slurm with nodes in namespaces needs root")
     absent = [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
     if absent:
-        return f"no {', '.join(absent)}: apt-get install {DEBIAN}"
-    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
-    return None if probe.returncode == 0 else f"no namespaces here: {probe.stderr.strip()}"
+        raise Unavailable(f"no {', '.join(absent)}: apt-get install {DEBIAN}")
+    for command in (
+        ["unshare", "--net", "--uts", "--mount", "mount", "--bind", "/etc/hosts", "/etc/hosts"],
+        ["unshare", "--net", "ip", "link", "add", BRIDGE, "type", "bridge"],
+        ["unshare", "--net", "ip", "link", "add", "dmjd0", "type", "veth", "peer", "name", "eth0"],
+    ):
+        probe = subprocess.run(command, env={**os.environ, "PATH": _path()}, capture_output=True, text=True)
+        if probe.returncode:
+            raise Unavailable(f"`{' '.join(command)}` is not allowed here: {probe.stderr.strip()}")
 
 
 def _path() -> str:
@@ -89,6 +100,8 @@ class Cluster:
     proctrack: str
     slurmd: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     daemons: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    delayed: dict[str, float] = field(default_factory=dict)
+    """Jobs that have been requeued and may not start yet, and when they were first seen so."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -108,7 +121,16 @@ class Cluster:
         """Start a node's slurmd, in namespaces that stay."""
         # Not `ip netns exec`: it remounts /sys, and slurmd then finds no cgroups.
         inside = f"mount --bind {self.root}/hosts /etc/hosts; hostname {name}; exec slurmd -D -f {self.root}/slurm.conf"
-        command = ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", inside]
+        command = [
+            "nsenter",
+            f"--net=/run/netns/{NETNS.format(name)}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            inside,
+        ]
         self.slurmd[name] = self._daemon(command)
 
     def _daemon(self, command: list[str]) -> subprocess.Popen[bytes]:
@@ -130,9 +152,16 @@ class Cluster:
             _kill(pid, signal.SIGKILL)
         self.slurmd.pop(name).wait(timeout=30)
 
+    def kill_slurmd(self, name: str) -> None:
+        """The node's daemon dies alone. What it started goes on without it."""
+        self.slurmd[name].kill()
+        self.slurmd.pop(name).wait(timeout=30)
+
     def processes_of(self, name: str) -> list[int]:
         """Process ids on the node."""
-        found = subprocess.run(["ip", "netns", "pids", name], env=self.environment, capture_output=True, text=True)
+        found = subprocess.run(
+            ["ip", "netns", "pids", NETNS.format(name)], env=self.environment, capture_output=True, text=True
+        )
         return [int(pid) for pid in found.stdout.split()]
 
     def ranks(self, name: str) -> list[int]:
@@ -168,22 +197,22 @@ class Cluster:
         return self.job(job)["JobState"]
 
     def wait(self, job: str, until: Callable[[], bool] | None = None, seconds: float = 300) -> str:
-        """The state of a job that has ended, or when ``until`` holds. Slurm's two minutes before a requeue are cut."""
-
-        since: list[float] = []
+        """The state of a job that has ended, or when ``until`` holds. No job waits two minutes for its requeue."""
 
         def over() -> bool:
-            known = self.job(job)
-            if known["JobState"] != "PENDING" or known["Reason"] != "BeginTime":
-                since.clear()
-            elif not since:
-                since.append(time.monotonic())
-            elif time.monotonic() - since[0] > 2:  # any sooner, and slurmd may take it for the launch that was revoked
-                self("scontrol", "update", f"JobId={job}", "StartTime=now")
-            return known["JobState"] in ENDED or (until is not None and until())
+            self._cut_delays()
+            return self.state(job) in ENDED or (until is not None and until())
 
         self.wait_until(over, seconds, lambda: str(self.job(job)))
         return self.state(job)
+
+    def _cut_delays(self) -> None:
+        listed = self("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i %r").splitlines()
+        delayed = [job for job, _, reason in (line.partition(" ") for line in listed) if reason == "BeginTime"]
+        self.delayed = {job: self.delayed.get(job, time.monotonic()) for job in delayed}
+        for job, since in self.delayed.items():
+            if time.monotonic() - since > 2:  # any sooner, and slurmd may take it for the launch that was revoked
+                self("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def wait_until(
         self, holds: Callable[[], bool], seconds: float = 30, story: Callable[[], str] = lambda: "what is waited for"
@@ -207,14 +236,20 @@ def cluster(root: Path, nodes: int = 2, cpus: int = 2, memory: int = 8000, gpus:
 
     One at a time on a machine: its bridge, its nodes' namespaces and their cgroups have fixed names. What a killed
     process left of another is cleared away first.
+
+    Raises:
+        Unavailable: where it cannot be started, with the words of whoever refused.
     """
+    _check_machine()
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        proctrack = "cgroup" if FREEZER.is_dir() else "linuxproc"
-        made = Cluster(root, nodes, cpus, gpus, proctrack)
+        made = Cluster(root, nodes, cpus, gpus, "cgroup" if FREEZER.is_dir() else "linuxproc")
         _clear(made)
         try:
-            _start(made, memory)
+            try:
+                _start(made, memory)
+            except (AssertionError, OSError) as error:
+                raise Unavailable(f"Slurm does not start here: {error}") from error
             yield made
         finally:
             _clear(made)
@@ -248,14 +283,15 @@ def _start(made: Cluster, memory: int) -> None:
     _ip(made, f"link add {BRIDGE} type bridge", f"addr add {SUBNET}.254/24 dev {BRIDGE}", f"link set {BRIDGE} up")
     made._daemon(["slurmctld", "-D", "-f", str(root / "slurm.conf")])
     for number, name in enumerate(names):
+        space = NETNS.format(name)
         _ip(
             made,
-            f"netns add {name}",
-            f"link add dmjd{name} type veth peer name eth0 netns {name}",
+            f"netns add {space}",
+            f"link add dmjd{name} type veth peer name eth0 netns {space}",
             f"link set dmjd{name} master {BRIDGE} up",
-            f"-n {name} addr add {SUBNET}.{number + 1}/24 dev eth0",
-            f"-n {name} link set eth0 up",
-            f"-n {name} link set lo up",
+            f"-n {space} addr add {SUBNET}.{number + 1}/24 dev eth0",
+            f"-n {space} link set eth0 up",
+            f"-n {space} link set lo up",
         )
         made.start_node(name)
     idle = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
@@ -287,23 +323,27 @@ def _kill(pid: int, number: int) -> None:
 def _clear(made: Cluster) -> None:
     """Take down whatever is up, of this cluster or of one that was not taken down."""
     listed = subprocess.run(["ip", "netns", "list"], env=made.environment, capture_output=True, text=True).stdout
-    names = list(re.findall(r"^(n\d+)\b", listed, re.MULTILINE))
-    pids = {name: made.processes_of(name) for name in names}
+    names = re.findall(rf"^{NETNS.format('')}(\w+)", listed, re.MULTILINE)
+    # Daemons first, which would start what is then missed.
     for daemon in made.daemons:
         daemon.kill()
-    for pid in (pid for found in pids.values() for pid in found):
-        _kill(pid, signal.SIGKILL)
     for daemon in made.daemons:
         daemon.wait(timeout=30)
+    made.daemons.clear()
     for name in names:
-        end = time.monotonic() + 10
-        while made.processes_of(name) and time.monotonic() < end:
-            time.sleep(0.05)
-        subprocess.run(["ip", "netns", "del", name], env=made.environment, capture_output=True)
         top = FREEZER / f"slurm_{name}"
-        for folder in sorted(top.rglob("*"), reverse=True) if top.is_dir() else []:
+        for frozen in top.rglob("freezer.state"):  # slurmd freezes a step to signal it; a frozen process cannot die
+            frozen.write_text("THAWED")
+        # A killed process takes a while to go, and may have forked in its last moment.
+        end = time.monotonic() + 30
+        while (pids := made.processes_of(name)) and time.monotonic() < end:
+            for pid in pids:
+                _kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        for what in (["netns", "del", NETNS.format(name)], ["link", "del", f"dmjd{name}"]):
+            subprocess.run(["ip", *what], env=made.environment, capture_output=True)
+        for folder in [*sorted(top.rglob("*"), reverse=True), top] if top.is_dir() else []:
             if folder.is_dir():
-                folder.rmdir()
-        if top.is_dir():
-            top.rmdir()
+                with suppress(OSError):  # it is empty, and no harm to the next one
+                    folder.rmdir()
     subprocess.run(["ip", "link", "del", BRIDGE], env=made.environment, capture_output=True)

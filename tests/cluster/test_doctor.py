@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import os
@@ -13,14 +12,15 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dmjd.cluster import flight
+from dmjd.cluster import doctor, flight
 from dmjd.cluster.doctor import PATTERNS, examine
-from dmjd.cluster.heartbeat import Beat, Heartbeat, read_heartbeats
+from dmjd.cluster.heartbeat import Beat, read_heartbeats
 from dmjd.errors import ConfigError
 
 HERE = platform.node()
@@ -65,41 +65,50 @@ def test_a_stopped_process_is_told_from_those_that_wait_for_it(run: Path, proces
     assert "rank 0 (" not in found
 
 
-def _step_on(rank: int, store: str, run: str) -> None:
-    """Steps that need both ranks, and a heartbeat of each, for ever."""
-    import torch
-    import torch.distributed as dist
+@pytest.mark.slow
+def test_a_rank_that_hangs_a_run(
+    tmp_path: Path,
+    tiny: Callable[..., list[str]],
+    launch_world: Callable[..., Any],
+    dmjd: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = tmp_path / "run"
+    ranks = launch_world(2, ["pretrain", *tiny(run, "engine=ddp", "epochs=10000", "checkpoint_every=5")])
 
-    file = dist.FileStore(store, 2)  # type: ignore[attr-defined]  # public, and missing in the list of exports
-    dist.init_process_group("gloo", store=file, rank=rank, world_size=2)
-    with Heartbeat(Path(run), rank) as heartbeat:
-        for step in itertools.count():
-            heartbeat.beat(step, "data", 0.0, 0.0)
-            time.sleep(0.02)
-            heartbeat.beat(step, "forward", 0.0, 0.0)
-            dist.all_reduce(torch.ones(3))
-
-
-def test_a_rank_that_hangs_a_job(run: Path, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=_step_on, args=(rank, str(tmp_path / "store"), str(run))) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
+    def wait_for(happened: Callable[[list[Beat]], bool]) -> None:
         end = time.monotonic() + 120
-        while len(beats := read_heartbeats(run)) < 2 or min(beat.step for beat in beats) < 3:
+        while not happened(read_heartbeats(run)):
             assert time.monotonic() < end
+            assert all(process.exitcode is None for process in ranks)
             time.sleep(0.1)
-        assert "it is running" in said(run)
-        assert ranks[1].pid is not None
+
+    try:
+        wait_for(lambda beats: len(beats) == 2 and min(beat.step for beat in beats) > 5)
+        assert "it is running" in dmjd("doctor", str(run))[1]
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        stood = -1
-        while stood != (stood := read_heartbeats(run)[0].step):  # until rank 0 has come to wait for it
-            time.sleep(1.5)
-        found = "\n".join(f"{finding.what} -> {finding.advice}" for finding in examine(run, now=time.time() + 120))
+        monkeypatch.setattr(doctor, "STALE_SECONDS", 3.0)
+        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > doctor.STALE_SECONDS)
+        stuck = read_heartbeats(run)[1]
+        code, found, _ = dmjd("doctor", str(run))
+        assert code == 0
+        assert (
+            f"rank 1 (process {ranks[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
+            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {ranks[1].pid}"
+        ) in found
+        assert "rank 0 (" not in found
+        assert "newest checkpoint: step-" in found
+
+        os.kill(ranks[1].pid, signal.SIGCONT)  # as the doctor said
+        wait_for(lambda beats: min(beat.step for beat in beats) > stuck.step + 1)
+        assert "it is running" in dmjd("doctor", str(run))[1]
+
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        ranks[0].join(60)
+        _, found, _ = dmjd("doctor", str(run))
+        assert "it lost a rank at step" in found
         assert f"rank 1 (process {ranks[1].pid} on {HERE})" in found
-        assert "is stopped (SIGSTOP): all others wait for it" in found
-        assert f"kill -CONT {ranks[1].pid}" in found
+        assert "says nothing of its end: it was killed" in found
     finally:
         for process in ranks:
             process.kill()
@@ -136,6 +145,66 @@ def test_the_marker_outranks_signs_of_life(run: Path) -> None:
     (run / "STOP_REASON").write_text(json.dumps(marker))
     assert "it was asked to stop (time) at step 7 of 20: its time is over -> the same command" in said(run)
     assert "quiet" not in said(run)
+
+
+def launched(run: Path, ago: float, job: str = "7") -> None:
+    when = datetime.fromtimestamp(time.time() - ago, timezone.utc)
+    line = {"of": job, "job": job, "restart": 0, "step": 0, "nodes": "n1", "when": f"{when:%Y-%m-%dT%H:%M:%SZ}"}
+    with (run / "slurm" / "launches.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def slurm_says(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_slurm_state", lambda job: state)
+
+
+def test_a_launch_that_starts_is_not_judged_by_what_an_earlier_one_said(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_says("RUNNING", monkeypatch)
+    launched(run, ago=500)
+    beat(run, 0, ago=300)
+    launched(run, ago=20)
+    assert "it is starting" in said(run)
+    assert "rank 0" not in said(run)
+
+
+def test_of_a_job_that_has_ended_those_are_named_that_left_no_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm_says("NODE_FAIL", monkeypatch)
+    launched(run, ago=500)
+    beat(run, 0, phase="stop")
+    beat(run, 1, phase="forward", host="n1")
+    beat(run, 2, phase="step", host="n2")
+    found = said(run)
+    assert "rank 1" in found
+    assert (
+        "on n1), last heard of in forward of step 7, says nothing of its end: it was killed, and so do 1 more" in found
+    )
+    assert "is behind" not in found
+
+
+def test_a_crash_is_told_from_a_kill(run: Path) -> None:
+    marker = {
+        "reason": "crashed",
+        "detail": "rank 3 on n2: KeyError: 'lr'",
+        "step": 7,
+        "total_steps": 20,
+        "next": "go on",
+    }
+    (run / "STOP_REASON").write_text(json.dumps(marker))
+    assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
+
+
+def test_a_launch_that_never_became_a_run(run: Path) -> None:
+    (run / "slurm" / "last_word").write_text("error: data.root=/x: is not a folder\n")
+    assert "it ended by an error before its first step: data.root=/x: is not a folder -> mend that" in said(run)
+
+
+def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:
+    for job, text in (("9", "dmjd: not requeued: an old story"), ("10", "dmjd: back into the queue")):
+        (run / "slurm" / f"job-{job}.out").write_text(f"2026-11-28T06:46:20Z {text}\n")
+    os.utime(run / "slurm" / "job-9.out", (1, 1))
+    assert "not requeued" not in said(run)
 
 
 LINES = {

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dmjd.train import checkpoint
+from tests.cluster.played import PlayedSlurm
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ROOT / "launchers"
@@ -28,37 +29,17 @@ def test_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def play_slurm(folder: Path, *words: str, **environment: str) -> list[str]:
-    """What a batch script would hand to srun, whose place an echo takes."""
-    for name, body in {
-        "srun": f'printf "%s\\n" "$@" >{folder}/srun',
-        "scontrol": "echo n1",
-        "squeue": "echo 2026-11-28T06:00:00",
-    }.items():
-        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-        (folder / name).chmod(0o755)
-    (folder / "runs/x/checkpoints").mkdir(parents=True, exist_ok=True)
-    done = subprocess.run(
-        ["bash", str(LAUNCHERS / "slurm/linprobe.sbatch"), *words],
-        cwd=folder,
-        env={
-            **os.environ,
-            "PATH": f"{folder}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "n1",
-            "SLURM_CPUS_ON_NODE": "8",
-            "DMJD_LAUNCHERS": str(LAUNCHERS),
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-    )
+def probe(folder: Path, **environment: str) -> list[str]:
+    """What the batch script of a linear probe hands to srun."""
+    slurm = PlayedSlurm(folder)
+    (folder / "runs/x/checkpoints").mkdir(parents=True)
+    done = slurm.play("linprobe.sbatch", "checkpoint=runs/x", **environment)
     assert done.returncode == 0, done.stderr
-    return (folder / "srun").read_text().splitlines()
+    return slurm.asked("srun")
 
 
 def test_plain_processes(tmp_path: Path) -> None:
-    said = play_slurm(tmp_path, "checkpoint=runs/x")
+    said = probe(tmp_path)
     assert said[-4:] == ["bash", f"{LAUNCHERS}/slurm/node.sh", "linprobe", "checkpoint=runs/x"]
     assert "--cpus-per-task=8" in said
     assert "--kill-on-bad-exit=1" in said
@@ -66,7 +47,7 @@ def test_plain_processes(tmp_path: Path) -> None:
 
 def test_an_image_of_pyxis(tmp_path: Path) -> None:
     image, mounts = "registry#dmjd:1", "/data,/scratch/me:/scratch"
-    said = play_slurm(tmp_path, "checkpoint=runs/x", DMJD_CONTAINER=image, DMJD_MOUNTS=mounts)
+    said = probe(tmp_path, DMJD_CONTAINER=image, DMJD_MOUNTS=mounts)
     assert f"--container-image={image}" in said
     assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data,/scratch/me:/scratch" in said
     assert f"--container-workdir={tmp_path}" in said
@@ -75,10 +56,44 @@ def test_an_image_of_pyxis(tmp_path: Path) -> None:
 def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) -> None:
     site = tmp_path / "site.env"
     site.write_text("SBATCH_PARTITION=gpu\nDMJD_CONTAINER=/images/dmjd.sif\nDMJD_MOUNTS=/data\n")
-    said = play_slurm(tmp_path, "checkpoint=runs/x", DMJD_SITE=str(site), DMJD_MOUNTS="/other")
+    said = probe(tmp_path, DMJD_SITE=str(site), DMJD_MOUNTS="/other")
     assert said[said.index("apptainer") :][:3] == ["apptainer", "exec", "--nv"]
     assert f"{tmp_path}:{tmp_path},/other:/other" in said
     assert said[said.index("/images/dmjd.sif") + 1] == "bash"
+
+
+@pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
+def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
+    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}"'
+    done = PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
+    assert done.returncode == 0, done.stderr
+    assert f"ends {end}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PROCESSES": "2",
+        "PORT": str(20000 + os.getpid() % 10000),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / "deepspeed/pretrain.sh"), *tiny(tmp_path / "run")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "STOP_REASON").read_text())["reason"] == "finished"
+    assert json.loads((tmp_path / "run" / "provenance.json").read_text())["world_size"] == 2
+    assert "name: zero2" in (tmp_path / "run" / "config.yaml").read_text()
 
 
 @pytest.mark.slow

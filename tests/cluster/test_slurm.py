@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dmjd.cluster.doctor import examine
+from dmjd.cluster.heartbeat import read_heartbeats
 from dmjd.parallel.store import read_model
 from dmjd.train import checkpoint
 from tests.cluster.slurm import Cluster
@@ -25,8 +29,9 @@ from tests.cluster.slurm import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-STEPS = 88
-WORDS = ("epochs=8", "checkpoint_every=22", "log_every=5", "keep_checkpoints=3", "ema_decay=0.9")
+STEPS, SAVED = 88, 44
+# Pictures, which come with every planned checkpoint, take longer than twenty steps of so small a run.
+WORDS = ("epochs=8", f"checkpoint_every={SAVED}", "log_every=5", "keep_checkpoints=3", "ema_decay=0.9")
 NODE = {"DMJD_PROCESSES": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
@@ -58,6 +63,13 @@ class Site:
     def step(self, run: str) -> int:
         found = checkpoint.committed(self.folder / run / "checkpoints")
         return checkpoint.step_of(found[-1]) if found else 0
+
+    def at_step(self, run: str) -> int:
+        """The step that the last rank was heard of in; 0 before all have been, in the launch that runs."""
+        launch = self.launches(run)[-1]
+        began = datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp()
+        beats = [beat for beat in read_heartbeats(self.folder / run) if beat.time >= began]
+        return min((beat.step for beat in beats), default=0) if len(beats) > 1 else 0
 
     def launches(self, run: str) -> list[dict[str, Any]]:
         lines = (self.folder / run / "slurm" / "launches.jsonl").read_text().splitlines()
@@ -101,12 +113,12 @@ def assert_same(run: Path, other: Path) -> None:
 
 def test_a_signal_before_the_time_limit(site: Site, undisturbed: Path) -> None:
     (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="signal")
-    site.cluster.wait(job, site.reached("signal", 22))
+    site.cluster.wait(job, site.reached("signal", SAVED))
     site.cluster("scancel", "--signal=USR1", job)
     site.cluster.wait(job, lambda: len(site.launches("signal")) == 2)
     stopped = site.launches("signal")[1]["step"]
-    assert 22 <= stopped < STEPS
-    assert "stopped at step" in site.log("signal")
+    assert SAVED <= stopped < STEPS
+    assert f"stopped at step {stopped} (began at 0): signal, SIGUSR1 at rank 0" in site.log("signal")
     assert site.cluster.wait(job) == "COMPLETED"
     assert [launch["restart"] for launch in site.launches("signal")] == [0, 1]
     assert site.marker("signal")["reason"] == "finished"
@@ -117,34 +129,56 @@ def test_a_signal_before_the_time_limit(site: Site, undisturbed: Path) -> None:
     assert all(str(site.folder / "signal" / "code") in launch["command"][0] for launch in record["launches"])
 
 
-def test_a_killed_rank_and_then_a_dead_node(site: Site, undisturbed: Path) -> None:
+def test_a_stopped_rank_a_killed_daemon_a_killed_rank_and_a_dead_node(
+    site: Site, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, run = site.cluster, site.folder / "killed"
     (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="killed")
-    site.cluster.wait(job, site.reached("killed", 22))
-    node = site.launches("killed")[0]["nodes"].partition("[")[2].partition("-")[0].partition(",")[0]
-    (rank,) = site.cluster.ranks(f"n{node}")
+    cluster.wait(job, site.reached("killed", SAVED))
+    _, node = cluster.nodes_of(job)
+    (rank,) = cluster.ranks(node)
+
+    # The run hangs. The doctor looks from the login node, which sees no process of a node but through Slurm.
+    os.kill(rank, signal.SIGSTOP)
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    found = "\n".join(f"{what} -> {advice}" for what, advice in examine(run, now=time.time() + 120))
+    assert f"rank 1 (process {rank} on {node})" in found
+    assert f"is stopped (SIGSTOP): all others wait for it -> on {node}: kill -CONT {rank}" in found
+    assert f"Slurm: job {job} is RUNNING" in found
+
+    # A daemon that dies and is started again, as systemd would, takes nothing along.
+    stood = site.at_step("killed")
+    cluster.kill_slurmd(node)
+    cluster.start_node(node)
+    os.kill(rank, signal.SIGCONT)
+    cluster.wait(job, lambda: site.at_step("killed") > stood + 1)
+    assert len(site.launches("killed")) == 1
+
     os.kill(rank, signal.SIGKILL)
     began = time.monotonic()
-    site.cluster.wait(job, lambda: len(site.launches("killed")) == 2)
+    cluster.wait(job, lambda: len(site.launches("killed")) == 2)
     assert time.monotonic() - began < 60, "the other rank waited for the dead one"
-    before = site.launches("killed")[1]["step"]
-    assert before >= 22
+    assert site.launches("killed")[1]["step"] == SAVED
+    assert "killed by SIGKILL" in site.log("killed")
+    assert f"stopped at step {SAVED} (began at 0): lost, rank 0 on " in site.log("killed")
 
-    site.cluster.wait(job, site.reached("killed", before + 1))
-    victim = site.cluster.nodes_of(job)[-1]
-    site.cluster.kill_node(victim)
+    cluster.wait(job, lambda: site.at_step("killed") > SAVED)
+    victim = cluster.nodes_of(job)[-1]
+    cluster.kill_node(victim)
     try:
-        site.cluster.wait(job, lambda: len(site.launches("killed")) == 3)
+        cluster.wait(job, lambda: len(site.launches("killed")) == 3)
     finally:
-        site.cluster.start_node(victim)
-    assert site.cluster.wait(job) == "COMPLETED"
-    assert_same(site.folder / "killed", undisturbed)
+        cluster.start_node(victim)
+    assert cluster.wait(job) == "COMPLETED"
+    assert_same(run, undisturbed)
 
 
 def test_cancelling_leaves_a_checkpoint_from_which_another_number_of_nodes_goes_on(
     site: Site, undisturbed: Path
 ) -> None:
     (job,) = site.submit("nodes=2", "time=30", "time_margin=30", run="cancelled")
-    site.cluster.wait(job, site.reached("cancelled", 22))
+    site.cluster.wait(job, site.reached("cancelled", SAVED))
     site.cluster("scancel", job)
     assert site.cluster.wait(job) == "CANCELLED"
     site.cluster.wait_until(lambda: not site.cluster.ranks_anywhere())
@@ -167,10 +201,10 @@ def test_cancelling_leaves_a_checkpoint_from_which_another_number_of_nodes_goes_
 
 def test_launches_that_get_nowhere_come_to_an_end(site: Site, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nif 'RANK' in os.environ:\n    os._exit(9)\n")
-    (job,) = site.submit("nodes=2", run="idle", PYTHONPATH=f"{tmp_path}:{ROOT}")
+    (job,) = site.submit("nodes=1", "gpus=1", run="to nowhere", PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert site.cluster.wait(job) == "FAILED"
-    assert [launch["restart"] for launch in site.launches("idle")] == [0, 1, 2]
-    assert "not requeued: 3 launches in a row ended at step 0" in site.log("idle")
+    assert [launch["restart"] for launch in site.launches("to nowhere")] == [0, 1, 2]
+    assert "not requeued: 3 launches in a row ended at step 0" in site.log("to nowhere")
 
 
 def test_a_refused_run_is_not_tried_again(site: Site) -> None:
@@ -185,6 +219,15 @@ def test_a_refused_run_is_not_tried_again(site: Site) -> None:
     assert f"not requeued: data.root={site.folder}/nowhere" in out.read_text()
 
 
+def test_nodes_are_checked_with_the_words_of_the_run(site: Site) -> None:
+    (job,) = site.submit(*site.tiny(site.folder / "checked"), "nodes=2", "gpus=1", run="checked", verb="preflight")
+    assert site.cluster.wait(job) == "COMPLETED", site.log("checked")
+    said = dict(re.findall(r"^ok +(\S+(?: folder)?) +(.*)$", site.log("checked"), re.MULTILINE))
+    assert said.keys() == {"versions", "data", "/dev/shm", "run folder", "clocks", "GPUs", "all-reduce"}
+    assert "over 2 ranks on several nodes" in said["all-reduce"]
+    assert not (site.folder / "checked" / "config.yaml").exists()
+
+
 def test_four_nodes_without_names(site: Site) -> None:
     (site.folder / "here.env").write_text("SBATCH_PARTITION=all\nDMJD_RENDEZVOUS=static\nDMJD_GPUS=8\n")
     (job,) = site.submit(f"site={site.folder}/here.env", "nodes=4", "epochs=1", run="four")
@@ -196,24 +239,28 @@ def test_four_nodes_without_names(site: Site) -> None:
     assert site.marker("four")["reason"] == "finished"
 
 
-def test_a_job_of_an_array_requeues_itself_and_no_other(site: Site) -> None:
-    words = ("nodes=1", "gpus=1", "time=30", "time_margin=30", "array=0-1", "seed=%a", "epochs=6")
+def test_jobs_of_an_array_whose_time_is_over_requeue_themselves_alone(site: Site) -> None:
+    # Their time is over ten seconds after they have begun, and once more time is given they come to the end.
+    words = ("nodes=1", "gpus=1", "time=10", "time_margin=590", "array=0-1", "seed=%a", "epochs=6")
     (array,) = site.submit(*words, f"run={site.folder}/seed-%a", run="unused")
-    first, second = f"{array}_0", f"{array}_1"
-    site.cluster.wait(second, site.reached("seed-1", 22))
-    site.cluster("scancel", "--signal=USR1", second)
-    assert site.cluster.wait(second) == "COMPLETED"
-    assert site.cluster.wait(first) == "COMPLETED"
-    assert [launch["job"] for launch in site.launches("seed-0")] == [first]
-    assert [launch["job"] for launch in site.launches("seed-1")] == [second, second]
+    jobs = f"{array}_0", f"{array}_1"
+    for job in jobs:
+        site.cluster.wait(job, lambda job=job: site.cluster.job(job)["Restarts"] == "1")  # type: ignore[misc]
+        site.cluster("scontrol", "update", f"JobId={job}", "TimeLimit=60")
+    for job, run in zip(jobs, ("seed-0", "seed-1"), strict=True):
+        assert site.cluster.wait(job) == "COMPLETED"
+        first, second = site.launches(run)
+        assert (first["job"], second["job"]) == (job, job)
+        assert 0 < second["step"] < 66
+        assert "time, its time is over" in Path(second["log"]).read_text()
     logs = [(site.folder / f"seed-{seed}" / "log.jsonl").read_bytes() for seed in range(2)]
     assert logs[0] != logs[1]
 
 
 def test_a_chain_goes_on_where_its_last_job_stopped(site: Site) -> None:
-    words = ("nodes=1", "gpus=1", "time=30", "time_margin=30", "chain=3", "epochs=6")
+    words = ("nodes=1", "gpus=1", "time=30", "time_margin=30", "chain=3")
     first, second, third = site.submit(*words, run="chain")
-    site.cluster.wait(first, site.reached("chain", 22))
+    site.cluster.wait(first, site.reached("chain", SAVED))
     site.cluster("scancel", "--signal=USR1", first)
     for job in (first, second, third):
         assert site.cluster.wait(job) == "COMPLETED"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 def header(script: str) -> dict[str, str]:
-    return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, re.MULTILINE))
+    """Options as sbatch reads them: split at spaces, with a shell's quotes."""
+    lines = re.findall(r"^#SBATCH (.*)$", script, re.MULTILINE)
+    words = [shlex.split(line) for line in lines]
+    assert all(len(word) == 1 for word in words)
+    return dict(word[0].removeprefix("--").partition("=")[::2] for word in words)
 
 
 def test_a_site_and_words_fill_the_script(tmp_path: Path) -> None:
@@ -42,7 +47,30 @@ def test_a_site_and_words_fill_the_script(tmp_path: Path) -> None:
     assert "NCCL_IB_HCA" not in job.script
     assert f"set -- engine=ddp 'run={tmp_path}/a run' experiment=demo batch_size=128" in job.script
     assert header(plan("pretrain", [*words, "time=2:00:00"]).script)["time"] == "2:00:00"
+    assert options["chdir"] == str(Path.cwd())
     assert not (tmp_path / "a run").exists()
+
+
+def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> None:
+    words = ["nodes=2", "gpus=4", f"run={tmp_path}/run", "experiment=demo", "batch_size=128", "warm=true"]
+    job = plan("preflight", words)
+    assert f"set -- engine=ddp run={tmp_path}/run experiment=demo batch_size=128 warm=true" in job.script
+    with pytest.raises(ConfigError, match="batch_size=129 is not divisible by"):
+        plan("preflight", [*words, "batch_size=129"])
+    with pytest.raises(ConfigError, match="warm is not a key"):
+        plan("preflight", [*words, "warm=yes"])
+
+
+def test_in_a_container_its_own_code_runs_under_a_copy_of_the_launchers(tmp_path: Path) -> None:
+    (tmp_path / "site.env").write_text("DMJD_CONTAINER=/images/dmjd.sqsh\n")
+    words = [f"site={tmp_path}/site.env", f"run={tmp_path}/run", "gpus=1", "experiment=demo"]
+    job = plan("pretrain", words, tmp_path / "copy")
+    assert f"export DMJD_LAUNCHERS={tmp_path}/copy/launchers" in job.script
+    assert "DMJD_START" not in job.script
+    assert "DMJD_PYTHON" not in job.script
+    assert any(note.startswith("container: /images/dmjd.sqsh") for note in job.notes)
+    (tmp_path / "site.env").write_text("")
+    assert f"export DMJD_START={tmp_path}/copy/start.py" in plan("pretrain", words, tmp_path / "copy").script
 
 
 def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:

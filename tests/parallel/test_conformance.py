@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dmjd.parallel import store
+from dmjd.parallel.apply import MODES
 from dmjd.parallel.deepspeed_config import STAGES
 from tests.parallel import walk
 
@@ -178,6 +179,18 @@ def test_gathered_weights_are_the_whole_ones(name: str, two: tuple[Seen, Path], 
 
 
 @NAMES
+def test_a_frozen_teacher_is_divided_and_gives_the_same(name: str, two: tuple[Seen, Path], four: Seen) -> None:
+    for size, seen in ((2, two[0][name]), (4, four[name])):
+        teacher = seen["teacher"]
+        assert all(teacher["same"])
+        assert not teacher["learned"]
+        parts = {"fsdp": size, "fsdp, kept gathered": size, "hsdp": size // 2, "zero3": size}.get(name, 1)
+        for held in zip(*teacher["held"], strict=True):  # before it is called, and after
+            assert sum(held) == teacher["parameters"] * size / parts
+            assert (max(held) < teacher["parameters"]) == (parts > 1)
+
+
+@NAMES
 def test_a_run_can_be_rolled_back(name: str, two: tuple[Seen, Path], four: Seen) -> None:
     for seen in (two[0][name], four[name]):
         assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
@@ -209,12 +222,25 @@ def test_in_bfloat16_losses_agree_within_half_a_percent(
     assert abs(ours[0][0] / alone["curve"][0][0] - 1) > 1e-4, "it did compute in bfloat16"
 
 
-@pytest.mark.long
-def test_compiling_changes_nothing(tmp_path: Path, alone: dict[str, Any]) -> None:
-    assert exit_codes(walk.walk_compiled, 2, tmp_path, free_port()) == [0, 0]
-    for seen in read_seen(tmp_path).values():
-        for curve in seen.values():
-            assert_same_curve(curve, alone["curve"][:2])
+@pytest.mark.parametrize(
+    ("backend", "modes"),
+    [
+        ("aot_eager_decomp_partition", ("selective",)),  # all of it but code
+        pytest.param("inductor", MODES, marks=pytest.mark.long),
+    ],
+)
+def test_compiling_changes_nothing(backend: str, modes: tuple[str, ...], tmp_path: Path, alone: dict[str, Any]) -> None:
+    cells = [(*compiled, mode) for compiled in walk.COMPILED for mode in modes]
+    assert exit_codes(walk.walk_compiled, 2, tmp_path, free_port(), backend, cells) == [0, 0]
+    seen = torch.load(tmp_path / "seen.pt", weights_only=True)
+    assert list(seen) == cells
+    for rows, _ in seen.values():
+        assert_same_curve(rows, alone["curve"][:3])
+    for mode in modes:
+        graphs = {compiled: seen[(*compiled, mode)][1] for compiled in walk.COMPILED}
+        assert graphs["zero2", "model"] == 1
+        assert graphs["ddp", "model"] > 2, "cut where buckets end, so that gradients are reduced beside the backward"
+        assert graphs["ddp", "block"] == graphs["fsdp", "block"], "blocks are not cut: theirs come one by one anyway"
 
 
 @pytest.mark.long

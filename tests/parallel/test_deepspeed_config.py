@@ -17,6 +17,7 @@ STAGE_3 = {
     "stage3_max_live_parameters": 1_000_000_000,
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
+    "memory_efficient_linear": False,
     "sub_group_size": 1_000_000_000,
 }
 

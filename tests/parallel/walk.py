@@ -5,6 +5,7 @@ One launch per number of processes, since starting them and meeting takes longer
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 from dataclasses import dataclass, replace
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.masking import MaskedViews, MaskSpec
@@ -50,9 +53,22 @@ ENGINES = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "mlp recomputed": {"activation_checkpointing": "mlp"},
+    "selectively recomputed": {"activation_checkpointing": "selective"},
     "recomputed": {"activation_checkpointing": "full"},
 }
 """Transforms that change nothing."""
+
+Cell = tuple[str, str, str]
+"""An engine, what it compiles as one graph, and how it recomputes."""
+
+COMPILED = (
+    *(("ddp", "model"), ("zero2", "model")),
+    *((name, "block") for name in ("ddp", "fsdp", "hsdp", "zero1")),
+)
+"""Engines, and what they compile as one graph: fsdp and hsdp do not take the model, and zero3 takes neither."""
+
+BUCKET = 16 << 10
+"""Bytes."""
 
 
 @dataclass
@@ -160,19 +176,41 @@ def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], 
     world.close()
 
 
-def walk_compiled(rank: int, size: int, folder: Path, port: int) -> None:
-    """The same of compiled blocks, eager and recomputed."""
+def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, cells: list[Cell]) -> None:
+    """The life of one rank that compiles. Writes ``folder/seen.pt``: of every cell its rows, and its graphs' number."""
     world = join(rank, size, port)
-    for name, config in ENGINES.items():
-        if name == "zero3":  # refused: its hooks gather inside of what would be compiled
-            continue
-        seen = {
-            mode: Run(replace(config, compile="block", activation_checkpointing=mode), world, ema=False).take(2)
-            for mode in ("none", "full")
-        }
-        if world.is_main:
-            torch.save(seen, folder / f"{name}.pt")
+    # DDP's buckets, at whose ends its graph is cut, hold more than this model.
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = BUCKET  # type: ignore[attr-defined]
+    counted = Counted(backend)
+    compile_module = nn.Module.compile
+    nn.Module.compile = lambda module, **options: compile_module(module, backend=counted, **options)  # type: ignore[method-assign]
+    seen = {}
+    for cell in cells:
+        name, unit, mode = cell
+        torch._dynamo.reset()
+        counted.graphs = 0
+        run = Run(replace(ENGINES[name], compile=unit, activation_checkpointing=mode), world, ema=False)
+        if isinstance(run.engine.module, DistributedDataParallel):
+            run.engine.module.bucket_bytes_cap = BUCKET
+        seen[cell] = run.take(3), counted.graphs
+        run.engine.close()
+    if world.is_main:
+        torch.save(seen, folder / "seen.pt")
     world.close()
+
+
+class Counted:
+    """A backend of torch.compile that counts the graphs that it is given."""
+
+    def __init__(self, name: str) -> None:
+        from torch._dynamo.backends.registry import lookup_backend  # takes a second, of those who compile
+
+        self._compile = lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self._compile(graph, inputs)
 
 
 def live(rank: int, size: int, port: int, name: str) -> None:
@@ -216,6 +254,7 @@ def _look_at(
             with torch.no_grad():
                 seen["gathered"] = objective(*make_batch(0, range(BATCH))).total
             seen["gathered parameters"] = {n: p.detach().clone() for n, p in objective.named_parameters()}
+    seen["teacher"] = _teach(run)
     run.load(folder)
     seen["rolled back"] = run.take(STEPS - SAVED_AT)
     for origin, path in saved.items():
@@ -234,6 +273,28 @@ def _look_at(
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
     run.engine.close()
     return seen
+
+
+def _teach(run: Run) -> dict[str, Any]:
+    """What a frozen module gives each rank, with inputs of its own, whole and as the engine lays it out."""
+    torch.manual_seed(1)
+    whole = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5)).requires_grad_(False)
+    student, inputs = nn.Linear(6, 5), torch.randn(3, 6) + run.world.rank
+    gradients: list[Tensor] = []
+    held: list[int] = []
+    teacher = run.engine.shard_frozen(copy.deepcopy(whole))
+    for module in (whole, teacher, teacher):
+        (student(inputs) - module(inputs)).square().mean().backward()
+        assert student.weight.grad is not None
+        gradients.append(student.weight.grad)
+        student.weight.grad = None
+        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in teacher.parameters()))
+    return {
+        "same": run.world.gather(all(torch.equal(gradients[0], other) for other in gradients[1:])),
+        "learned": [n for n, p in teacher.named_parameters() if p.grad is not None or p.requires_grad],
+        "parameters": sum(p.numel() for p in whole.parameters()),
+        "held": run.world.gather(held),
+    }
 
 
 def reference(convolutional: bool = False) -> Run:

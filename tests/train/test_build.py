@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, peak_lr, token_grid
+from tests.runs import rows
 
 BACKBONE = ("backbone.patch_size=4", "backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=4")
 DECODER = ("method.decoder.dim=32", "method.decoder.depth=1", "method.decoder.num_heads=2")
@@ -238,6 +238,6 @@ def test_a_tiny_convvit_learns(
     words = ("data.image_size=[64,64]", "batch_size=64", "log_every=7", "optim.base_lr=3e-2", "backbone.drop_path=0.1")
     code, _, errors = dmjd("pretrain", *tiny(tmp_path / "run", f"experiment={experiment}", *CONVVIT, *words))
     assert code == 0, errors
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    log = rows(tmp_path / "run")
     assert len(log) > 2
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dmjd.parallel import store
-from dmjd.train.checkpoint import read_loop_state
+from tests.runs import KILL, NO_PICTURES, same
 
 WORDS = (
     "batch_size=64",
@@ -23,8 +21,6 @@ WORDS = (
     "engine.accumulation=2",
 )
 LAST = "checkpoints/step-00000022"
-# Pictures take longer than all the rest of so small a run.
-NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}"
 
 
 @pytest.fixture(scope="module")
@@ -38,34 +34,18 @@ def undisturbed(
     return folder
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
-def assert_equal_runs(one: Path, other: Path) -> None:
-    assert (one / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
-    assert sorted(path.name for path in (one / "checkpoints").iterdir()) == sorted(
-        path.name for path in (other / "checkpoints").iterdir()
-    )
-    assert same(*(store.read(run / LAST) for run in (one, other)))
-    states = [read_loop_state(run / LAST) for run in (one, other)]
-    for state in states:  # wall time, and the length of the file that holds it, are the machine's
-        del state["journal"]["seconds"], state["journal"]["spent"], state["journal"]["offsets"]["timing"]
-    assert same(*states)
-
-
 def test_equality_has_power(undisturbed: Path) -> None:
     state = store.read(undisturbed / LAST)
     poked = {name: value.clone() for name, value in state.items()}
     next(iter(poked.values())).view(-1)[0] += 1e-7
     assert same(state, state)
     assert not same(state, poked)
+
+
+def assert_as_undisturbed(run: Path, undisturbed: Path, assert_same_run: Callable[..., None]) -> None:
+    assert_same_run(run, undisturbed, "journal", "guard")
+    kept = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (run, undisturbed)]
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize(("seed", "workers"), [(0, 0), (1, 2)])
@@ -76,25 +56,15 @@ def test_random_kills(
     undisturbed: Path,
     tiny: Callable[..., list[str]],
     launch: Callable[..., Any],
+    finish_through_kills: Callable[..., None],
+    assert_same_run: Callable[..., None],
 ) -> None:
     # Workers outlive their killed parent by seconds, and must not keep its folder from the next launch.
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"workers={workers}")]
-    moments = random.Random(seed)
-    kills = 0
-    while True:
-        process = launch(command)
-        process.join(moments.uniform(0.3, 3.0) if kills < 5 else 120)
-        if process.exitcode is not None:
-            break
-        process.kill()
-        process.join()
-        kills += 1
-    assert process.exitcode == 0
-    assert kills >= 2
-    assert_equal_runs(tmp_path / "run", undisturbed)
+    finish_through_kills(lambda: launch(command), seed, 0.3, 3.0, 5)
+    assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)
 
 
-KILL = "os.kill(os.getpid(), 9)"
 FAULTS = {
     "in the first step": f"""
 from dmjd.parallel.single import SingleEngine
@@ -149,13 +119,14 @@ loop.write_pictures = lambda *arguments: {KILL}
 
 @pytest.mark.parametrize("moment", FAULTS)
 def test_a_kill_at_this_moment(
-    moment: str, tmp_path: Path, undisturbed: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+    moment: str,
+    tmp_path: Path,
+    undisturbed: Path,
+    tiny: Callable[..., list[str]],
+    launch: Callable[..., Any],
+    finish_through_fault: Callable[..., None],
+    assert_same_run: Callable[..., None],
 ) -> None:
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS)]
-    first = launch(command, prelude=f"{NO_PICTURES}\n{FAULTS[moment]}")
-    first.join(60)
-    assert first.exitcode == -9, "the fault was not reached"
-    second = launch(command, prelude=NO_PICTURES)
-    second.join(120)
-    assert second.exitcode == 0
-    assert_equal_runs(tmp_path / "run", undisturbed)
+    finish_through_fault(lambda fault: launch(command, NO_PICTURES + fault), FAULTS[moment])
+    assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)

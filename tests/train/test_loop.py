@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
+import dmjd.train.feed as feed
 import dmjd.train.loop as loop
 from dmjd.cli import main
 from dmjd.compose import compose
@@ -32,11 +33,13 @@ from dmjd.train.checkpoint import newest, read_loop_state
 from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
+from tests.runs import rows, same
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 Words = Callable[..., list[str]]
+Same = Callable[..., None]
 
 STEPS_PER_EPOCH, STEPS = 6, 12
 
@@ -85,35 +88,9 @@ def pretrain(words: list[str]) -> Path:
     return loop.pretrain(configure(words)).path
 
 
-def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-
-
 def load(run: Path, step: int = STEPS) -> dict[str, Tensor]:
     """Parameters, moments and averages by name."""
     return store.read(run / "checkpoints" / f"step-{step:08d}")
-
-
-def assert_equal(ours: Any, theirs: Any) -> None:
-    """Bit for bit, through dictionaries and lists."""
-    assert type(ours) is type(theirs)
-    if isinstance(ours, dict):
-        assert ours.keys() == theirs.keys()
-        for key in ours:
-            assert_equal(ours[key], theirs[key])
-    elif isinstance(ours, list):
-        for one, other in zip(ours, theirs, strict=True):
-            assert_equal(one, other)
-    elif isinstance(ours, Tensor):
-        assert torch.equal(ours, theirs)
-    else:
-        assert ours == theirs
-
-
-def assert_same_run(run: Path, other: Path) -> None:
-    """Equal parameters, moments and log, but for what a clock says."""
-    assert_equal(load(run), load(other))
-    assert (run / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -180,7 +157,7 @@ def test_pictures_show_something(finished_run: Path) -> None:
 @pytest.mark.parametrize("word", ["workers=2", "log_every=1", "keep_checkpoints=1", "checkpoint_every=5"])
 def test_orchestration_does_not_change_a_bit(straight: Path, words: Words, no_pictures: None, word: str) -> None:
     other = pretrain(words("other", word))
-    assert_equal(load(straight), load(other))
+    assert same(load(straight), load(other))
     if word != "log_every=1":
         assert (straight / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
@@ -190,7 +167,33 @@ def test_pictures_do_not_change_a_bit(words: Words, monkeypatch: pytest.MonkeyPa
     with_pictures = pretrain(words("with", *often))
     monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
     without = pretrain(words("without", *often))
-    assert_equal(load(with_pictures, 6), load(without, 6))
+    assert same(load(with_pictures, 6), load(without, 6))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its tracing
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_only_training_steps_are_compiled(words: Words, monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    class Judge:
+        def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
+            with torch.no_grad():
+                encoder(torch.zeros(2, 3, 16, 16))
+            return {}
+
+        def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+            pass
+
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compile_(module, backend=backend, **options))
+    torch._dynamo.reset()
+    loop.pretrain(configure(words("compiled", f"engine.compile={unit}")), [Judge()])
+    assert graphs
+    assert all(graphs)
 
 
 def test_another_seed_is_another_run(straight: Path, words: Words, no_pictures: None) -> None:
@@ -237,7 +240,7 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 4, 6, 9, 11])
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(
-    straight: Path, words: Words, no_pictures: None, step: int
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, step: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, step)
@@ -251,7 +254,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_run_may_be_stopped_again_and_again_under_other_orchestration(
-    straight: Path, words: Words, no_pictures: None
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None
 ) -> None:
     for step, more in ((3, ("checkpoint_every=2",)), (6, ("workers=2",)), (9, ("checkpoint_every=1",))):
         with pytest.MonkeyPatch.context() as patch:
@@ -281,7 +284,7 @@ def run_and_kill(command: list[str], when: Callable[[], bool]) -> None:
 
 
 def test_the_same_command_after_a_sigkill_ends_in_the_same_bits(
-    straight: Path, words: Words, no_pictures: None, tmp_path: Path
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
 ) -> None:
     command = words("killed")
     first = tmp_path / "killed" / "checkpoints" / "step-00000004" / "manifest.json"
@@ -313,7 +316,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_run_killed_inside_a_checkpoint_goes_on_from_the_one_before(
-    straight: Path, words: Words, no_pictures: None, tmp_path: Path
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
 ) -> None:
     killed = tmp_path / "killed"
     half = killed / "checkpoints" / "step-00000008.tmp" / "half"
@@ -327,7 +330,7 @@ def test_a_run_killed_inside_a_checkpoint_goes_on_from_the_one_before(
 
 
 def test_a_damaged_checkpoint_costs_only_the_way_back_to_the_one_before(
-    straight: Path, words: Words, no_pictures: None
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None
 ) -> None:
     damaged = pretrain(words("damaged"))
     shutil.rmtree(damaged / "checkpoints" / "step-00000012")
@@ -401,6 +404,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, config: PretrainConfig, step: int) -
     ids=["the first", "mid", "the one of a checkpoint", "the one after a checkpoint", "the last"],
 )
 def test_a_loss_that_is_not_finite_stops_the_run(
+    assert_same_run: Same,
     straight: Path,
     words: Words,
     no_pictures: None,
@@ -445,7 +449,7 @@ def test_a_bad_step_moves_neither_parameters_nor_moments(words: Words, no_pictur
         patch.setattr(SingleEngine, "step", watched)
         with pytest.raises(Diverged):
             loop.pretrain(config)
-    assert_equal(states[5], states[4])
+    assert same(states[5], states[4])
     assert all(bool(value.isfinite().all()) for value in engine[0].module.state_dict().values())
 
 
@@ -493,7 +497,7 @@ def test_what_cannot_be_is_refused_by_its_key_before_data_is_read(
     def read(*arguments: object) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(loop, "training_source", read)
+    monkeypatch.setattr(feed, "training_source", read)
     with pytest.raises(ConfigError) as caught:
         pretrain(words("run", *word.split()))
     assert word.split()[-1].split("=")[0] in str(caught.value)

@@ -14,7 +14,7 @@ from dmjd.cli import main
 from dmjd.compose import compose
 from dmjd.errors import ConfigError
 from dmjd.parallel.sharding import state_bytes
-from dmjd.train.plan import Activations, Affine, Plan
+from dmjd.train.plan import TRACED, Activations, Growth, Plan
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
@@ -26,7 +26,7 @@ def make_plan(*words: str) -> Plan:
 
 def with_activations(plan: Plan, per_image: float) -> Plan:
     """The plan of a model whose activations take ``per_image`` bytes."""
-    flat, growing = Affine(0, 0), Affine(0, per_image)
+    flat, growing = Growth([0] * len(TRACED)), Growth([per_image * images for images in TRACED])
     plan.__dict__["activations"] = {"none": Activations(flat, growing, growing, growing)}
     return plan
 
@@ -122,7 +122,7 @@ def planned_once(*words: str) -> Plan:
 
 
 def stored() -> list[dict[str, Any]]:
-    path = RESULTS / "plan_memory_h100.json"
+    path = RESULTS / "plan_memory_h200.json"
     return json.loads(path.read_text())["rows"] if path.is_file() else []
 
 

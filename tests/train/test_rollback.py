@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
 from dmjd.train.state import Position
+from tests.runs import reason, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -112,15 +112,6 @@ def spoiled(patch: pytest.MonkeyPatch, words: list[str], bad: Iterable[int], spo
 
 def at(run: Path, step: int = STEPS) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
-
-
-def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-
-
-def reason(run: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((run / "STOP_REASON").read_text())
-    return record
 
 
 # Skipping

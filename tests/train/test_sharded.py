@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from dmjd.parallel import store
 from dmjd.parallel.world import join_world
 from dmjd.train.checkpoint import newest
 from tests.parallel.walk import CPU, engine
+from tests.runs import KILL, NO_PICTURES, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -31,17 +31,6 @@ WORDS = (
     "online_knn.every_epochs=1",
     "engine.accumulation=2",
 )
-NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}"
-KILL = "os.kill(os.getpid(), 9)"
-
-
-def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
-
-
-def telling(file: Path) -> str:
-    """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
-    return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)"
 
 
 def finish(processes: list[Any]) -> list[int]:
@@ -172,7 +161,7 @@ def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
 ) -> None:
     run, said = tmp_path / "run", tmp_path / "said"
     words = ["pretrain", *tiny(run, *WORDS, "online_knn.every_epochs=0", "epochs=20", "engine=fsdp")]
-    codes = finish(launch_world(2, words, f"{telling(said)}\n{NO_PICTURES}", {1: FULL}))
+    codes = finish(launch_world(2, words, telling(said) + NO_PICTURES, {1: FULL}))
     assert codes == [2, 2]
     errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -185,17 +174,17 @@ def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
 
 HANGING = """
 import time
-from dmjd.parallel.single import SingleEngine
-step, steps = SingleEngine.step, []
-def fault(self, lr, weight_decay):
-    steps.append(lr)
+import dmjd.train.loop as loop
+update, steps = loop.Pretraining._update, []
+def fault(self):
+    steps.append(self.position.step)
     time.sleep(600) if len(steps) == 5 else None
-    return step(self, lr, weight_decay)
-SingleEngine.step = fault
+    return update(self)
+loop.Pretraining._update = fault
 """
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero2"])
 def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
     name: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +23,7 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.world import alone
 from dmjd.train.stop import ASKS, Requests, deadline_of, seconds_of
+from tests.runs import NO_PICTURES, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -30,11 +31,6 @@ Same = Callable[[Path, Path], None]
 CPU = torch.device("cpu")
 EVERY = ("batch_size=64", "log_every=2", "checkpoint_every=100", "ema_decay=0.9")  # 22 steps
 STEPS = 22
-
-
-def reason(run: Path) -> dict[str, Any]:
-    record: dict[str, Any] = json.loads((run / "STOP_REASON").read_text())
-    return record
 
 
 def checkpoints(run: Path) -> list[int]:
@@ -179,7 +175,11 @@ def test_what_breaks_a_run_off_is_left_in_words(run: Callable[..., Path], tmp_pa
         with pytest.raises(ZeroDivisionError):
             run()
     record = reason(tmp_path / "run")
-    assert (record["reason"], record["detail"], record["step"]) == ("error", "division by zero", 0)
+    assert (record["reason"], record["detail"], record["step"]) == (
+        "crashed",
+        f"rank 0 on {platform.node()}: ZeroDivisionError: division by zero",
+        0,
+    )
 
 
 # Signals to processes. `launch` forks a process of its own, so a fault can be planted at an exact step.
@@ -195,7 +195,6 @@ def signalled(self, lr, wd):
     return step(self, lr, wd)
 SingleEngine.step = signalled
 """
-NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}\n"
 
 
 def signal_at(at: int, name: str, rank: int = 0) -> str:
@@ -259,26 +258,15 @@ def test_a_second_signal_of_a_kind_ends_a_process_that_does_not_get_there(
 # Several processes
 
 
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
-
-
 Two = Callable[..., list[int]]
 
 
-def two_ranks(folder: Path, tiny: Words, launch: Launch) -> Two:
+def two_ranks(folder: Path, tiny: Words, launch_world: Launch) -> Two:
     """``two(prelude, *words, name="run")``: exit codes of two ranks; what they say goes to ``said``."""
 
     def run(prelude: str = "", *words: str, name: str = "run") -> list[int]:
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-        said = f"sys.stderr = open({str(folder / 'said')!r}, 'a', buffering=1)\n"
         command = ["pretrain", *tiny(folder / name, *EVERY, "engine=ddp", *words)]
-        processes = [
-            launch(command, said + NO_PICTURES + prelude, **shared, RANK=str(rank), LOCAL_RANK=str(rank))
-            for rank in range(2)
-        ]
+        processes = launch_world(2, command, telling(folder / "said") + NO_PICTURES + prelude)
         for process in processes:
             process.join(120)
         return [process.exitcode for process in processes]
@@ -287,15 +275,15 @@ def two_ranks(folder: Path, tiny: Words, launch: Launch) -> Two:
 
 
 @pytest.fixture
-def two(tmp_path: Path, tiny: Words, launch: Launch) -> Two:
-    return two_ranks(tmp_path, tiny, launch)
+def two(tmp_path: Path, tiny: Words, launch_world: Launch) -> Two:
+    return two_ranks(tmp_path, tiny, launch_world)
 
 
 @pytest.fixture(scope="module")
-def straight_two(tmp_path_factory: pytest.TempPathFactory, tiny: Words, launch: Launch) -> Path:
+def straight_two(tmp_path_factory: pytest.TempPathFactory, tiny: Words, launch_world: Launch) -> Path:
     """The run of two processes that nobody disturbed."""
     folder = tmp_path_factory.mktemp("straight_two")
-    assert two_ranks(folder, tiny, launch)() == [0, 0]
+    assert two_ranks(folder, tiny, launch_world)() == [0, 0]
     return folder / "run"
 
 
@@ -398,7 +386,7 @@ def test_ranks_roll_back_together(assert_same_run: Same, tmp_path: Path, two: Tw
     assert two(NAN.format(bad=(11, 12, 13, 14)), *LIMITS) == [0, 0]
     assert two(PASSING, *LIMITS, name="oracle") == [0, 0]
     assert_same_run(tmp_path / "run", tmp_path / "oracle")
-    events = [json.loads(line) for line in (tmp_path / "run" / "guard.jsonl").read_text().splitlines()]
+    events = rows(tmp_path / "run", "guard")
     assert [event["event"] for event in events] == ["skipped"] * 4 + ["rollback"]
     assert [[row["rank"] for row in event["ranks"]] for event in events[:4]] == [[1]] * 4
     assert (events[4]["to"], events[4]["passed_over"]) == (5, [7, 13])

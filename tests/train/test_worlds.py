@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from dmjd.parallel import store
+from tests.runs import rows, telling
 
 WORDS = (
     "batch_size=64",
@@ -37,7 +37,7 @@ def curves(
         for process in processes:
             process.join(120)
         assert [process.exitcode for process in processes] == [0] * world
-        return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        return rows(folder)
 
     return run
 
@@ -96,11 +96,6 @@ def poisoned(self, batch, epoch):
     return prepared
 Preparation.__call__ = poisoned
 """
-
-
-def telling(file: Path) -> str:
-    """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
-    return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)"
 
 
 def test_a_bad_step_of_one_rank_stops_all_and_names_its_samples(

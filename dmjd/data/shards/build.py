@@ -53,7 +53,7 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
     _check_destination(Path(src).expanduser(), folder)
     source = find_source(src, workers)
     recipe = _recipe(src, source, shard_mb, channels)
-    text = f"{source.kind} {src}"
+    text = recipe["source"]
     divided = "val" in source.splits
     folders = {split: folder / split if divided else folder for split in source.splits}
     if _is_finished(folder, recipe, folders):
@@ -179,7 +179,7 @@ def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str,
             digest.update(json.dumps([item.name, item.offset, item.size, item.label]).encode())
         splits[split] = {"images": len(items), "listing_sha256": digest.hexdigest()}
     encoders = {"pillow": PIL.__version__, "jpeg": features.version("libjpeg_turbo"), "zlib": features.version("zlib")}
-    options = {"source": f"{source.kind} {src}", "shard_mb": shard_mb, "channels": channels, "splits": splits}
+    options = {"source": f"{source.kind} {Path(src)}", "shard_mb": shard_mb, "channels": channels, "splits": splits}
     return {**options, "dmjd": __version__, **encoders}
 
 
@@ -216,4 +216,6 @@ def _saved(folder: Path) -> Saved:
 
 def _full(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
+    if isinstance(error, FileNotFoundError):
+        reason += ", perhaps since another process builds there as well"
     return StorageError(f"cannot write {path}: {reason}; what is finished stays, and the same command continues")

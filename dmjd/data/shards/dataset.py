@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import OpenImage, Pixels
 from dmjd.data.decode import TOO_SMALL, open_image
 from dmjd.data.quarantine import exceeds
 from dmjd.data.shards.cache import ShardCache
-from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.local import OpenFiles
 from dmjd.data.shards.location import is_remote
+from dmjd.data.shards.sample import fault_of
 from dmjd.errors import BadImage, DataError
 
 
@@ -88,10 +86,9 @@ class ShardDataset:
             raise BadImage(self.name(index), "missing", "is not there, for its tar is missing") from error
         except OSError as error:
             raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
-        if len(data) < size:
-            raise BadImage(self.name(index), "truncated", f"is cut at {len(data)} of {size} bytes, as its tar is")
-        if crc32(data) != crc or not size:
-            raise BadImage(self.name(index), *_describe(data))
+        fault = fault_of(data, size, crc)
+        if fault is not None:
+            raise BadImage(self.name(index), *fault)
         return data
 
     def image(self, index: int) -> Pixels:
@@ -122,16 +119,3 @@ class ShardDataset:
     def _too_small(self, index: int) -> str:
         record, (height, width) = self._records[index], self._min_size
         return f"({record['height']}x{record['width']}) cannot fill the {height}x{width} crop (height x width)"
-
-
-def _describe(data: bytes) -> tuple[str, str]:
-    """Kind and fault of bytes that are not those of the index."""
-    if not any(data):
-        return "empty", "has nothing but zeros in its place" if data else "has no bytes"
-    try:
-        Image.open(io.BytesIO(data)).close()
-    except UnidentifiedImageError:
-        return "magic", f"is no image any more: it begins with {data[:12]!r}"
-    except Exception:  # its header is damaged in some other way
-        pass
-    return "crc", "has another crc32 than the index says"

@@ -12,9 +12,9 @@ from dmjd.data.shards.index import MANIFEST, Shard
 from dmjd.data.shards.location import is_remote, local_copy, sha256
 from dmjd.data.shards.part import Part, Saved, as_records, record, reject, save_parts
 from dmjd.data.shards.pool import available_workers, each
-from dmjd.data.shards.sources import label_of, number_classes, tar_item
+from dmjd.data.shards.sources import number_classes, tar_items
 from dmjd.data.shards.tar import tar_samples
-from dmjd.errors import BadImage, DataError
+from dmjd.errors import BadImage, DataError, StorageError
 
 
 def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channels: int = 3) -> list[Saved]:
@@ -31,6 +31,7 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
 
     Raises:
         DataError: if a tar is missing, compressed or truncated, holds no image, or ``dst`` has a manifest.
+        StorageError: if ``dst`` cannot be written.
     """
     folder = Path(dst).expanduser()
     if folder.exists() and not folder.is_dir():
@@ -43,8 +44,11 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
     if not any(part.shard.samples for part in ordered):
         raise DataError(f"{', '.join(tars)} hold no image that can be used; give webdataset tars of images")
     classes = number_classes(int(part.records["label"].max()) for part in ordered if part.shard.samples)
-    folder.mkdir(parents=True, exist_ok=True)
-    return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(tars)}")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(tars)}")]
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror}; the tars are as they were") from error
 
 
 def index_tar(location: str) -> Part:
@@ -57,12 +61,13 @@ def index_tar(location: str) -> Part:
     try:
         with local_copy(location) as path:
             for sample in tar_samples(str(path)):
-                item = tar_item(str(path), sample)._replace(name=f"{location}: {sample.key}")
-                try:
-                    data = item.read()
-                    rows.append(record(item.offset, data, label_of(sample), *measure(item.name, data)))
-                except BadImage as bad:
-                    rejects.append(reject(bad))
+                for item in tar_items(str(path), sample):
+                    item = item._replace(name=item.name.replace(str(path), location, 1))
+                    try:
+                        data = item.read()
+                        rows.append(record(item.offset, data, item.label, *measure(item.name, data)))
+                    except BadImage as bad:
+                        rejects.append(reject(bad))
             with path.open("rb") as file:
                 shard = Shard(location, len(rows), path.stat().st_size, sha256(file))
     except FileNotFoundError as error:
@@ -78,7 +83,8 @@ def _expand(tars: Sequence[str]) -> list[str]:
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
         raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
-    (most, times), *_ = Counter(locations).most_common(1)
+    names = (path if is_remote(path) else str(Path(path).resolve()) for path in locations)
+    (most, times), *_ = Counter(names).most_common(1)
     if times > 1:
         raise DataError(f"{most} is given {times} times; give every tar once")
     return locations

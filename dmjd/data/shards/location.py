@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from dmjd.data.shards.network import PATIENCE, download, persist
 from dmjd.errors import DataError
 
 
@@ -42,15 +42,19 @@ def open_binary(location: str) -> BinaryIO:
 
 @contextmanager
 def local_copy(location: str) -> Iterator[Path]:
-    """A path to the file, or to a copy that goes with the end of the block; raises as opening it does."""
+    """A path to the file, or to a copy that goes with the end of the block.
+
+    Raises:
+        FileNotFoundError: if the server says that there is none.
+        OSError: if the disk has no room for it. DataError: if it may not be read, or every attempt failed.
+    """
     if not is_remote(location):
         yield Path(location)
         return
-    with tempfile.NamedTemporaryFile(suffix=Path(location).suffix) as copy:
-        with open_binary(location) as file:
-            shutil.copyfileobj(file, copy, 1 << 20)
-        copy.flush()
-        yield Path(copy.name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copy"
+        persist(location, lambda: download(location, path, PATIENCE), PATIENCE)
+        yield path
 
 
 def sha256(file: BinaryIO) -> str:

@@ -72,14 +72,17 @@ def persist(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Re
     )
 
 
-def read(url: str, patience: Patience) -> bytes:
-    """The whole file at ``url``.
+def read(url: str, patience: Patience, start: int | None = None, end: int | None = None) -> bytes:
+    """The file at ``url``, or its bytes ``start .. end - 1`` as far as there are any.
 
     Raises:
         FileNotFoundError: if the server says that there is none.
         DataError: if it may not be read, or every attempt failed.
     """
-    return persist(url, lambda: cast(bytes, _once(url, patience, lambda files, name: files.cat_file(name))), patience)
+    act = lambda files, name: files.cat_file(name, start=start, end=end)  # noqa: E731
+    data = persist(url, lambda: cast(bytes, _once(url, patience, act)), patience)
+    whole = start is not None and end is not None and len(data) > end - start  # a server need not know of ranges
+    return data[start:end] if whole else data
 
 
 def download(url: str, path: Path, patience: Patience) -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import io
+
+from PIL import Image, UnidentifiedImageError
+
+from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
-from dmjd.data.shards.location import open_binary
+from dmjd.data.shards.location import is_remote
+from dmjd.data.shards.network import PATIENCE, read
 from dmjd.errors import BadImage
 
 
@@ -11,17 +17,43 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
     """The file of sample ``index``.
 
     Raises:
-        BadImage: if its tar is missing, or cannot be read.
+        BadImage: if its tar is missing, cannot be read, or holds other bytes.
+        DataError: if its tar lies behind a URL and every attempt to read it failed.
     """
     record = shards.records[index]
+    location, start, size = shards.location(int(record["shard"])), int(record["offset"]), int(record["size"])
     try:
-        with open_binary(shards.location(int(record["shard"]))) as file:
-            file.seek(int(record["offset"]))
-            return file.read(int(record["size"]))
+        if is_remote(location):
+            data = read(location, PATIENCE, start, start + size)
+        else:
+            with open(location, "rb") as file:
+                file.seek(start)
+                data = file.read(size)
     except FileNotFoundError as error:
         raise BadImage(shards.name(index), "missing", "is not there, for its tar is missing") from error
     except OSError as error:
         raise BadImage(shards.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
+    fault = fault_of(data, size, int(record["crc32"]))
+    if fault is not None:
+        raise BadImage(shards.name(index), *fault)
+    return data
+
+
+def fault_of(data: bytes, size: int, crc: int) -> tuple[str, str] | None:
+    """Kind and fault of ``data``, or None where they are the ``size`` bytes that the index has ``crc`` of."""
+    if len(data) < size:
+        return "truncated", f"is cut at {len(data)} of {size} bytes, as its tar is"
+    if size and crc32(data) == crc:
+        return None
+    if not any(data):
+        return "empty", "has nothing but zeros in its place" if data else "has no bytes"
+    try:
+        Image.open(io.BytesIO(data)).close()
+    except UnidentifiedImageError:
+        return "magic", f"is no image any more: it begins with {data[:12]!r}"
+    except Exception:  # its header is damaged in some other way
+        pass
+    return "crc", "has another crc32 than the index says"
 
 
 def evenly(total: int, count: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,8 @@ from dmjd.errors import BadImage, DataError
 _STAT_THREADS = 16  # a network file system makes them wait
 _NO_LABEL = -1
 _BAD_LABEL = -2
+_LEFT_OUT = -3
+_LABEL_DIGITS = 6  # every class below the highest has a name, so one wrong number could fill the memory
 
 
 class Item(NamedTuple):
@@ -39,10 +41,13 @@ class Item(NamedTuple):
         Raises:
             BadImage: if it is missing, unreadable, another than when it was listed, or its label is none.
         """
+        if self.label == _LEFT_OUT:
+            raise BadImage(self.name, "extra", "is a link, or not the first image of its key, which ends at a dot")
         if self.size < 0:
             raise BadImage(self.name, "missing", "is not there")
         if self.label == _BAD_LABEL:
-            raise BadImage(self.name, "label", "has a cls member that is no class number")
+            fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
+            raise BadImage(self.name, "label", fault)
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -114,17 +119,21 @@ def list_tar(path: str) -> list[TarSample]:
     return list(tar_samples(path))
 
 
-def tar_item(path: str, sample: TarSample) -> Item:
-    """A sample of the tar at ``path`` as an image to be read."""
-    return Item(f"{path}: {sample.key}", Path(sample.key).name, path, sample.offset, sample.size, label_of(sample))
+def tar_items(path: str, sample: TarSample) -> Iterator[Item]:
+    """The image of a sample of the tar at ``path``; what is left out of the sample follows, for the report."""
+    stem = Path(sample.key).name
+    if sample.size >= 0 or not sample.left_out:
+        yield Item(f"{path}: {sample.key}", stem, path, sample.offset, sample.size, _label_of(sample))
+    for name in sample.left_out:
+        yield Item(f"{path}: {name}", stem, path, -1, -1, _LEFT_OUT)
 
 
-def label_of(sample: TarSample) -> int:
+def _label_of(sample: TarSample) -> int:
     """The class number in a cls member; -1 without one, and below that where it holds something else."""
     if sample.label is None:
         return _NO_LABEL
     text = sample.label.strip()
-    return int(text) if text.isdigit() and len(text) < 10 else _BAD_LABEL
+    return int(text) if text.isdigit() and len(text) <= _LABEL_DIGITS else _BAD_LABEL
 
 
 def number_classes(labels: Iterable[int]) -> tuple[str, ...]:
@@ -136,7 +145,9 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
     splits = {}
     for split, paths in tars.items():
         listings = dict(each(list_tar, paths, workers, f"reading the tars of {split}"))
-        splits[split] = [tar_item(path, sample) for number, path in enumerate(paths) for sample in listings[number]]
+        splits[split] = [
+            item for number, path in enumerate(paths) for sample in listings[number] for item in tar_items(path, sample)
+        ]
     names = _named_classes(Path(tars["train"][0]).parent)
     numbers = number_classes(item.label for items in splits.values() for item in items)
     return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)

@@ -29,12 +29,16 @@ END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class TarSample(NamedTuple):
-    """``offset`` and ``size`` of the image, -1 where a sample has none; ``label`` is the text of its cls member."""
+    """``offset`` and ``size`` of the image, -1 where a sample has none; ``label`` is the text of its cls member.
+
+    ``left_out`` names members that look like images as well: links, and images behind the first.
+    """
 
     key: str
     offset: int
     size: int
     label: bytes | None
+    left_out: tuple[str, ...] = ()
 
 
 def compression(head: bytes) -> str | None:
@@ -113,7 +117,10 @@ class _HashingFile:
         return self.size
 
     def close(self) -> None:
-        self._file.close()
+        """Once this returns, a machine that loses its power keeps the file."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def tar_samples(path: str) -> Iterator[TarSample]:
@@ -146,6 +153,8 @@ def is_content(info: tarfile.TarInfo) -> bool:
 
 
 class _Member(NamedTuple):
+    """``offset`` and ``size`` are -1 of a link, which has no content where it lies."""
+
     name: str
     offset: int
     size: int
@@ -155,6 +164,8 @@ class _Member(NamedTuple):
 def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
     for info in tar:
         tar.members = []  # type: ignore[attr-defined]  # it would keep every header
+        if (info.islnk() or info.issym()) and not _META.match(info.name):
+            yield _Member(info.name, -1, -1, b"")
         if not is_content(info):
             continue
         content = b""
@@ -176,7 +187,10 @@ def _group(members: Iterator[_Member]) -> Iterator[TarSample]:
             sample = TarSample(key, -1, -1, None)
         if ending == "cls":
             sample = sample._replace(label=member.content)
-        elif ending.rpartition(".")[2] in IMAGE_ENDINGS and sample.offset < 0:
-            sample = sample._replace(offset=member.offset, size=member.size)
+        elif ending.rpartition(".")[2] in IMAGE_ENDINGS:
+            if sample.offset < 0 <= member.offset:
+                sample = sample._replace(offset=member.offset, size=member.size)
+            else:
+                sample = sample._replace(left_out=(*sample.left_out, member.name))
     if sample is not None:
         yield sample

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, StorageError
 
 _SHOWN_FAULTS = 10
 _PNG = "shards.png"
@@ -32,7 +32,7 @@ class _Words(NamedTuple):
 
     def number(self, key: str, default: int) -> int:
         text = self.keys.get(key, str(default))
-        if not text.isdigit() or int(text) < 1:
+        if not text.isdecimal() or int(text) < 1:
             raise ConfigError(f"{key} must be an integer above 0, got {text}")
         return int(text)
 
@@ -93,15 +93,18 @@ def _show(words: _Words) -> Iterator[str]:
     from dmjd.files import replace_file
 
     root, count = words.places
-    if not count.isdigit() or int(count) < 1:
+    if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"dmjd shards show takes a folder and how many samples to show, got {count}")
-    for split, shards in load_splits(root).items():
-        if words.keys.get("split", "train") == split:
-            path = Path(words.keys.get("output", _PNG))
-            replace_file(path, contact_sheet(shards, int(count)))
-            yield str(path)
-            return
-    raise ConfigError(f"{root} has no split {words.keys['split']}")
+    splits, wanted = load_splits(root), words.keys.get("split", "train")
+    if wanted not in splits:
+        raise ConfigError(f"{root} has no split {wanted}, only {' and '.join(splits)}; choose with split=")
+    path = Path(words.keys.get("output", _PNG))
+    sheet = contact_sheet(splits[wanted], int(count))
+    try:
+        replace_file(path, sheet)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}; give another file with output=") from error
+    yield str(path)
 
 
 class _Verb(NamedTuple):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import shutil
 import signal
 import tarfile
@@ -19,7 +20,9 @@ from PIL import Image
 
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.build import PARTS, build
+from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
+from dmjd.data.shards.part import REJECTS
 from dmjd.data.shards.sample import image_bytes
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import DataError, StorageError
@@ -100,7 +103,7 @@ def test_equal_builds_have_equal_bytes_and_a_finished_one_is_left_alone(
     assert content_of(tmp_path / "again") == content_of(finished)
     assert [(saved.samples, dict(saved.rejects)) for saved in first] == [(24, {"magic": 1}), (4, {})]
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
-    assert build(str(photos), str(tmp_path / "again"), workers=1, shard_mb=1) == first
+    assert build(f"{photos}/", str(tmp_path / "again"), workers=1, shard_mb=1) == first, "as a shell completes it"
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")} == times
 
 
@@ -193,6 +196,39 @@ def test_a_full_disk_is_one_sentence_and_the_build_continues(
 
 
 @pytest.mark.usefixtures("small_tars")
+def test_a_build_whose_twin_ends_first_says_so_and_the_set_is_whole(
+    photos: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shards"
+
+    def overtaken(*arguments: Any) -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr("dmjd.data.shards.build.MEGABYTE", 7_000)
+        build(str(photos), str(folder), workers=1, shard_mb=1)
+        replace(*arguments)
+
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", overtaken)
+    with pytest.raises(StorageError, match="perhaps since another process builds there as well"):
+        build(str(photos), str(folder), workers=1, shard_mb=1)
+    build(str(photos), str(folder), workers=1, shard_mb=1)
+    assert content_of(folder) == content_of(finished)
+
+
+@pytest.mark.usefixtures("small_tars")
+def test_a_disk_that_is_full_only_when_the_tar_is_to_be_safe_leaves_no_tar(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "fsync", full)  # where a network disk says so
+    with pytest.raises(StorageError, match=r"cannot write .*\.tar: Disk quota exceeded; what is finished stays"):
+        build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+    assert not [path for ending in ("tar", "part", "tmp") for path in tmp_path.rglob(f"*.{ending}")]
+
+
+@pytest.mark.usefixtures("small_tars")
 def test_a_finished_tar_that_is_damaged_is_made_again(
     photos: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,17 +281,38 @@ def test_tars_are_sharded_anew(photo: Photo, tmp_path: Path) -> None:
         "x/4.txt": b"no image",
         "x/5.jpg": photo(5),
         "x/5.cls": b"cat",
+        "x/6.jpg": photo(6),
+        "x/6.cls": b"999999999",  # every class has a name
     }
     for split, names in (("train", list(members)), ("val", ["x/1.jpg", "x/1.cls"])):
         foreign_tar(tmp_path / "source" / split / "0.tar", {name: members[name] for name in names})
     train, val = build(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
     assert (labels(train.folder), labels(val.folder)) == ([2, 0, -1], [2])
-    assert dict(train.rejects) == {"missing": 1, "label": 1}
+    assert dict(train.rejects) == {"missing": 1, "label": 2}
     assert load(train.folder).manifest.classes == load(val.folder).manifest.classes == ("0", "1", "2")
     assert image_bytes(load(train.folder), 1) == members["x/2.seg.png"]
 
 
 @pytest.mark.usefixtures("small_tars")
+def test_no_image_of_a_tar_is_left_out_in_silence(photo: Photo, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "dotted.tar", "w") as tar:
+        for number in range(3):  # one sample to webdataset, for keys end at the first dot
+            info = tarfile.TarInfo(f"img.{number}.jpg")
+            info.size = len(photo(number))
+            tar.addfile(info, io.BytesIO(photo(number)))
+        for name, kind in (("hard.jpg", tarfile.LNKTYPE), ("soft.png", tarfile.SYMTYPE)):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = kind, "img.0.jpg"
+            tar.addfile(link)
+    (built,) = build(str(tmp_path / "dotted.tar"), str(tmp_path / "shards"), workers=1)
+    (indexed,) = index_tars([str(tmp_path / "dotted.tar")], str(tmp_path / "index"), workers=1)
+    for saved in (built, indexed):
+        assert (saved.samples, dict(saved.rejects)) == (1, {"extra": 4})
+        names = [json.loads(line)["name"] for line in (saved.folder / REJECTS).read_text().splitlines()]
+        members = ("img.1.jpg", "img.2.jpg", "hard.jpg", "soft.png")
+        assert names == [f"{tmp_path / 'dotted.tar'}: {member}" for member in members]
+
+
 def test_shards_are_sharded_anew_with_their_classes(finished: Path, tmp_path: Path) -> None:
     build(str(finished), str(tmp_path / "one"), workers=1, shard_mb=100)
     few, many = load(tmp_path / "one" / "train"), load(finished / "train")

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from dmjd.parallel import store
 from tests.data.shards.http_server import Server
+from tests.runs import NO_PICTURES, telling
 
 pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
 
-LAST = "checkpoints/step-00000012"
-PRELUDE = """
-import dmjd.train.loop as loop
-loop.write_pictures = lambda *arguments: {}
+PRELUDE = f"""
+{NO_PICTURES}
 os.setsid()
-open(SESSIONS, "a").write(f"{os.getpid()}\\n")
+open(SESSIONS, "a").write(f"{{os.getpid()}}\\n")
 MAIN = os.getpid()
 KILL = lambda: os.kill(MAIN, 9)  # the run, though a worker may come to it first
 """
@@ -135,15 +131,8 @@ def members(sessions: set[str]) -> list[str]:
     return found
 
 
-def assert_as_undisturbed(run: Path, undisturbed: Path) -> None:
-    assert (run / "log.jsonl").read_bytes() == (undisturbed / "log.jsonl").read_bytes()
-    ours, theirs = (store.read(path / LAST) for path in (run, undisturbed))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert not (run / "quarantine.jsonl").exists()
-
-
 def assert_nothing_left(folder: Path) -> None:
+    """No process of the run, no half of a download, and no image that a kill made look bad."""
     sessions = set((folder / "sessions").read_text().split())
     end = time.monotonic() + 20  # a worker looks for its parent every five seconds
     while left := members(sessions):
@@ -151,44 +140,42 @@ def assert_nothing_left(folder: Path) -> None:
         time.sleep(0.05)
     files = {path.suffix for path in (folder / "cache").iterdir()}
     assert files == {".tar"}
+    assert not (folder / "run" / "quarantine.jsonl").exists()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_kills(seed: int, start: Callable[..., Any], server: Server, undisturbed: Path, tmp_path: Path) -> None:
-    moments, kills = random.Random(seed), 0
-    while True:
-        process = start()
-        process.join(moments.uniform(0.1, 0.6) if kills < 6 else 120)
-        if process.exitcode is not None:
-            break
-        process.kill()
-        process.join()
-        kills += 1
-    assert process.exitcode == 0
-    assert kills >= 2
-    assert_as_undisturbed(tmp_path / "run", undisturbed)
+def test_random_kills(
+    seed: int,
+    start: Callable[..., Any],
+    undisturbed: Path,
+    tmp_path: Path,
+    finish_through_kills: Callable[..., None],
+    assert_same_run: Callable[..., None],
+) -> None:
+    finish_through_kills(start, seed, 0.1, 0.6, 6)
+    assert_same_run(tmp_path / "run", undisturbed, "data")
     assert_nothing_left(tmp_path)
 
 
 @pytest.mark.parametrize("moment", FAULTS)
 def test_a_kill_at_this_moment(
-    moment: str, start: Callable[..., Any], server: Server, undisturbed: Path, tmp_path: Path
+    moment: str,
+    start: Callable[..., Any],
+    undisturbed: Path,
+    tmp_path: Path,
+    finish_through_fault: Callable[..., None],
+    assert_same_run: Callable[..., None],
 ) -> None:
-    first = start(FAULTS[moment])
-    first.join(60)
-    assert first.exitcode == -9, "the fault was not reached"
-    second = start()
-    second.join(120)
-    assert second.exitcode == 0
-    assert_as_undisturbed(tmp_path / "run", undisturbed)
+    finish_through_fault(start, FAULTS[moment])
+    assert_same_run(tmp_path / "run", undisturbed, "data")
     assert_nothing_left(tmp_path)
 
 
 def test_a_worker_that_is_killed_is_one_sentence_and_the_run_continues(
-    start: Callable[..., Any], undisturbed: Path, tmp_path: Path
+    start: Callable[..., Any], undisturbed: Path, tmp_path: Path, assert_same_run: Callable[..., None]
 ) -> None:
     fault = f"""
-sys.stderr = open({str(tmp_path / "said")!r}, "a", buffering=1)
+{telling(tmp_path / "said")}
 from dmjd.data.loader import StepBatches
 load = StepBatches.load
 StepBatches.load = lambda self, step: os.kill(os.getpid(), 9) if step == 8 else load(self, step)
@@ -203,5 +190,5 @@ StepBatches.load = lambda self, step: os.kill(os.getpid(), 9) if step == 8 else 
     second = start()
     second.join(120)
     assert second.exitcode == 0
-    assert_as_undisturbed(tmp_path / "run", undisturbed)
+    assert_same_run(tmp_path / "run", undisturbed, "data")
     assert_nothing_left(tmp_path)

@@ -10,8 +10,10 @@ import webdataset
 from PIL import Image
 
 from dmjd.data.shards.index import load
+from dmjd.data.shards.network import Patience
 from dmjd.data.shards.sample import image_bytes
 from dmjd.data.shards.verify import verify
+from tests.data.shards.http_server import Server
 
 Command = Callable[..., tuple[int, str, str]]
 Photo = Callable[..., bytes]
@@ -37,10 +39,12 @@ def test_help_shows_every_form(dmjd: Command) -> None:
         (["build", "here"], "the form is: dmjd shards build SRC DST"),
         (["build", "a", "b", "wrkers=2"], "wrkers is not a key of dmjd shards build; did you mean workers?"),
         (["build", "a", "b", "workers=0"], "workers must be an integer above 0, got 0"),
+        (["build", "a", "b", "workers=²"], "workers must be an integer above 0, got ²"),
         (["build", "a", "b", "channels=4"], "channels must be 1 or 3, got 4"),
         (["verify", "nowhere"], "nowhere is no shard set"),
         (["stat", "nowhere"], "nowhere is no shard set"),
         (["show", "a", "many"], "how many samples to show, got many"),
+        (["show", "a", "²"], "how many samples to show, got ²"),
         (["index", "nowhere.tar", "there"], "nowhere.tar is no tar"),
     ],
 )
@@ -106,7 +110,22 @@ def test_show_writes_a_contact_sheet(dmjd: Command, finished: Path, tmp_path: Pa
         assert sheet.width > sheet.height > 300
         assert np.asarray(sheet.convert("L")).std() > 20
     code, _, err = dmjd("shards", "show", str(finished), "6", "split=test")
-    assert (code, err) == (2, f"error: {finished} has no split test\n")
+    assert (code, err) == (2, f"error: {finished} has no split test, only train and val; choose with split=\n")
+
+
+def test_show_and_stat_name_a_sample_whose_bytes_are_others(dmjd: Command, finished: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(finished / "train", tmp_path / "shards"))
+    shards = load(folder)
+    tar = Path(shards.location(0))
+    content, place = bytearray(tar.read_bytes()), int(shards.records["offset"][0]) + 300
+    content[place] ^= 1
+    for damaged, fault in ((content, "has another crc32 than the index says"), (content[:place], "is cut at 300 of")):
+        tar.write_bytes(damaged)
+        for words in (("show", str(folder), "3", f"output={tmp_path / 'x.png'}"), ("stat", str(folder))):
+            code, _, err = dmjd("shards", *words)
+            assert code == 2
+            assert err.startswith(f"error: {shards.name(0)} {fault}")
+    assert not (tmp_path / "x.png").exists()
 
 
 @pytest.fixture
@@ -148,6 +167,56 @@ def test_tars_behind_a_url_are_indexed_there(dmjd: Command, foreign: Path, tmp_p
     shards = load(tmp_path / "index")
     assert (shards.location(0), shards.manifest.samples) == (url, 3)
     assert verify(shards, workers=1) == []
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_server_that_falters_is_asked_again(
+    dmjd: Command, server: Server, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
+    quick = Patience(attempts=3, first_pause=0.01, longest_pause=0.02, stall=5)
+    for module in ("location", "sample"):
+        monkeypatch.setattr(f"dmjd.data.shards.{module}.PATIENCE", quick)
+    server.root = finished
+    shards, url = load(finished / "train"), server.url("train").rstrip("/")
+    remote = load(url)
+    assert load(url).manifest == shards.manifest
+    server.faults = ["503", "cut"]
+    assert verify(remote, workers=1) == []
+    server.faults = ["503", "cut"]
+    assert image_bytes(remote, 5) == image_bytes(shards, 5)
+    tar = f"{url}/{shards.manifest.shards[0].url}"
+    server.faults = ["cut", "503"]
+    assert dmjd("shards", "index", tar, str(tmp_path / "index"))[0] == 0
+    assert load(tmp_path / "index").manifest.shards[0].sha256 == shards.manifest.shards[0].sha256
+    server.faults = ["503"] * 3
+    code, _, err = dmjd("shards", "index", tar, str(tmp_path / "other"))
+    assert (code, (tmp_path / "other").exists()) == (2, False)
+    assert "cannot be fetched" in err.splitlines()[-1]
+
+
+def test_a_disk_that_cannot_be_written_is_one_sentence(
+    dmjd: Command, foreign: Path, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, err = dmjd("shards", "index", str(foreign / "*.tar"), str(tmp_path / "file" / "index"), "workers=1")
+    assert code == 2
+    assert err.startswith(f"error: cannot write {tmp_path / 'file' / 'index'}: Not a directory; ")
+    code, _, err = dmjd("shards", "show", str(finished), "2", f"output={tmp_path / 'nowhere' / 'x.png'}")
+    assert code == 2
+    assert err.startswith(f"error: cannot write {tmp_path / 'nowhere' / 'x.png'}: No such file or directory; ")
+
+
+def test_a_tar_given_by_two_names_is_given_twice(dmjd: Command, foreign: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(foreign)
+    code, _, err = dmjd("shards", "index", str(foreign / "0.tar"), f"{tmp_path}/link/0.tar", str(tmp_path / "index"))
+    assert (code, err) == (2, f"error: {foreign / '0.tar'} is given 2 times; give every tar once\n")
+
+
+def test_a_set_may_be_all_held_out(dmjd: Command, finished: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "val", tmp_path / "shards" / "val")
+    code, _, err = dmjd("shards", "show", str(tmp_path / "shards"), "2")
+    assert (code, err) == (2, f"error: {tmp_path / 'shards'} has no split train, only val; choose with split=\n")
 
 
 def test_a_foreign_tar_cut_anywhere_is_refused(dmjd: Command, foreign: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError, DataError
 from tests.data.stream.conftest import SIZES, image
+from tests.runs import NO_PICTURES, rows, telling
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
@@ -31,8 +31,6 @@ pytestmark = [
 ]
 
 BATCH, STEPS = 8, 40  # 7 steps an epoch
-NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}"
-
 
 QUICK = Patience(attempts=2, first_pause=0.01, stall=20)
 
@@ -239,24 +237,15 @@ def words(tars: Path, tmp_path: Path, tiny: Callable[..., list[str]]) -> Callabl
 
 
 def columns(run: Path) -> list[tuple[int, float]]:
-    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"]) for row in rows]
-
-
-def free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])
+    return [(row["step"], row["loss"]) for row in rows(run)]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_run_of_two_ranks_comes_to_its_end(
-    words: Callable[..., list[str]], tmp_path: Path, launch: Callable[..., Any], workers: int
+    words: Callable[..., list[str]], tmp_path: Path, launch_world: Callable[..., Any], workers: int
 ) -> None:
     command = ["pretrain", *words("engine=ddp", "engine.device=cpu", f"workers={workers}")]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-    prelude = f"sys.stderr = open({str(tmp_path / 'said')!r}, 'a', buffering=1)\n{NO_PICTURES}"
-    ranks = [launch(command, prelude, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    ranks = launch_world(2, command, telling(tmp_path / "said") + NO_PICTURES)
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
@@ -275,11 +264,10 @@ def fault(self, batch):
     os.kill(os.getpid(), 9)
 loop.Pretraining._persist = fault
 """
-    first = launch(["pretrain", *words("workers=1")], f"{NO_PICTURES}\n{kill}")
+    first = launch(["pretrain", *words("workers=1")], NO_PICTURES + kill)
     first.join(60)
     assert first.exitcode == -9
-    prelude = f"sys.stderr = open({str(tmp_path / 'said')!r}, 'a', buffering=1)\n{NO_PICTURES}"
-    second = launch(["pretrain", *words("workers=1")], prelude)
+    second = launch(["pretrain", *words("workers=1")], telling(tmp_path / "said") + NO_PICTURES)
     second.join(60)
     assert second.exitcode == 0
     assert [step for step, _ in columns(tmp_path / "run")] == list(range(1, 9))

@@ -1,0 +1,103 @@
+"""What is made of a checkpoint: scores, and files for others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dmjd.config.data import DataConfig
+from dmjd.config.fields import choice, number, positive
+from dmjd.config.pretrain import PretrainConfig
+
+
+@dataclass
+class KnnConfig:
+    """Weighted kNN on frozen features.
+
+    ``checkpoint`` is a run folder, one of its checkpoints, or a file of weights, of ours or of another code base. What
+    model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
+    ``train_images`` keeps that many, evenly spaced. ``output`` is a folder for the score, by default the run's; a
+    file's is named like it, without its suffix.
+    """
+
+    checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
+    weights: str = choice("trained", "untrained", "ema")
+    pooling: str = choice("mean", "cls")
+    train_images: int | None = number(None, least=1)
+    neighbours: int = positive(20)
+    temperature: float = positive(0.07)
+    batch_size: int = positive(256)
+    workers: int = number(8, least=0)
+    device: str = choice("auto", "cpu", "cuda")
+    data: DataConfig | None = None
+
+
+@dataclass
+class LinprobeConfig:
+    """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
+
+    ``checkpoint``, ``model`` and ``output`` are as for kNN. ``augment`` draws a new crop and flip of every image in
+    each epoch; without it features are computed once.
+    """
+
+    checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
+    weights: str = choice("trained", "untrained", "ema")
+    pooling: str = choice("mean", "cls")
+    train_images: int | None = number(None, least=1)
+    epochs: int = positive(90)
+    warmup_epochs: int = number(10, least=0)
+    base_lr: float = positive(0.1)
+    batch_size: int = positive(16384)
+    augment: bool = True
+    seed: int = number(0, least=0, below=2**32)
+    workers: int = number(8, least=0)
+    device: str = choice("auto", "cpu", "cuda")
+    data: DataConfig | None = None
+
+
+@dataclass
+class ExportConfig:
+    """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
+
+    ``checkpoint`` and ``model`` are as for kNN. ``dtype`` is what its tensors are rounded to.
+    """
+
+    checkpoint: str = "???"
+    model: PretrainConfig | None = None
+    output: str | None = None
+    weights: str = choice("trained", "untrained", "ema")
+    dtype: str = choice("fp32", "bf16", "fp16")
+
+
+@dataclass
+class ConsolidateConfig:
+    """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
+
+    checkpoint: str = "???"
+    output: str | None = None
+
+
+# Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
+_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
+
+
+@dataclass
+class ConvertConfig:
+    """A checkpoint of one code base for another. ``input`` is a file, or a run folder or checkpoint of ours.
+
+    ``grid`` (h, w) in tokens: interpolate positions and relative position biases to it. ``source_grid`` is that of the
+    input, where it is not square. ``bias_tables``: one for all blocks or one each; auto is what the target's models
+    expect. ``unknown``: what to do with names that the source's layout does not have.
+    """
+
+    input: str = "???"
+    output: str = "???"
+    source: str = choice("auto", *_LAYOUTS)
+    to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
+    grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
+    source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
+    bias_tables: str = choice("auto", "shared", "per_block")
+    unknown: str = choice("refuse", "drop")

@@ -1,0 +1,73 @@
+"""Fields of a configuration: what a value may be, said beside its default, and the check of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import field, fields, is_dataclass
+from typing import Any
+
+from dmjd.errors import ConfigError
+
+
+def choice(default: str, *others: str) -> Any:
+    """A field that may be one of a few words."""
+    return field(default=default, metadata={"choices": (default, *others)})
+
+
+def naming(default: str | None, of: str) -> Any:
+    """Text that is not blank, or None where the type allows it; ``of`` ends the sentence "... must name"."""
+    return field(default=default, metadata={"names": of})
+
+
+def number(default: Any, **bounds: float) -> Any:
+    """A finite number, or None where the type allows it, within ``above``, ``least``, ``below``, ``most``."""
+    return field(default=default, metadata={"bounds": bounds})
+
+
+def positive(default: Any) -> Any:
+    """A number that must be above 0."""
+    return number(default, above=0)
+
+
+def numbers(*default: float, length: int | None = None, **bounds: float) -> Any:
+    """A list of finite numbers within bounds as for :func:`number`, of a fixed length if one is given."""
+    return field(default_factory=lambda: list(default), metadata={"bounds": bounds, "length": length})
+
+
+def numbers_or_none(length: int, **bounds: float) -> Any:
+    """A list as for :func:`numbers`, or None, which is the default."""
+    return field(default=None, metadata={"bounds": bounds, "length": length})
+
+
+def check_fields(config: Any, prefix: str = "") -> None:
+    """Raise ConfigError for the first value outside its field's choices or bounds."""
+    for item in fields(config):
+        value, key = getattr(config, item.name), prefix + item.name
+        if is_dataclass(value):
+            check_fields(value, key + ".")
+        choices = item.metadata.get("choices")
+        if choices and value not in choices:
+            raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}")
+        if "names" in item.metadata and value is not None and not value.strip():
+            raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
+        length = item.metadata.get("length")
+        if length is not None and value is not None and len(value) != length:
+            raise ConfigError(f"{key} must hold {length} numbers, got {value}")
+        if "bounds" in item.metadata and value is not None:
+            for single in value if isinstance(value, list) else [value]:
+                _check_bounds(key, single, item.metadata["bounds"])
+
+
+_BOUNDS = {
+    "above": (operator.gt, "above"),
+    "least": (operator.ge, "at least"),
+    "below": (operator.lt, "below"),
+    "most": (operator.le, "at most"),
+}
+
+
+def _check_bounds(key: str, value: float, bounds: dict[str, float]) -> None:
+    if not math.isfinite(value) or not all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
+        allowed = " and ".join(f"{_BOUNDS[name][1]} {bound:g}" for name, bound in bounds.items()) or "a finite number"
+        raise ConfigError(f"{key} must be {allowed}, got {value}")

@@ -1,0 +1,81 @@
+"""How a step updates the weights, how it is computed, and what is done where it goes wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dmjd.config.fields import choice, number, numbers, positive
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate.
+
+    ``lr_rule``: the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, or the classic
+    ``base_lr * K * batch_size / 256``. ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer
+    counts give them (30/49). ``schedule``: half a cosine to ``min_lr``, or a tenth after each epoch of ``milestones``;
+    both after a linear warm-up from ``warmup_lr``. ``no_decay`` names parameters that weight decay leaves alone besides
+    biases and norms, by the last part of their names.
+    """
+
+    base_lr: float = positive(1.5e-4)
+    lr_rule: str = choice("adaptive", "classic")
+    lr_rates: str = choice("nominal", "exact")
+    schedule: str = choice("cosine", "multistep")
+    milestones: list[float] = numbers(above=0)
+    min_lr: float = number(0.0, least=0)
+    warmup_lr: float = number(0.0, least=0)
+    warmup_epochs: float = number(40.0, least=0)
+    weight_decay: float = number(0.05, least=0)
+    betas: list[float] = numbers(0.9, 0.95, length=2, least=0, below=1)
+    eps: float = positive(1e-8)
+    clip_grad: float | None = number(None, above=0)
+    no_decay: list[str] = field(default_factory=list)
+
+
+@dataclass
+class EngineConfig:
+    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
+
+    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
+    matrix products, attention and convolutions, or whole blocks.
+    ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
+    ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
+    ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
+    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
+    JSON file of DeepSpeed's keys that are not ours to decide.
+    ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
+    step after it.
+    """
+
+    name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+    device: str = choice("auto", "cpu", "cuda")
+    precision: str = choice("auto", "fp32", "bf16")
+    accumulation: int = positive(1)
+    activation_checkpointing: str = choice("none", "mlp", "selective", "full")
+    compile: str = choice("none", "block", "model")
+    reshard_after_forward: bool = True
+    replicas: int | None = number(None, least=1)
+    offload_optimizer: bool = False
+    deepspeed_config: str | None = None
+    start_timeout: float = positive(30.0)
+    step_timeout: float = positive(10.0)
+
+
+@dataclass
+class GuardConfig:
+    """What is done about steps that go wrong (docs/robustness.md); a run without any does not depend on it.
+
+    A step whose loss or gradient is not finite is skipped. More than ``max_skips`` of them in ``window`` steps roll the
+    run back to a checkpoint from ``margin`` or more steps before the first, and the batches from ``margin`` steps
+    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run; with
+    both limits at 0 the first bad step does. ``spike`` rolls back as well, after ``spike_steps`` losses in a row that
+    are so many standard deviations above the median of the last ``window``; null: a loss may be as high as it likes.
+    """
+
+    max_skips: int = number(3, least=0)
+    window: int = number(100, least=10)
+    margin: int = number(100, least=0)
+    max_rollbacks: int = number(2, least=0)
+    spike: float | None = number(None, above=0)
+    spike_steps: int = positive(3)

@@ -1,0 +1,75 @@
+"""What feeds a run: its images, the batches they make in order, and the list of those that were bad."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import cached_property
+from pathlib import Path
+
+from dmjd.config import PretrainConfig
+from dmjd.data.batch import Batch
+from dmjd.data.build import fetch_ahead, training_batches, training_source
+from dmjd.data.detour import Detour, DetourAhead
+from dmjd.data.loader import make_loader
+from dmjd.data.quarantine import Quarantine
+from dmjd.data.shards.dataset import ShardDataset
+from dmjd.errors import UserError
+from dmjd.parallel.world import World
+from dmjd.train.state import Position
+from dmjd.train.stop import Requests
+
+
+class Feed:
+    """One rank's batches.
+
+    Args:
+        bad_images: path of the run's list of them.
+
+    Raises:
+        UserError: on all ranks, where the data are not what ``config.data`` says.
+    """
+
+    def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
+        self._config, self._bad_images, self._world = config, bad_images, world
+        self._source = world.together(lambda: training_source(config.data))
+        self._batches = training_batches(
+            config.data, self._source, config.batch_size, config.seed, world.rank, world.size
+        )
+        self.steps_per_epoch = self._batches.steps_per_epoch
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the data, where they can tell."""
+        return self._source.fingerprint if isinstance(self._source, ShardDataset) else None
+
+    @cached_property
+    def _quarantine(self) -> Quarantine:
+        return Quarantine(self._bad_images, len(self._source), self._config.data.max_bad_percent)
+
+    def admit_bad(self) -> None:
+        """List what a check of the images has found. One rank does so, before batches are read.
+
+        Raises:
+            DataError: if that is too much. StorageError: if it cannot be written.
+        """
+        self._quarantine.admit(self._source.bad)
+
+    def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
+        """Those of the steps from ``position`` to ``stop``, or empty ones once this rank cannot read its own."""
+        config, world, windows = self._config, self._world, position.passed_over
+        ranks = world.rank, world.size, world.local_rank, world.local_size
+        try:
+            ahead = fetch_ahead(self._source, config.batch_size, config.seed, *ranks)
+            yield from make_loader(
+                Detour(self._batches, windows),
+                position.step,
+                stop,
+                config.workers,
+                world.device.type == "cuda",
+                self._quarantine,
+                None if ahead is None else DetourAhead(ahead, windows),
+            )
+        except UserError as error:
+            requests.fail(error)
+            while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
+                yield Batch.empty(config.batch_size // world.size, config.data.image_size, config.data.channels)

@@ -1,0 +1,139 @@
+"""What becomes of a job after a launch: decided by what the run left, and by whether it got anywhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.played import PlayedSlurm
+
+
+@dataclass
+class Launches:
+    """One job's launches, one after the other, of a run in ``run``."""
+
+    slurm: PlayedSlurm
+    count: int = 0
+
+    @property
+    def run(self) -> Path:
+        return self.slurm.folder / "run"
+
+    def __call__(
+        self, reason: str = "", step: int = 0, word: str = "", more: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """A launch that commits ``step`` and leaves a marker with ``reason``, or a last word, or neither."""
+        play = (
+            [f"mkdir -p run/checkpoints/step-{step:08d}; touch run/checkpoints/step-{step:08d}/manifest.json"]
+            if step
+            else []
+        )
+        if reason:
+            marker = {"reason": reason, "detail": f"why it {reason}", "step": step, "next": "what to do"}
+            play.append(f"echo '{json.dumps(marker, indent=1)}' >run/STOP_REASON")
+        if word:
+            play.append(f'echo "{word}" >"$DMJD_LAST_WORD"')
+        restart = {"SLURM_RESTART_COUNT": str(self.count)} if self.count else {}
+        self.count += 1
+        script = "\n".join([*play, more or "exit 1"])
+        return self.slurm.play("pretrain.sbatch", "run=run", "epochs=2", PLAY=script, **{**restart, **environment})
+
+    @property
+    def requeues(self) -> int:
+        return self.slurm.asked("scontrol").count("requeue")
+
+
+@pytest.fixture
+def launches(tmp_path: Path) -> Launches:
+    return Launches(PlayedSlurm(tmp_path))
+
+
+@pytest.mark.parametrize("reason", ["finished", "file"])
+def test_what_has_ended_is_left_alone(launches: Launches, reason: str) -> None:
+    assert launches(reason, step=5).returncode == 0
+    assert launches.requeues == 0
+
+
+@pytest.mark.parametrize("reason", ["signal", "time", "lost", "crashed", "error", "interrupted", ""])
+def test_what_got_somewhere_goes_on(launches: Launches, reason: str) -> None:
+    for step in (5, 10, 15):
+        done = launches(reason, step=step)
+        assert done.returncode == 0, done.stderr
+    assert launches.requeues == 3
+    lines = (launches.run / "slurm/launches.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 5, 10]
+    assert json.loads(lines[-1])["log"] == "/logs/job 7.out"
+
+
+@pytest.mark.parametrize(
+    ("reason", "tries"), [("", 3), ("lost", 3), ("signal", 3), ("crashed", 2), ("error", 1), ("diverged", 1)]
+)
+def test_what_gets_nowhere_has_so_many_tries(launches: Launches, reason: str, tries: int) -> None:
+    assert launches("signal", step=5).returncode == 0
+    said = [launches(reason) for _ in range(tries)]
+    assert [done.returncode for done in said] == [0] * (tries - 1) + [1]
+    assert launches.requeues == tries
+    assert "not requeued: " in said[-1].stdout
+    assert not reason or f"why it {reason}" in said[-1].stdout
+    assert tries == 1 or f"{tries} launches in a row ended at step 5" in said[-1].stdout
+
+
+def test_a_crash_that_was_overcome_does_not_count(launches: Launches) -> None:
+    for reason, step in (("crashed", 0), ("signal", 5), ("crashed", 0), ("signal", 10), ("crashed", 0)):
+        assert launches(reason, step=step).returncode == 0
+    assert launches("crashed").returncode == 1
+
+
+def test_a_site_may_have_less_patience(launches: Launches) -> None:
+    assert launches("crashed", DMJD_IDLE_LIMIT="1").returncode == 1
+    assert launches.requeues == 0
+
+
+def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
+    assert launches(word="crashed: rank 1 on n2: RuntimeError: no CUDA").returncode == 0
+    done = launches(word="error: data.root=/nowhere: is not a folder")
+    assert done.returncode == 1
+    assert "data.root=/nowhere: is not a folder" in done.stdout
+    assert launches.requeues == 1
+
+
+def test_a_marker_of_an_earlier_launch_says_nothing_of_this_one(launches: Launches) -> None:
+    launches("finished", step=5)
+    assert "stopped at step 5 (began at 5): killed" in launches().stdout
+
+
+def test_a_cancelled_job_does_not_come_back(launches: Launches) -> None:
+    done = launches("signal", step=5, more="kill -TERM $PPID")
+    assert done.returncode == 143
+    assert launches.requeues == 0
+
+
+def test_a_launch_that_slurm_has_given_up_leaves_the_next_one_alone(launches: Launches) -> None:
+    done = launches("lost", step=5, PLAY_RESTARTS="1")
+    assert done.returncode == 1
+    assert "given up by Slurm" in done.stdout
+    assert launches.requeues == 0
+
+
+def test_a_site_that_does_not_requeue(launches: Launches) -> None:
+    done = launches("signal", step=5, DMJD_REQUEUE="false")
+    assert done.returncode == 1
+    assert "submit it again" in done.stdout
+    assert launches.requeues == 0
+
+
+def test_a_chain_ends_for_all_its_jobs(launches: Launches) -> None:
+    def job(number: int, reason: str, step: int = 0) -> subprocess.CompletedProcess[str]:
+        return launches(reason, step=step, DMJD_CHAIN="chain-1", SLURM_JOB_ID=str(number))
+
+    assert "the next job of the chain" in job(7, "signal", step=5).stdout
+    assert job(8, "crashed").returncode == 0
+    assert job(9, "crashed").returncode == 1, "counted over jobs"
+    done = job(10, "finished", step=9)
+    assert done.returncode == 0
+    assert "nothing to do: gave up: 2 launches in a row ended at step 5" in done.stdout
+    assert launches.requeues == 0

@@ -1,0 +1,40 @@
+"""Runs in tests: what a child process is told, what a run leaves, and when two things are one, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Preludes for `launch` (tests/conftest.py).
+NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}\n"
+"""Pictures take longer than all the rest of so small a run."""
+KILL = "os.kill(os.getpid(), 9)"
+
+
+def telling(file: Path) -> str:
+    """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
+    return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)\n"
+
+
+def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / f"{name}.jsonl").read_text().splitlines()]
+
+
+def reason(run: Path) -> dict[str, Any]:
+    """Why the run stopped."""
+    record: dict[str, Any] = json.loads((run / "STOP_REASON").read_text())
+    return record
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bit for bit, through containers."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)

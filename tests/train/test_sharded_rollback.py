@@ -1,0 +1,103 @@
+"""Runs over two processes that share parameters or moments, one of which meets bad data. The oracle is a run that never
+did; what a rollback does in all detail is in test_rollback.py."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.conftest import free_port
+
+ENGINES = ("fsdp", "zero2")
+BAD = (9, 10)
+WORDS = (
+    *("batch_size=64", "log_every=5", "checkpoint_every=8", "ema_decay=0.9", "backbone.drop_path=0.2"),
+    *("guard.max_skips=1", "guard.window=10", "guard.margin=1", "engine.accumulation=2"),
+)
+
+
+class Life(NamedTuple):
+    """One run of a process. windows: batches that it passes over from its start. bad: those whose targets are NaN."""
+
+    port: str
+    words: list[str]
+    windows: tuple[tuple[int, int], ...] = ()
+    bad: tuple[int, ...] = ()
+
+
+def live(rank: int, lives: list[Life]) -> None:
+    """What one of two processes does: run after run, in which the second rank's data may be bad."""
+    import dmjd.train.loop as loop
+    from dmjd.compose import compose
+    from dmjd.train.state import Position
+
+    torch.set_num_threads(1)
+    forward_backward = loop.Pretraining._forward_backward
+    for one in lives:
+
+        def init(self: Any, one: Life = one) -> None:
+            self.step, self.passed_over = 0, one.windows
+
+        def spoiled(self: Any, batch: Any, one: Life = one) -> Any:
+            with pytest.MonkeyPatch.context() as within:
+                if rank == 1 and self.position.batch(self.position.step) in one.bad:
+                    prepare = self.prepare
+
+                    def spoil(*arguments: Any) -> Any:
+                        prepared = prepare(*arguments)
+                        prepared.targets[-1] = float("nan")
+                        return prepared
+
+                    within.setattr(self, "prepare", spoil)
+                return forward_backward(self, batch)
+
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=one.port, GLOO_SOCKET_IFNAME="lo",
+            WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2",
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "write_pictures", lambda *arguments: {})
+            patch.setattr(Position, "__init__", init)
+            patch.setattr(loop.Pretraining, "_forward_backward", spoiled)
+            loop.pretrain(compose("pretrain", one.words))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., list[str]]) -> Path:
+    """A folder with ``ENGINE-sound`` and ``ENGINE-spoiled`` for all engines, of one launch."""
+    folder = tmp_path_factory.mktemp("runs")
+    lives = []
+    for engine in ENGINES:
+        for name, windows, bad in (("sound", ((8, 11),), ()), ("spoiled", (), BAD)):
+            words = tiny(folder / f"{engine}-{name}", *WORDS, f"engine={engine}")
+            lives.append(Life(free_port(), words, windows, bad))
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=live, args=(rank, lives)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return folder
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bad_steps_of_one_rank_turn_all_back(
+    engine: str, runs: Path, assert_same_run: Callable[[Path, Path], None]
+) -> None:
+    spoiled = runs / f"{engine}-spoiled"
+    first, second, back = (json.loads(line) for line in (spoiled / "guard.jsonl").read_text().splitlines())
+    assert [(row["event"], row["step"], row["batch"]) for row in (first, second)] == [
+        ("skipped", 10, 9),
+        ("skipped", 11, 10),
+    ]
+    assert [[one["rank"] for one in row["ranks"]] for row in (first, second)] == [[1], [1]]
+    assert (back["event"], back["to"], back["passed_over"]) == ("rollback", 8, [8, 11])
+    assert_same_run(spoiled, runs / f"{engine}-sound")
