@@ -42,6 +42,7 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
         import open_clip
     except ImportError as error:
         raise ConfigError("target.name=clip needs open_clip: pip install 'dmjd[clip]'") from error
+    config: dict[str, Any] | None
     if model.startswith(LOCAL):
         config, file = _config_in(Path(model.removeprefix(LOCAL)), weights), None
     else:
