@@ -209,6 +209,27 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
         join_world(CPU, engine("hsdp", replicas=4))
 
 
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"offload_optimizer": True}, "zero1, zero2, zero3"),
+        ({"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
+        ({"replicas": 2}, "hsdp"),
+        ({"reshard_after_forward": False}, "fsdp, hsdp"),
+    ],
+)
+def test_options_of_another_engine_are_refused(options: dict[str, Any], names: str) -> None:
+    (key,) = options
+    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine=ddp$"):
+        join_world(CPU, engine("ddp", **options))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_a_model_that_is_one_graph_is_not_sharded(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.compile=model .* engine={name} .*use engine\.compile=block$"):
+        join_world(CPU, engine(name, compile="model"))
+
+
 def test_one_process_can_shard_by_itself(tmp_path: Path, tiny: Words, launch: Launch, finished_run: Path) -> None:
     assert finish([launch(["pretrain", *tiny(tmp_path / "run", "engine=fsdp")], NO_PICTURES)]) == [0]
     for row, expected in zip(rows(tmp_path / "run"), rows(finished_run), strict=True):
