@@ -300,7 +300,7 @@ def _start(made: Cluster, memory: int) -> None:
         told = subprocess.run(idle, env=made.environment, capture_output=True, text=True, timeout=60)
         return told.stdout.strip() == str(made.nodes)
 
-    made.wait_until(all_idle, story=lambda: f"no {made.nodes} idle nodes")
+    made.wait_until(all_idle, seconds=60, story=lambda: f"no {made.nodes} idle nodes")
 
 
 def _fake_gpus(root: Path, made: Cluster) -> str:
