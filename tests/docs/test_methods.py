@@ -23,14 +23,15 @@ def test_the_page_of_methods_is_what_the_presets_say() -> None:
 
 
 def test_every_system_has_a_status_and_every_preset_named_exists() -> None:
-    rows = [line.split("|")[1:4] for line in (DOCS / "comparison.md").read_text().splitlines() if line.startswith("| ")]
+    rows = [line.split("|")[1:5] for line in (DOCS / "comparison.md").read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in row] for row in rows[1:]]
     names = {re.split(r"[,+]", row[0])[0].strip() for row in rows}
     assert names >= set(SYSTEMS.split(", "))
     existing = {path.stem for path in (configs_dir() / "experiment").glob("*.yaml")}
-    for system, status, reason in rows:
+    for system, status, reason, source in rows:
         assert status in ("preset", "checkpoint", "figure"), system
         assert reason, system
+        assert source.startswith(("code", "README", "abstract", "review", "the paper's text", "nothing")), system
         if status == "preset":
             for name in re.findall(r"`([a-z0-9_*]+)`", reason):
                 assert any(Path(one).match(name) for one in existing), f"{system}: {name}"

@@ -1,0 +1,74 @@
+"""A killed run goes on to the same log where its targets have a past (a teacher) or a picture of their own (codes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmjd.parallel import store
+from dmjd.train import checkpoint
+from tests.train.shrunken import CODES, write_dvae
+
+Words = Callable[..., list[str]]
+
+WORDS = ("batch_size=16", "log_every=1", "checkpoint_every=4", "engine.accumulation=2", "backbone.drop_path=0.2")
+
+KILLED = """
+import os
+import dmjd.train.loop as loop
+from dmjd.parallel.single import SingleEngine
+loop.write_pictures = lambda *arguments: {}
+step, steps = SingleEngine.step, []
+def fault(self, lr, wd):
+    steps.append(lr)
+    os.kill(os.getpid(), 9) if len(steps) == LAST else None
+    return step(self, lr, wd)
+SingleEngine.step = fault
+"""
+
+
+def of_a_teacher(tmp_path: Path, image_folder: Path) -> tuple[str, ...]:
+    """The average of an average: what it teaches depends on every step before."""
+    teacher = ("target=teacher", "target.layers=1", "ema_decay=0.9", "optim.base_lr=5e-2")
+    return ("epochs=4", *teacher, "data.channels=1", "data.image_size=[32,32]")
+
+
+def of_codes(tmp_path: Path, image_folder: Path) -> tuple[str, ...]:
+    """BEiT's: the same crop at half the size, flipped and coloured alike, through a dVAE."""
+    model = ("method=beit", "backbone.patch_size=16", "mask.count=6", "optim.base_lr=1e-2")
+    target = (f"target.weights={write_dvae(tmp_path / 'dvae.pt')}", f"target.codes={CODES}")
+    return ("epochs=4", *model, *target, "data.channels=3", "data.image_size=[64,64]", "data.second_size=[32,32]")
+
+
+@pytest.mark.parametrize("case", [of_a_teacher, of_codes])
+def test_a_killed_run_goes_on_to_the_same_log(
+    case: Callable[[Path, Path], tuple[str, ...]],
+    tmp_path: Path,
+    image_folder: Path,
+    tiny: Words,
+    launch: Callable[..., Any],
+    assert_same_run: Callable[[Path, Path], None],
+) -> None:
+    words = (*case(tmp_path, image_folder), *WORDS)
+    channels = 3 if "data.channels=3" in words else 1
+    images = ["data=folder", f"data.root={image_folder}", "data.check=none"]
+    images += [f"data.{name}={[value] * channels}".replace(" ", "") for name, value in (("mean", 0.4), ("std", 0.3))]
+
+    def run(name: str, last: int) -> int:
+        process = launch(["pretrain", *tiny(tmp_path / name, *images, *words)], KILLED.replace("LAST", str(last)))
+        process.join(300)
+        return int(process.exitcode)
+
+    assert run("whole", last=0) == 0
+    assert [run("killed", last=6), run("killed", last=3)] == [-9, -9]  # in steps 6 and 7, both after the fourth
+    assert run("killed", last=0) == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    end = checkpoint.newest(tmp_path / "whole" / "checkpoints")
+    assert end is not None
+    assert checkpoint.step_of(end) == 12
+    if case is of_a_teacher:
+        averages, parameters = store.read_average(end), store.read_model(end)
+        assert any((averages[name] - parameters[name]).abs().max() > 1e-3 for name in averages), "it learns"
