@@ -141,7 +141,10 @@ def test_a_save_in_which_one_is_killed_leaves_the_one_before(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-FULL = """
+FULL = {
+    "for the tensors of one": (
+        1,
+        """
 import errno, dmjd.parallel.store as store
 save, saves = store.save_shards, []
 class Full(store.FileSystemWriter):
@@ -153,15 +156,32 @@ def fault(*arguments, **options):
         options["storage_writer"] = Full(options["storage_writer"].path)
     return save(*arguments, **options)
 store.save_shards = fault
-"""
+""",
+    ),
+    "for the loop's state": (
+        0,
+        """
+import errno
+from pathlib import Path
+write = Path.write_bytes
+def fault(self, content):
+    if self.name == "loop.pt" and "step-00000012" in str(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write(self, content)
+Path.write_bytes = fault
+""",
+    ),
+}
 
 
+@pytest.mark.parametrize("disk", FULL)
 def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
-    tmp_path: Path, tiny: Words, launch_world: Launch
+    disk: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:
+    rank, fault = FULL[disk]
     run, said = tmp_path / "run", tmp_path / "said"
     words = ["pretrain", *tiny(run, *WORDS, "online_knn.every_epochs=0", "epochs=20", "engine=fsdp")]
-    codes = finish(launch_world(2, words, telling(said) + NO_PICTURES, {1: FULL}))
+    codes = finish(launch_world(2, words, f"{telling(said)}\n{NO_PICTURES}", {rank: fault}))
     assert codes == [2, 2]
     errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
