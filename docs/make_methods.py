@@ -25,9 +25,10 @@ Written by `python docs/make_methods.py` from `configs/`; a test fails where the
 Systems that the paper compares with are in [comparison.md](comparison.md).
 
 Targets with weights read them from `target.weights`, a file, never from the network: `dvae` the encoder of DALL-E as a
-dictionary of tensors, `vqkd` BEiT v2's tokenizer, `clip` what open_clip reads (`pip install 'dmjd[clip]'`). A missing
-file is answered by a sentence that tells how to make it. Their features are computed in every step and not kept: a crop
-is drawn anew in each epoch, so that a feature kept under a sample's id would be that of other pixels.
+dictionary of tensors, `vqkd` BEiT v2's tokenizer, `clip` what open_clip reads (`pip install 'dmjd[clip]'`), or, with
+`target.model=local-dir:FOLDER`, a folder that it wrote. A missing file is answered by a sentence that tells how to make it.
+Their features are computed in every step and not kept: a crop is drawn anew in each epoch, so that a feature kept under
+a sample's id would be that of other pixels.
 
 BEiT's rectangles keep a quota, so that every view hides exactly as many tokens as asked; the official code now and then
 hides fewer. With disjoint masking two views of 75 of 196 tokens predict 150 of them, and `beit_dm_vit_base` does.

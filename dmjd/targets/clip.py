@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,9 @@ from dmjd.targets.weights import weights_file
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's own training images, whatever the student is given."""
 
+LOCAL, CONFIG = "local-dir:", "open_clip_config.json"
+"""What open_clip calls a model that is a folder: its configuration beside its weights."""
+
 EXPECTED = (
     "the weights of target.model as open_clip reads them: a .safetensors file or a dictionary of tensors, such as "
     "open_clip_model.safetensors of a model's page, or torch.save(torch.jit.load('ViT-B-16.pt').state_dict(), FILE) "
@@ -27,6 +32,8 @@ EXPECTED = (
 def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Module:
     """The image tower that open_clip calls ``model``, for images of ``size`` (height, width) pixels, frozen.
 
+    ``model`` may be ``local-dir:FOLDER``, whose weights lie beside its configuration; ``weights`` is then None.
+
     Raises:
         ConfigError: if open_clip or the file is missing, the name is unknown, the file does not fit it, or the tower is
             no ViT.
@@ -35,23 +42,50 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
         import open_clip
     except ImportError as error:
         raise ConfigError("target.name=clip needs open_clip: pip install 'dmjd[clip]'") from error
-    if open_clip.get_model_config(model) is None:
+    config: dict[str, Any] | None
+    if model.startswith(LOCAL):
+        config, file = _config_in(Path(model.removeprefix(LOCAL)), weights), None
+    else:
+        # Any other scheme is one of downloads.
+        config = None if ":" in model else open_clip.get_model_config(model)
+        if config is None:
+            raise ConfigError(
+                f"target.model={model} is no model of open_clip's; open_clip.list_models() names them, such as "
+                f"ViT-B-16-quickgelu (OpenAI's weights) and ViT-L-14, and {LOCAL}FOLDER is one of this machine's"
+            )
+        file = weights_file(weights, EXPECTED)
+    if "hf_model_name" in config.get("text_cfg", {}):
         raise ConfigError(
-            f"target.model={model} is no model of open_clip's; open_clip.list_models() names them, such as "
-            "ViT-B-16-quickgelu (OpenAI's weights) and ViT-L-14"
+            f"target.model={model} has a text tower that open_clip makes from files of the network; take a model "
+            "whose text tower is its own"
         )
-    file = weights_file(weights, EXPECTED)
+    source = {} if file is None else {"pretrained": str(file)}
     try:
-        whole = open_clip.create_model(model, pretrained=str(file), force_image_size=size, weights_only=True)
+        whole = open_clip.create_model(
+            model, force_image_size=size, weights_only=True, require_pretrained=True, **source
+        )
     except Exception as error:  # a checkpoint of another model fails in as many ways as there are formats
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"target.weights={file} is not target.model={model} ({reason}); expected is {EXPECTED}"
+            f"target.weights={file or 'null'} is not target.model={model} ({reason}); expected is {EXPECTED}"
         ) from error
     tower: nn.Module = whole.visual
     if not hasattr(tower, "forward_intermediates") or not hasattr(tower, "ln_post"):
         raise ConfigError(f"target.model={model} has no ViT for an image tower, and its features are no tokens")
     return tower.requires_grad_(False).eval()
+
+
+def _config_in(folder: Path, weights: str | None) -> dict[str, Any]:
+    """The configuration of the model that open_clip has saved in ``folder``, with its weights."""
+    if weights is not None:
+        raise ConfigError(f"target.weights must be null for target.model={LOCAL}FOLDER, which holds them")
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())["model_cfg"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"target.model={LOCAL}{folder}: {CONFIG} of open_clip, with model_cfg, cannot be read there ({error})"
+        ) from error
+    return config
 
 
 def clip_patch(tower: nn.Module) -> int:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.models.objective import Objective
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.train.build import build_mask_spec, build_objective, check_target, image_size, target_dim, token_grid
+from dmjd.train.build.targets import CODES
 from dmjd.train.preparation import Preparation, Prepared
 
 
@@ -20,10 +26,11 @@ def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
     They are made on the current default device and by the current mode: on "meta", or under FakeTensorMode, they have
     shapes and no bytes. The states of the random generators stay as they are.
     """
+    check_target(config)
     grid = token_grid(config)
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    with _generators_kept():
-        objective = build_objective(config, tokenizer.dim)
+    spec, dim = build_mask_spec(config.mask, grid), target_dim(config)
+    tokenizer = _Blank(dim, config.target.name in CODES, config.backbone.patch_size, grid[0] * grid[1])
+    objective = _objective(config, dim)
     data = config.data
     prepare = Preparation(
         spec,
@@ -39,6 +46,30 @@ def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
     ids = torch.arange(images)
     pixels = torch.zeros((images, *image_size(config), data.channels), dtype=torch.uint8)
     return objective, prepare(Batch(pixels, ids, ids), 0)
+
+
+def _objective(config: PretrainConfig, dim: int) -> Objective:
+    """Under FakeTensorMode it is made on "meta" first: some initialisations, and timm's Swin, read numbers."""
+    with _generators_kept(), unset_fake_temporarily() as fake, torch.device("meta") if fake else nullcontext():
+        objective = build_objective(config, dim)
+    return objective._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype)) if fake else objective
+
+
+@dataclass(frozen=True)
+class _Blank:
+    """Targets in their shape. A frozen network or a teacher that makes them need not be there, and is not counted."""
+
+    dim: int
+    codes: bool
+    patch: int
+    tokens: int
+
+    def __call__(self, images: Tensor) -> Tensor:
+        kind = torch.int64 if self.codes else torch.float32
+        return torch.zeros(images.shape[0], self.tokens, 1 if self.codes else self.dim, dtype=kind)
+
+    def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        raise AssertionError("nobody looks at a rehearsal")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -106,6 +107,26 @@ def test_nothing_touches_the_network(clip: tuple[str, Any], monkeypatch: pytest.
         load_clip("ViT-B-16-quickgelu", None, (224, 224))
     with pytest.raises(ConfigError, match="is not a file"):
         load_clip("ViT-B-16-quickgelu", "openai", (224, 224))  # open_clip's own name for weights to download
+    with pytest.raises(ConfigError, match="hf-hub:timm/ViT-B-16-SigLIP is no model of open_clip's"):
+        load_clip("hf-hub:timm/ViT-B-16-SigLIP", clip[0], (224, 224))
+    with pytest.raises(ConfigError, match=r"roberta-ViT-B-32 has a text tower .* of the network"):
+        load_clip("roberta-ViT-B-32", clip[0], (224, 224))
+
+
+def test_a_model_in_a_folder_is_read_from_there(clip: tuple[str, Any], images: Tensor, tmp_path: Path) -> None:
+    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": CONFIG, "preprocess_cfg": {}}))
+    with pytest.raises(ConfigError, match=r"target.weights=null is not target.model=local-dir:"):
+        load_clip(f"local-dir:{tmp_path}", None, (32, 32))
+    save_file(torch.load(clip[0]), tmp_path / "open_clip_model.safetensors")
+    tower = load_clip(f"local-dir:{tmp_path}", None, (32, 32))
+    assert torch.equal(
+        ClipTarget(tower, 16, (4, 4), 20)(images),
+        ClipTarget(load_clip(NAME, clip[0], (32, 32)), 16, (4, 4), 20)(images),
+    )
+    with pytest.raises(ConfigError, match=r"target.weights must be null for target.model=local-dir:FOLDER"):
+        load_clip(f"local-dir:{tmp_path}", clip[0], (32, 32))
+    with pytest.raises(ConfigError, match=r"local-dir:.*nowhere: open_clip_config.json of open_clip"):
+        load_clip(f"local-dir:{tmp_path / 'nowhere'}", None, (32, 32))
 
 
 def test_a_wrong_name_or_file_is_one_sentence(clip: tuple[str, Any], tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ IMPOSSIBLE = {
     "target=clip": ["target.name=clip", "colour images", "data.channels=1"],
     "target=teacher": ["target.name=teacher", "ema_decay"],
     "target=teacher ema_decay=.9": ["target.layers=6", "backbone.depth=1"],
+    "target=teacher ema_decay=.9 target.layers=1 engine=fsdp": ["target.name=teacher", "engine=single or ddp", "fsdp"],
     "data.second_size=[8,8]": ["data.second_size", "null", "target.name=hog"],
     "data.second_size=[8]": ["data.second_size", "2 numbers"],
     "data.jitter=.4": ["data.jitter", "data.channels=3", "1"],
@@ -178,6 +179,10 @@ IMPOSSIBLE_IN_COLOUR = {
     "target=clip": ["target.weights must name a file", "open_clip"],
     "target=clip target.weights=/nowhere/clip.pt": ["target.weights=/nowhere/clip.pt is not a file", "open_clip"],
     "target=clip target.model=ViT-Z": ["target.model=ViT-Z", "open_clip.list_models()"],
+    "backbone=swin_base backbone.patch_size=32 target=teacher ema_decay=.9 mask.block=[1,1] data.image_size=[64,64]": [
+        "target.name=teacher",
+        "backbone.name=vit or convvit",
+    ],
     "backbone=swin_base backbone.patch_size=32": ["mask", "block 2x2", "1x1"],
 }
 
