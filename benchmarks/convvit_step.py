@@ -113,7 +113,7 @@ def main() -> None:
         if arguments.official is not None:
             peer = measure_official(arguments.official, size, batch)
             rows.append({"case": case, "way": "official", **peer})
-            show(rows[-1], peer)
+            report(rows, peer, arguments.json)
         for way, words in VARIANTS.items():
             if arguments.only and way not in arguments.only:
                 continue
@@ -122,10 +122,15 @@ def main() -> None:
             torch.cuda.empty_cache()
             config = compose("pretrain", [f"experiment=dmjd_convvit_{size}_hog", f"batch_size={batch}", *words])
             rows.append({"case": case, "way": way, **measure(config)})
-            show(rows[-1], peer)
+            report(rows, peer, arguments.json)
         gc.collect()
         torch.cuda.empty_cache()
-    if arguments.json is not None:
+
+
+def report(rows: list[dict[str, Any]], peer: dict[str, Any] | None, file: Path | None) -> None:
+    """Print the newest row and store all: the next may outlast the time on a borrowed card."""
+    show(rows[-1], peer)
+    if file is not None:
         record = {
             "benchmark": "convvit_step",
             "device": torch.cuda.get_device_name(),
@@ -133,7 +138,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "rows": rows,
         }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+        file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def show(row: dict[str, Any], peer: dict[str, Any] | None) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from dmjd.config import PretrainConfig
 
 # Preludes for `launch` (tests/conftest.py).
 NO_PICTURES = "import dmjd.train.loop as loop; loop.write_pictures = lambda *arguments: {}\n"
@@ -17,6 +20,26 @@ KILL = "os.kill(os.getpid(), 9)"
 def telling(file: Path) -> str:
     """A prelude under which a child's errors go to ``file``: its own stderr is the server's."""
     return f"sys.stderr = open({str(file)!r}, 'a', buffering=1)\n"
+
+
+def configure(words: list[str]) -> PretrainConfig:
+    """The configuration of ``dmjd pretrain`` with these words."""
+    from dmjd.compose import compose
+
+    config: PretrainConfig = compose("pretrain", words)
+    return config
+
+
+def pretrain(words: list[str]) -> Path:
+    """Run it in this process; the run folder."""
+    from dmjd.train import loop
+
+    return loop.pretrain(configure(words)).path
+
+
+def checkpoints(run: Path) -> list[int]:
+    """Steps of the checkpoints that count."""
+    return [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").glob("step-????????"))]
 
 
 def rows(run: Path, name: str = "log") -> list[dict[str, Any]]:

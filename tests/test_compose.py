@@ -106,7 +106,8 @@ BAD_WORDS = {
     "mask=null": ["mask", "block, uniform"],
     # outside the choices, or of the wrong sign
     "mask.pattern=blok": ["mask.pattern", "block, uniform", "'blok'"],
-    "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16'"],
+    "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16', which needs a loss scale"],
+    "engine.precision=fp8": ["engine.precision", "auto, bf16, fp32", "'fp8'"],
     "resume=yes": ["resume", "auto, never", "'yes'"],
     "method.mim_loss=huber": ["method.mim_loss", "l1, mse, smooth_l1", "'huber'"],
     "epochs=0": ["epochs", "above 0", "0"],

@@ -21,6 +21,9 @@ from dmjd.errors import ConfigError
 STALE_SECONDS = 60.0
 """A rank that has been in one phase for so long is not on its way through a step, but in something that takes time."""
 
+CLOCK_SKEW_SECONDS = 10.0
+"""By so much a node's clock may be behind that of the node on which a launch began."""
+
 PATTERNS = (
     (
         r"CUDA out of memory|torch\.OutOfMemoryError",
@@ -104,7 +107,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     stop = _stop(run)
     # What ranks said in an earlier launch tells nothing of one that starts.
     began = datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp() if launch else 0.0
-    beats = [beat for beat in read_heartbeats(run) if beat.time >= began]
+    beats = [beat for beat in read_heartbeats(run) if beat.time >= began - CLOCK_SKEW_SECONDS]
     running = state is None or state.startswith("RUNNING")
     findings = []
     if stop:
@@ -112,11 +115,11 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         findings += _silent(beats) if stop["reason"] == "lost" else []
     elif beats and running:
         findings += _alive_or_not(beats, now, job if state else None)
-    elif beats:
+    elif beats and not (state or "").startswith("SUSPENDED"):
         findings += _silent(beats)
     elif state and running:
         findings.append(Finding("it is starting: no rank has been heard of yet", _PHASE_ADVICE["start"]))
-    else:
+    elif not beats:
         findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
     if state:
         findings.append(Finding(f"Slurm: job {job} is {state}", _SLURM_ADVICE.get(state.split()[0], "")))
@@ -135,6 +138,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
 
 _SLURM_ADVICE = {
     "PENDING": "nothing: it waits for its turn; `squeue --start` may tell when that comes",
+    "SUSPENDED": "scontrol resume lets it go on: somebody has suspended it, or a job of a higher priority has",
     "COMPLETING": "nothing: its processes are being cleared away",
     "CANCELLED": "dmjd submit again goes on from the newest checkpoint",
     "TIMEOUT": "dmjd submit again goes on; a longer lead such as --signal=USR1@600 lets it save before",

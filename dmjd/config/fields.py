@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 from dmjd.errors import ConfigError
 
 
-def choice(default: str, *others: str) -> Any:
-    """A field that may be one of a few words."""
-    return field(default=default, metadata={"choices": (default, *others)})
+def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
+    """A field that may be one of a few words. ``refused``: others that are asked for -> why they are not here."""
+    return field(default=default, metadata={"choices": (default, *others), "refused": refused or {}})
 
 
 def naming(default: str | None, of: str) -> Any:
@@ -48,7 +49,9 @@ def check_fields(config: Any, prefix: str = "") -> None:
             check_fields(value, key + ".")
         choices = item.metadata.get("choices")
         if choices and value not in choices:
-            raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}")
+            why = item.metadata["refused"].get(value)
+            reason = "" if why is None else f", which {why}"
+            raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
             raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
         length = item.metadata.get("length")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from dmjd.config.fields import choice, number, numbers, positive
 
+_FP16 = "needs a loss scale and skips steps to find one; bf16 has the range of fp32 and needs none"
+
 
 @dataclass
 class OptimConfig:
@@ -50,7 +52,7 @@ class EngineConfig:
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     device: str = choice("auto", "cpu", "cuda")
-    precision: str = choice("auto", "fp32", "bf16")
+    precision: str = choice("auto", "fp32", "bf16", refused={"fp16": _FP16})
     accumulation: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")

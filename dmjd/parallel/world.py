@@ -25,6 +25,14 @@ _set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.d
 SHARDED = ("fsdp", "hsdp")
 """Engines that work on a mesh, of one process if need be."""
 
+_OPTIONS = {
+    "reshard_after_forward": SHARDED,
+    "replicas": ("hsdp",),
+    "offload_optimizer": tuple(deepspeed_config.STAGES),
+    "deepspeed_config": tuple(deepspeed_config.STAGES),
+}
+"""Keys of the configuration that some engines alone have."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -159,6 +167,9 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     Raises:
         ConfigError: if the engine and the number of processes do not fit.
     """
+    for key, names in _OPTIONS.items():
+        if engine.name not in names and getattr(engine, key) != getattr(EngineConfig(), key):
+            raise ConfigError(f"engine.{key} is for engine={', '.join(names)}, not engine={engine.name}")
     deepspeed_config.check(engine)
     if engine.name in deepspeed_config.STAGES:
         # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.

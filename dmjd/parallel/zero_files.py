@@ -113,10 +113,9 @@ def _capturing() -> Any:
 def write(path: Path, files: Mapping[str, Any], averages: Mapping[str, Tensor], world: World) -> list[Path]:
     """Write what :func:`capture` gave, and this rank's share of the averages; the files of this rank. Collective."""
     # First what ranks do together: one that cannot write its own files must not keep the others waiting there.
-    (path / AVERAGES).mkdir(exist_ok=True)
+    world.on_main(lambda: _make_folders(path))
     named = {f"{store.AVERAGE}/{name}": value for name, value in averages.items()}
     written = store.write(path / AVERAGES, named, world.group)
-    (path / TAG).mkdir(exist_ok=True)
     for name, content in files.items():
         if name == INDEX:
             (path / INDEX).write_text(json.dumps(content))
@@ -125,6 +124,11 @@ def write(path: Path, files: Mapping[str, Any], averages: Mapping[str, Tensor], 
             torch.save(content, path / TAG / name)
             written.append(path / TAG / name)
     return written
+
+
+def _make_folders(path: Path) -> None:
+    for folder in (AVERAGES, TAG):
+        (path / folder).mkdir()
 
 
 def check(path: Path, shapes: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:

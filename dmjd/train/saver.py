@@ -69,9 +69,11 @@ class Saver:
 
     def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], keep: int, begin: float) -> Saved:
         def write_all() -> list[Path]:
+            # First what ranks do together: the others would wait there for a rank 0 whose own files found no room.
+            written = write()
             for name, content in files.items():
                 (draft / name).write_bytes(content)
-            return [*write(), *(draft / name for name in files)]
+            return [*written, *(draft / name for name in files)]
 
         path = checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside)
         return Saved(path, time.perf_counter() - begin)

@@ -162,8 +162,13 @@ settle() {
     fi
     say "back into the queue"
     trap - TERM # by which Slurm ends this shell
-    scontrol requeue "$(job_name)" || die "Slurm does not requeue this job; submit it again, or with chain=N"
-    exit 0
+    local try
+    for try in 1 2 3 4 5; do
+        ! scontrol requeue "$(job_name)" || exit 0
+        say "Slurm does not answer, or refuses (try $try)"
+        sleep 20 # a controller may be busy for a while, and a night must not depend on it
+    done
+    die "Slurm does not requeue this job; submit it again, or with chain=N"
 }
 
 give_up() {

@@ -15,6 +15,7 @@ LAUNCHERS = Path(__file__).parents[2] / "launchers"
 SRUN = 'eval "${PLAY:-:}"'
 SCONTROL = """
 case "$1 $2" in
+    "requeue "*) [ "$(grep -c requeue "$0.asked")" -gt "${PLAY_DEAF:-0}" ] ;;
     "show hostnames") echo n1 ;;
     "show job")
         echo "   Requeue=1 Restarts=${PLAY_RESTARTS:-${SLURM_RESTART_COUNT:-0}} BatchFlag=1"
@@ -31,15 +32,15 @@ class PlayedSlurm:
     folder: Path
 
     def __post_init__(self) -> None:
-        for name, body in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        for name, body in {"srun": SRUN, "scontrol": SCONTROL, "sleep": ""}.items():
             program = self.folder / "bin" / name
             program.parent.mkdir(exist_ok=True)
-            program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>{self.folder}/{name}.asked\n{body}\n')
+            program.write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" >>"$0.asked"\n{body}\n')
             program.chmod(0o755)
 
     def asked(self, name: str) -> list[str]:
         """All words that a program was called with."""
-        path = self.folder / f"{name}.asked"
+        path = self.folder / "bin" / f"{name}.asked"
         return path.read_text().splitlines() if path.is_file() else []
 
     def play(self, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -183,6 +183,14 @@ def test_of_a_job_that_has_ended_those_are_named_that_left_no_word(run: Path, mo
     assert "is behind" not in found
 
 
+def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slurm_says("SUSPENDED", monkeypatch)
+    launched(run, ago=500)
+    beat(run, 0)
+    assert "killed" not in said(run)
+    assert "job 7 is SUSPENDED -> scontrol resume" in said(run)
+
+
 def test_a_crash_is_told_from_a_kill(run: Path) -> None:
     marker = {
         "reason": "crashed",

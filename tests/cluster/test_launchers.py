@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from dmjd.train import checkpoint
 from tests.cluster.played import PlayedSlurm
+from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ROOT / "launchers"
@@ -77,7 +79,7 @@ def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> 
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "PROCESSES": "2",
-        "PORT": str(20000 + os.getpid() % 10000),
+        "PORT": free_port(),
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -97,23 +99,25 @@ def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> 
 
 
 @pytest.mark.slow
-def test_several_hosts_stop_together(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize("way", ["a file, hosts by number", "a signal to each, hosts that find each other"])
+def test_several_hosts_stop_together(way: str, tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     run = tmp_path / "run"
-    words = tiny(run, "epochs=30", "checkpoint_every=5")
+    words = tiny(run, "epochs=1000", "checkpoint_every=5")
     environment = {
         **os.environ,
         "HOSTS": "2",
         "HEAD": "127.0.0.1",
-        "PORT": str(20000 + os.getpid() % 10000),
+        "PORT": free_port(),
         "PROCESSES": "1",
         "DMJD_PYTHON": sys.executable,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
+    own = [{"HOST": "0"}, {"HOST": "1"}] if way.startswith("a file") else [{}, {}]
     command = ["bash", str(LAUNCHERS / "torchrun/several_hosts.sh"), *words]
     hosts = [
-        subprocess.Popen(command, cwd=ROOT, env={**environment, "HOST": str(host)}, stderr=subprocess.PIPE, text=True)
-        for host in range(2)
+        subprocess.Popen(command, cwd=ROOT, env={**environment, **more}, stderr=subprocess.PIPE, text=True)
+        for more in own
     ]
     try:
         end = time.monotonic() + 240
@@ -121,13 +125,21 @@ def test_several_hosts_stop_together(tmp_path: Path, tiny: Callable[..., list[st
             assert time.monotonic() < end
             assert all(host.poll() is None for host in hosts)
             time.sleep(0.1)
-        (run / "stop").touch()
+        if way.startswith("a file"):
+            (run / "stop").touch()
+        else:
+            for host in hosts:
+                host.send_signal(signal.SIGUSR1)
         said = [host.communicate(timeout=240)[1] for host in hosts]
     finally:
         for host in hosts:
             host.kill()
             host.wait()
-    assert [host.returncode for host in hosts] == [0, 0], said
     marker = json.loads((run / "STOP_REASON").read_text())
-    assert marker["reason"] == "file"
+    if way.startswith("a file"):
+        assert [host.returncode for host in hosts] == [0, 0], said
+        assert marker["reason"] == "file"
+    else:
+        assert all("torchrun: ended by SIGUSR1" in words for words in said), said
+        assert marker["reason"] == "signal"
     assert checkpoint.step_of(checkpoint.resolve(run)) == marker["step"] < marker["total_steps"]

@@ -119,6 +119,14 @@ def test_a_launch_that_slurm_has_given_up_leaves_the_next_one_alone(launches: La
     assert launches.requeues == 0
 
 
+def test_a_controller_that_is_busy_is_asked_again(launches: Launches) -> None:
+    assert launches("signal", step=5, PLAY_DEAF="2").returncode == 0
+    assert launches.requeues == 3
+    done = launches("signal", step=10, PLAY_DEAF="99")
+    assert done.returncode == 2
+    assert "submit it again" in done.stderr
+
+
 def test_a_site_that_does_not_requeue(launches: Launches) -> None:
     done = launches("signal", step=5, DMJD_REQUEUE="false")
     assert done.returncode == 1

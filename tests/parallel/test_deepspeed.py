@@ -260,6 +260,27 @@ def test_a_save_in_which_one_is_killed_leaves_the_one_before(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+FULL = """
+import errno, torch
+save = torch.save
+def fault(content, file, *rest, **options):
+    if "step-00000016" in str(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return save(content, file, *rest, **options)
+torch.save = fault
+"""
+
+
+def test_a_disk_that_is_full_for_one_stops_all(tmp_path: Path, pretrain: Callable[..., list[int]]) -> None:
+    run, said = tmp_path / "run", tmp_path / "said"
+    telling = f"sys.stderr = open({str(said)!r}, 'a', buffering=1)"
+    assert pretrain(run, 2, "engine=zero2", "epochs=20", prelude=telling, preludes={1: FULL}) == [2, 2]
+    (error,) = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
+    assert "step-00000016" in error
+    assert "No space left on device" in error
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000008"]
+
+
 def test_a_conflicting_file_is_one_line_and_touches_nothing(tmp_path: Path, pretrain: Callable[..., list[int]]) -> None:
     (tmp_path / "mine.json").write_text('{"gradient_clipping": 1.0}')
     said = tmp_path / "said"

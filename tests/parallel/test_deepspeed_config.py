@@ -115,13 +115,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         check(EngineConfig(name="zero1", deepspeed_config=str(tmp_path / "none.json")))
 
 
-@pytest.mark.parametrize("options", [{"offload_optimizer": True}, {"deepspeed_config": "some.json"}])
-def test_options_of_zero_need_zero(options: dict[str, Any]) -> None:
-    (key,) = options
-    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine=zero1, zero2, zero3, not engine=ddp$"):
-        check(EngineConfig(name="ddp", **options))
-
-
 def test_zero3_is_not_compiled() -> None:
     with pytest.raises(ConfigError, match=r"^engine\.compile=block does not go with engine=zero3; use engine=fsdp"):
         check(EngineConfig(name="zero3", compile="block"))

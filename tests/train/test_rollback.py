@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 import dmjd.train.loop as loop
 from dmjd.cli import main
-from dmjd.compose import compose
-from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.parallel import store
@@ -23,7 +21,7 @@ from dmjd.train.guard import Diverged, StepNumbers
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.progress import Progress
 from dmjd.train.state import Position
-from tests.runs import reason, rows
+from tests.runs import configure, pretrain, reason, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -75,15 +73,6 @@ def oracle(tmp_path_factory: pytest.TempPathFactory, recipe: Words) -> Oracle:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than a tiny run."""
     monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
-
-
-def configure(words: list[str]) -> PretrainConfig:
-    config: PretrainConfig = compose("pretrain", words)
-    return config
-
-
-def pretrain(words: list[str]) -> Path:
-    return loop.pretrain(configure(words)).path
 
 
 def nan(targets: Tensor) -> Tensor:

@@ -141,7 +141,10 @@ def test_a_save_in_which_one_is_killed_leaves_the_one_before(
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-FULL = """
+FULL = {
+    "for the tensors of one": (
+        1,
+        """
 import errno, dmjd.parallel.store as store
 save, saves = store.save_shards, []
 class Full(store.FileSystemWriter):
@@ -153,15 +156,32 @@ def fault(*arguments, **options):
         options["storage_writer"] = Full(options["storage_writer"].path)
     return save(*arguments, **options)
 store.save_shards = fault
-"""
+""",
+    ),
+    "for the loop's state": (
+        0,
+        """
+import errno
+from pathlib import Path
+write = Path.write_bytes
+def fault(self, content):
+    if self.name == "loop.pt" and "step-00000012" in str(self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write(self, content)
+Path.write_bytes = fault
+""",
+    ),
+}
 
 
+@pytest.mark.parametrize("disk", FULL)
 def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
-    tmp_path: Path, tiny: Words, launch_world: Launch
+    disk: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:
+    rank, fault = FULL[disk]
     run, said = tmp_path / "run", tmp_path / "said"
     words = ["pretrain", *tiny(run, *WORDS, "online_knn.every_epochs=0", "epochs=20", "engine=fsdp")]
-    codes = finish(launch_world(2, words, telling(said) + NO_PICTURES, {1: FULL}))
+    codes = finish(launch_world(2, words, f"{telling(said)}\n{NO_PICTURES}", {rank: fault}))
     assert codes == [2, 2]
     errors = [line for line in said.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -207,6 +227,27 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"6 process"):  # one and a half hosts
         join_world(CPU, engine("hsdp", replicas=4))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"offload_optimizer": True}, "zero1, zero2, zero3"),
+        ({"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
+        ({"replicas": 2}, "hsdp"),
+        ({"reshard_after_forward": False}, "fsdp, hsdp"),
+    ],
+)
+def test_options_of_another_engine_are_refused(options: dict[str, Any], names: str) -> None:
+    (key,) = options
+    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine=ddp$"):
+        join_world(CPU, engine("ddp", **options))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp"])
+def test_a_model_that_is_one_graph_is_not_sharded(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine\.compile=model .* engine={name} .*use engine\.compile=block$"):
+        join_world(CPU, engine(name, compile="model"))
 
 
 def test_one_process_can_shard_by_itself(tmp_path: Path, tiny: Words, launch: Launch, finished_run: Path) -> None:

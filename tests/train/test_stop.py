@@ -23,7 +23,7 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.world import alone
 from dmjd.train.stop import ASKS, Requests, deadline_of, seconds_of
-from tests.runs import NO_PICTURES, reason, rows, telling
+from tests.runs import NO_PICTURES, checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -31,10 +31,6 @@ Same = Callable[[Path, Path], None]
 CPU = torch.device("cpu")
 EVERY = ("batch_size=64", "log_every=2", "checkpoint_every=100", "ema_decay=0.9")  # 22 steps
 STEPS = 22
-
-
-def checkpoints(run: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in sorted((run / "checkpoints").iterdir())]
 
 
 # Times

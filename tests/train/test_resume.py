@@ -1,0 +1,211 @@
+"""Runs that are stopped, killed, damaged or begun from others, and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import dmjd.train.loop as loop
+from dmjd.cli import main
+from dmjd.errors import CheckpointError, ConfigError
+from dmjd.parallel import store
+from dmjd.train.checkpoint import newest
+from dmjd.train.guard import StepNumbers
+from dmjd.train.progress import Progress
+from tests.runs import checkpoints, configure, pretrain, rows
+
+# On a machine with one core torch warns that two workers are many; they are what is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+Words = Callable[..., list[str]]
+Same = Callable[..., None]
+
+STEPS_PER_EPOCH, STEPS = 6, 12
+
+
+class Stopped(Exception):
+    """Stands for any end of a process."""
+
+
+def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """The run ends while it takes in the numbers of ``step``, which is one step behind what it computes."""
+    advance = Progress.advance
+
+    def stopping(self: Progress, numbers: StepNumbers) -> None:
+        if self._done == step:
+            raise Stopped
+        advance(self, numbers)
+
+    monkeypatch.setattr(Progress, "advance", stopping)
+
+
+@pytest.mark.parametrize("step", [1, 4, 6, 9, 11])
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, step: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, step)
+        with pytest.raises(Stopped):
+            pretrain(words("stopped"))
+    resumed = pretrain(words("stopped"))
+    assert_same_run(straight, resumed)
+    assert len(json.loads((resumed / "provenance.json").read_text())["launches"]) == 2
+    seconds = [row["seconds"] for row in rows(resumed, "timing")]
+    assert seconds == sorted(seconds), "wall time goes on as well"
+
+
+def test_a_run_may_be_stopped_again_and_again_under_other_orchestration(
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None
+) -> None:
+    for step, more in ((3, ("checkpoint_every=2",)), (6, ("workers=2",)), (9, ("checkpoint_every=1",))):
+        with pytest.MonkeyPatch.context() as patch:
+            stop_before(patch, step)
+            with pytest.raises(Stopped):
+                pretrain(words("stopped", *more))
+    assert_same_run(straight, pretrain(words("stopped")))
+
+
+def test_a_finished_run_stays_as_it_is(words: Words, no_pictures: None) -> None:
+    run = pretrain(words("run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.suffix in (".pt", ".distcp", ".jsonl")}
+    pretrain(words("run"))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.suffix in (".pt", ".distcp", ".jsonl")} == before
+
+
+def run_and_kill(command: list[str], when: Callable[[], bool]) -> None:
+    """SIGKILL to ``command`` as soon as ``when`` holds; it must not have ended before."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not when():
+            assert process.poll() is None, f"ended too early: {process.stderr and process.stderr.read()}"
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_the_same_command_after_a_sigkill_ends_in_the_same_bits(
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
+) -> None:
+    command = words("killed")
+    first = tmp_path / "killed" / "checkpoints" / "step-00000004" / "manifest.json"
+    run_and_kill([sys.executable, "-m", "dmjd", "pretrain", *command], first.exists)
+    assert 12 not in checkpoints(tmp_path / "killed")
+    assert main(["pretrain", *command]) == 0
+    assert_same_run(straight, tmp_path / "killed")
+
+
+HANGS_IN_ITS_SECOND_CHECKPOINT = """
+import pathlib, sys, time
+import dmjd.train.loop
+from dmjd.cli import main
+from dmjd.parallel.single import SingleEngine
+
+save = SingleEngine.save
+
+def hang(self, path, averages):
+    def half():
+        (path / "half").write_bytes(b"half a file")
+        time.sleep(600)
+
+    return save(self, path, averages) if "step-00000004" in path.name else half
+
+SingleEngine.save = hang
+dmjd.train.loop.write_pictures = lambda *arguments: None
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_run_killed_inside_a_checkpoint_goes_on_from_the_one_before(
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
+) -> None:
+    killed = tmp_path / "killed"
+    half = killed / "checkpoints" / "step-00000008.tmp" / "half"
+    command = [sys.executable, "-c", HANGS_IN_ITS_SECOND_CHECKPOINT, "pretrain", *words("killed")]
+    run_and_kill(command, lambda: half.exists() and half.stat().st_size > 0)
+    assert newest(killed / "checkpoints") == killed / "checkpoints" / "step-00000004"
+    assert [row["step"] for row in rows(killed)] == [5], "a row beyond the checkpoint, which must not come twice"
+    assert_same_run(straight, pretrain(words("killed")))
+    assert checkpoints(killed) == [4, 8, 12]
+    assert not half.parent.exists()
+
+
+def test_a_damaged_checkpoint_costs_only_the_way_back_to_the_one_before(
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None
+) -> None:
+    damaged = pretrain(words("damaged"))
+    shutil.rmtree(damaged / "checkpoints" / "step-00000012")
+    os.truncate(damaged / "checkpoints" / "step-00000008" / "__0_0.distcp", 100)
+    assert_same_run(straight, pretrain(words("damaged")))
+
+
+def test_a_lost_log_does_not_stop_a_run(words: Words) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, 9)
+        patch.setattr(loop, "write_pictures", lambda *arguments: None)
+        with pytest.raises(Stopped):
+            pretrain(words("run"))
+    (Path(configure(words("run")).run) / "log.jsonl").unlink()
+    run = pretrain(words("run", "checkpoint_every=100"))  # with pictures, which read the log
+    assert [row["step"] for row in rows(run)][-2:] == [10, 12]
+
+
+@pytest.mark.parametrize(
+    ("word", "part"), [("seed=1", "seed=0"), ("epochs=3", "epochs=2"), ("backbone.depth=2", "backbone.depth=1")]
+)
+def test_another_experiment_is_refused_before_anything_is_touched(
+    words: Words, no_pictures: None, word: str, part: str
+) -> None:
+    run = pretrain(words("run"))
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=f"{part} and now {word}"):
+        pretrain(words("run", word))
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(straight: Path, words: Words) -> None:
+    run = Path(configure(words("run")).run)
+    shutil.copytree(straight / "checkpoints", run / "checkpoints")
+    before = sorted(run.rglob("*"))
+    for word, part in (
+        ("backbone.depth=2", "missing"),
+        ("backbone.embed_dim=64", r"weight is \(32, .* there and \(64, .* here"),
+    ):
+        with pytest.raises(CheckpointError, match=part) as caught:
+            pretrain(words("run", word))
+        assert "checkpoint of another model" in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
+
+
+# Beginning from another run
+
+
+def test_init_begins_from_another_run_and_the_run_s_own_checkpoint_wins(
+    straight: Path, words: Words, no_pictures: None
+) -> None:
+    more = (f"init={straight}", "optim.base_lr=1e-9")
+    run = pretrain(words("second", *more))
+    began = store.read_model(straight / "checkpoints" / f"step-{STEPS:08d}")
+    for name, value in store.read_model(run / "checkpoints" / f"step-{STEPS:08d}").items():
+        torch.testing.assert_close(value, began[name], atol=1e-6, rtol=0)
+    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08d}")
+    before = (run / "log.jsonl").read_bytes()
+    assert pretrain(words("second", *more)) == run
+    assert (run / "log.jsonl").read_bytes() == before
+
+
+def test_an_init_of_another_model_is_refused_before_the_folder_exists(straight: Path, words: Words) -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        pretrain(words("second", f"init={straight}", "backbone.depth=2"))
+    assert not Path(configure(words("second")).run).exists()
