@@ -25,7 +25,7 @@ from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import World, join_world
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
 from dmjd.train.preparation import Preparation
 
 MODELS = {

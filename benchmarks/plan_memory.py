@@ -19,7 +19,7 @@ import torch
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
 from dmjd.train.preparation import Preparation
 
 MAE_B = ("experiment=mae_vit_base",)

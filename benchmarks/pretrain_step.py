@@ -22,7 +22,7 @@ from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
 from dmjd.train.preparation import Preparation
 from dmjd.train.throughput import flops_per_image
 

@@ -29,7 +29,7 @@ from dmjd.ops import build_info
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import SHARDED, World, alone, join_world
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
 
 GIB = 2**30

@@ -2,7 +2,7 @@
 
 Science (mask, backbone, method, target, optim) and orchestration (engine, run settings) are separate groups: changing
 only the latter does not change a result, so a run may be resumed with other values there and only there.
-Values that depend on each other are checked by :mod:`dmjd.train.build`, which has the objects at hand.
+Values that depend on each other are checked by :mod:`dmjd.train.builders`, which has the objects at hand.
 """
 
 from dmjd.config.data import DataConfig

@@ -19,7 +19,7 @@ from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import read_model
 from dmjd.train import checkpoint
-from dmjd.train.build import token_grid
+from dmjd.train.builders import token_grid
 
 logger = logging.getLogger("dmjd")
 

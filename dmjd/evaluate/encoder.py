@@ -19,8 +19,8 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
 from dmjd.train import checkpoint
-from dmjd.train.build import build_encoder, build_objective, check_data, target_dim, token_grid
-from dmjd.train.build.refusal import refusing
+from dmjd.train.builders import build_encoder, build_objective, check_data, target_dim, token_grid
+from dmjd.train.builders.refusal import refusing
 from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.weights import load_encoder_weights, load_weights, weights_at

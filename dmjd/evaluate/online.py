@@ -21,7 +21,7 @@ from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.evaluate.knn import knn_accuracy
 from dmjd.evaluate.verbs import FEATURE_BATCH
-from dmjd.train.build import image_size
+from dmjd.train.builders import image_size
 
 logger = logging.getLogger("dmjd")
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dmjd.config import OptimConfig
 from dmjd.models.objective import Objective
-from dmjd.parallel import store
+from dmjd.parallel import native_files
 from dmjd.parallel.engine import StepResult, Write
+from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
 from dmjd.parallel.optimizer import build_optimizer
 from dmjd.parallel.staging import HostCopies
 
@@ -100,21 +101,21 @@ class SingleEngine:
         return {name: parameter.detach() for name, parameter in self._owned.items()}
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        return partial(store.write, path, self._laid_out(self._copies.take(self._state(averages))), self._group)
+        return partial(native_files.write, path, self._laid_out(self._copies.take(self._state(averages))), self._group)
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
-        store.read_into(path, self._laid_out(self._state(averages)))
+        native_files.read_into(path, self._laid_out(self._state(averages)))
 
     def _state(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All that a checkpoint holds, by its names there; the tensors are the engine's own, not copies."""
         state: dict[str, Tensor] = {}
         for name, parameter in self._owned.items():
-            state[f"{store.PARAMETER}/{name}"] = parameter.detach()
+            state[f"{PARAMETER}/{name}"] = parameter.detach()
             if parameter.requires_grad:
                 for moment, value in self._moments(parameter).items():
                     state[f"{moment}/{name}"] = value
         for name, value in averages.items():
-            state[f"{store.AVERAGE}/{name}"] = value
+            state[f"{AVERAGE}/{name}"] = value
         return state
 
     def _moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -122,7 +123,7 @@ class SingleEngine:
         if not state:  # before the first step; the fused AdamW would begin with the same
             state["step"] = torch.zeros((), device=parameter.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        assert state.keys() == set(store.MOMENTS), state.keys()
+        assert state.keys() == set(MOMENTS), state.keys()
         return state
 
     def full_state_dict(self) -> dict[str, Tensor]:

@@ -1,74 +1,33 @@
-"""Named tensors on disk, written in shards by any number of processes and read by any other number, or by none.
-
-A name is ``KIND/PARAMETER``: the parameter itself, AdamW's moments and step count, and an average of the parameter. All
-native engines write this one format (torch.distributed.checkpoint's), so they continue each other's runs. A file named
-``consolidated.safetensors`` holds the same names with whole tensors, and is what engines of different kinds share.
-"""
+"""What a checkpoint holds, whichever engine wrote it: tensors named as in :mod:`dmjd.parallel.native_files`."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
-from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from dmjd.errors import CheckpointError, StorageError
+from dmjd.parallel import native_files, zero_files
+from dmjd.parallel.native_files import (
+    AVERAGE,
+    CONSOLIDATED,
+    MOMENTS,
+    PARAMETER,
+    check_same_model,
+    is_consolidated,
+    of_kind,
+)
 
-T = TypeVar("T")
-
-# Said of every save and load without a process group, though it is what `no_dist` asks for.
-warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
-
-PARAMETER, AVERAGE = "parameter", "average"
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a parameter, under torch's names; ``step`` is a scalar."""
-
-CONSOLIDATED = "consolidated.safetensors"
-_INDEX = ".metadata"
-
-
-def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Path]:
-    """Write ``tensors`` into the existing folder ``path``; the files that this rank wrote.
-
-    Collective over ``group``, a group for the CPU; None is one process by itself. A tensor that all ranks hold is
-    written by one of them.
-
-    Raises:
-        StorageError: on every rank, if any could not write.
-    """
-    writer = FileSystemWriter(path, sync_files=False)  # a checkpoint is flushed as a whole, before it counts
-    try:
-        save_shards(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise StorageError(f"{cause} (rank {rank})" if group is not None else str(cause)) from error
-    rank = 0 if group is None else dist.get_rank(group)
-    return sorted(path.glob(f"__{rank}_*")) + [path / _INDEX] * (rank == 0)
-
-
-def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` in place, each rank its own part of a sharded one. Ranks do not talk to each other.
-
-    Raises:
-        CheckpointError: if the names or shapes in ``path`` are others; nothing is filled then.
-    """
-    reader = _reader(path)
-    saved = _shapes(reader)
-    own = {name: value.shape for name, value in tensors.items()}
-    for kind in (PARAMETER, *MOMENTS, AVERAGE):
-        check_same_model(_of_kind(own, kind), _of_kind(saved, kind), path, "parameter" if kind == PARAMETER else kind)
-    load_shards(dict(tensors), storage_reader=reader, no_dist=True)
+__all__ = [
+    "AVERAGE",
+    "CONSOLIDATED",
+    "MOMENTS",
+    "PARAMETER",
+    "is_consolidated",
+    "load_strictly",
+    "read",
+    "read_average",
+    "read_model",
+]
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
@@ -77,44 +36,17 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
     Args:
         path: a checkpoint folder, or a consolidated file.
     """
-    from dmjd.parallel import zero_files  # which writes averages through this module
-
-    if zero_files.is_zero(path):
-        return zero_files.read(path, *kinds)
-    reader = _reader(path)
-    wanted = {
-        name: torch.empty(item.size, dtype=item.properties.dtype)
-        for name, item in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(item, TensorStorageMetadata) and (not kinds or name.partition("/")[0] in kinds)
-    }
-    load_shards(wanted, storage_reader=reader, no_dist=True)
-    return wanted
+    return (zero_files if zero_files.is_zero(path) else native_files).read(path, *kinds)
 
 
 def read_model(path: Path) -> dict[str, Tensor]:
     """The parameters in a checkpoint folder or a consolidated file, by their own names."""
-    return _of_kind(read(path, PARAMETER), PARAMETER)
+    return of_kind(read(path, PARAMETER), PARAMETER)
 
 
 def read_average(path: Path) -> dict[str, Tensor]:
     """The averaged parameters, by the same names; empty if the run keeps no average."""
-    return _of_kind(read(path, AVERAGE), AVERAGE)
-
-
-def is_consolidated(path: Path) -> bool:
-    """Whether the file ``path`` holds parameters under the names of this module."""
-    if path.suffix != Path(CONSOLIDATED).suffix:
-        return False
-    try:
-        with safe_open(path, "pt") as file:
-            return any(name.startswith(f"{PARAMETER}/") for name in file.keys())  # noqa: SIM118 -- it is no mapping
-    except (OSError, SafetensorError):
-        return False  # whoever reads it says what is wrong with it
-
-
-def shapes(path: Path, kind: str) -> dict[str, torch.Size]:
-    """Shapes of the tensors of ``kind`` in a native checkpoint, by the parameters' names."""
-    return _of_kind(_shapes(_reader(path)), kind)
+    return of_kind(read(path, AVERAGE), AVERAGE)
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:
@@ -126,55 +58,3 @@ def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> No
     own = {name: value.shape for name, value in module.state_dict().items()}
     check_same_model(own, {name: value.shape for name, value in state.items()}, path)
     module.load_state_dict(state)
-
-
-def check_same_model(
-    own: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], path: Path, what: str = "parameter"
-) -> None:
-    """Compare names and shapes. Raises CheckpointError, in one sentence."""
-    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if missing or unknown:
-        differences = [
-            f"{len(names)} {how} ({names[0]}{', ...' if len(names) > 1 else ''})"
-            for how, names in (("missing", missing), ("unknown", unknown))
-            if names
-        ]
-        raise CheckpointError(f"{path} is a checkpoint of another model: {' and '.join(differences)} {what}s")
-    for name, shape in saved.items():
-        if own[name] != shape:
-            raise CheckpointError(
-                f"{path} is a checkpoint of another model: {name} is {tuple(shape)} there and {tuple(own[name])} here"
-            )
-
-
-def _reader(path: Path) -> FileSystemReader:
-    if (path / _INDEX).is_file():
-        return FileSystemReader(path)
-    file = path / CONSOLIDATED if path.is_dir() else path
-    if file.is_file():
-        return _OneFile(file)
-    raise CheckpointError(
-        f"{path} was written by another kind of engine; dmjd consolidate {path} makes it readable for this one"
-    )
-
-
-class _OneFile(HuggingFaceStorageReader):
-    """Torch's reader takes every safetensors file of a folder; this one takes ``file`` alone."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(str(file))
-        self.fs = _FileAsFolder()
-
-
-class _FileAsFolder(FileSystem):
-    def ls(self, path: Any) -> list[str]:
-        return [str(path)]
-
-
-def _shapes(reader: FileSystemReader) -> dict[str, torch.Size]:
-    items = reader.read_metadata().state_dict_metadata
-    return {name: item.size for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
-
-
-def _of_kind(items: Mapping[str, T], kind: str) -> dict[str, T]:
-    return {name.removeprefix(f"{kind}/"): item for name, item in items.items() if name.startswith(f"{kind}/")}

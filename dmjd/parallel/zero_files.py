@@ -2,7 +2,7 @@
 
     zero.json           stage, number of processes, and shapes by parameter
     zero/               what ``save_checkpoint`` of every process makes: partitions of parameters and moments
-    averages/           averaged parameters, whole, in the native engines' format (:mod:`dmjd.parallel.store`)
+    averages/           averaged parameters, whole, in the native engines' format (:mod:`dmjd.parallel.native_files`)
 
 Partitions fit the stage and the number of processes that wrote them. Anything else is loaded by way of DeepSpeed's
 universal format, a folder of whole tensors for each parameter, which is made for the occasion and removed: a run that
@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from dmjd.errors import CheckpointError, ConfigError, StorageError
-from dmjd.parallel import store
+from dmjd.parallel import native_files
+from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
 from dmjd.parallel.world import World
 
 # New names since torch 2.13; DeepSpeed calls collectives by those that 2.11 has as well.
@@ -42,7 +43,7 @@ _UNIVERSAL = ".universal"
 _PARTS = "zero"
 """The folder of whole tensors inside the universal format."""
 
-_SLICES = {store.PARAMETER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_SLICES = {PARAMETER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Our kinds of tensors -> the names of DeepSpeed's universal format."""
 
 
@@ -114,8 +115,8 @@ def write(path: Path, files: Mapping[str, Any], averages: Mapping[str, Tensor], 
     """Write what :func:`capture` gave, and this rank's share of the averages; the files of this rank. Collective."""
     # First what ranks do together: one that cannot write its own files must not keep the others waiting there.
     world.on_main(lambda: _make_folders(path))
-    named = {f"{store.AVERAGE}/{name}": value for name, value in averages.items()}
-    written = store.write(path / AVERAGES, named, world.group)
+    named = {f"{AVERAGE}/{name}": value for name, value in averages.items()}
+    written = native_files.write(path / AVERAGES, named, world.group)
     for name, content in files.items():
         if name == INDEX:
             (path / INDEX).write_text(json.dumps(content))
@@ -135,11 +136,14 @@ def check(path: Path, shapes: Mapping[str, torch.Size], averages: Mapping[str, t
     """Raises CheckpointError if ``path`` holds other parameters or averages."""
     if is_zero(path):
         saved = {name: torch.Size(shape) for name, shape in _index(path)["shapes"].items()}
-        saved_averages = store.shapes(path / AVERAGES, store.AVERAGE)
+        saved_averages = native_files.shapes(path / AVERAGES, AVERAGE)
     else:
-        saved, saved_averages = store.shapes(path, store.PARAMETER), store.shapes(path, store.AVERAGE)
-    store.check_same_model(shapes, saved, path)
-    store.check_same_model(averages, saved_averages, path, store.AVERAGE)
+        saved, saved_averages = (
+            native_files.shapes(path, PARAMETER),
+            native_files.shapes(path, AVERAGE),
+        )
+    native_files.check_same_model(shapes, saved, path)
+    native_files.check_same_model(averages, saved_averages, path, AVERAGE)
 
 
 def load(engine: Any, path: Path, world: World, stage: int) -> None:
@@ -182,18 +186,18 @@ def _separate_steps(engine: Any) -> None:
 
 def read_average(path: Path) -> dict[str, Tensor]:
     """The averaged parameters, whole, by their own names."""
-    return store.read_average(path / AVERAGES if is_zero(path) else path)
+    return native_files.of_kind(native_files.read(path / AVERAGES if is_zero(path) else path, AVERAGE), AVERAGE)
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
-    """As :func:`dmjd.parallel.store.read`, of a checkpoint of a ZeRO engine. Needs no process group."""
-    wanted = kinds or (store.PARAMETER, *store.MOMENTS, store.AVERAGE)
+    """As :func:`dmjd.parallel.native_files.read`, of a checkpoint of a ZeRO engine. Needs no process group."""
+    wanted = kinds or (PARAMETER, *MOMENTS, AVERAGE)
     tensors: dict[str, Tensor] = {}
-    if store.AVERAGE in wanted:
-        tensors |= store.read(path / AVERAGES)
-    if set(wanted) <= {store.PARAMETER, store.AVERAGE}:
-        if store.PARAMETER in wanted:
-            tensors |= {f"{store.PARAMETER}/{name}": value for name, value in _read_parameters(path).items()}
+    if AVERAGE in wanted:
+        tensors |= native_files.read(path / AVERAGES)
+    if set(wanted) <= {PARAMETER, AVERAGE}:
+        if PARAMETER in wanted:
+            tensors |= {f"{PARAMETER}/{name}": value for name, value in _read_parameters(path).items()}
         return tensors
     with tempfile.TemporaryDirectory(prefix="dmjd-") as scratch:
         folder = Path(scratch) / "universal"
@@ -222,7 +226,7 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)  # of a launch that was killed here
         (folder / TAG).mkdir(parents=True)
-        _unfold(store.read(path, store.PARAMETER, *store.MOMENTS), folder / TAG / _PARTS)
+        _unfold(native_files.read(path, PARAMETER, *MOMENTS), folder / TAG / _PARTS)
         _complete(folder / TAG, groups)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)

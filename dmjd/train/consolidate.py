@@ -19,7 +19,8 @@ SUFFIX = ".safetensors"
 
 
 def consolidate(config: ConsolidateConfig) -> Path:
-    """Write parameters, moments and averages of ``config.checkpoint`` under the names of :mod:`dmjd.parallel.store`.
+    """Write parameters, moments and averages of ``config.checkpoint`` under the names of
+    :mod:`dmjd.parallel.native_files`.
 
     Without ``output`` the file becomes part of the checkpoint, and a run goes on from there with an engine of another
     kind. A file elsewhere serves ``init=FILE``, which takes the parameters. The file is put in place whole.

@@ -26,7 +26,7 @@ from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
 from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
-from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
 from dmjd.train.ema import EncoderEma
 from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.models.objective import Objective
-from dmjd.train.build import build_mask_spec, build_objective, check_target, image_size, target_dim, token_grid
-from dmjd.train.build.targets import CODES
+from dmjd.train.builders import build_mask_spec, build_objective, check_target, image_size, target_dim, token_grid
+from dmjd.train.builders.targets import CODES
 from dmjd.train.preparation import Preparation, Prepared
 
 

@@ -22,7 +22,7 @@ from dmjd.evaluate.online import OnlineKnn
 from dmjd.evaluate.verbs import knn
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
-from dmjd.train.build import build_objective, build_tokenizer
+from dmjd.train.builders import build_objective, build_tokenizer
 
 Words = Callable[..., list[str]]
 

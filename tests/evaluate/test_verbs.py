@@ -18,7 +18,7 @@ from dmjd.evaluate.encoder import load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.report.run import read_run
 from dmjd.train import loop
-from dmjd.train.build import build_objective
+from dmjd.train.builders import build_objective
 
 Words = Callable[..., list[str]]
 

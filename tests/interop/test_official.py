@@ -13,7 +13,7 @@ from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import ViTEncoder
-from dmjd.train.build import build_objective
+from dmjd.train.builders import build_objective
 
 Shapes = dict[str, tuple[int, ...]]
 

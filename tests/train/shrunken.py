@@ -18,7 +18,7 @@ from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine, StepResult
 from dmjd.targets import TeacherTarget
 from dmjd.targets.codebook import DVaeEncoder
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, target_dim, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, target_dim, token_grid
 from dmjd.train.ema import EncoderEma
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.teacher import EmaTeacher

@@ -10,7 +10,7 @@ import torch
 
 from dmjd.masking import measured_rates
 from dmjd.resources import configs_dir
-from dmjd.train.build import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
 from tests.train.shrunken import CODES, Training, configure, shrink, write_clip, write_dvae
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))

@@ -20,7 +20,7 @@ from dmjd.errors import ConfigError
 from dmjd.ops.masks import draw_masks
 from dmjd.parallel import store
 from dmjd.parallel.single import SingleEngine
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer
 from dmjd.train.checkpoint import newest, read_loop_state
 from dmjd.train.guard import Diverged
 from dmjd.train.preparation import Preparation, Prepared

@@ -145,9 +145,9 @@ FULL = {
     "for the tensors of one": (
         1,
         """
-import errno, dmjd.parallel.store as store
-save, saves = store.save_shards, []
-class Full(store.FileSystemWriter):
+import errno, dmjd.parallel.native_files as native_files
+save, saves = native_files.save_shards, []
+class Full(native_files.FileSystemWriter):
     def write_data(self, *arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 def fault(*arguments, **options):
@@ -155,7 +155,7 @@ def fault(*arguments, **options):
     if len(saves) == 2:
         options["storage_writer"] = Full(options["storage_writer"].path)
     return save(*arguments, **options)
-store.save_shards = fault
+native_files.save_shards = fault
 """,
     ),
     "for the loop's state": (

@@ -15,7 +15,7 @@ from dmjd.data.upload import Uploader
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import alone
-from dmjd.train.build import build_mask_spec, build_objective, build_tokenizer, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.guard import PendingStep, trapped
 from dmjd.train.preparation import Preparation, Prepared
 from dmjd.train.stop import ASKS, Requests

@@ -25,7 +25,7 @@ from dmjd.interop.official import to_official
 from dmjd.models.objective import Objective
 from dmjd.models.positions import sincos_positions
 from dmjd.train import loop
-from dmjd.train.build import build_objective
+from dmjd.train.builders import build_objective
 from dmjd.train.consolidate import consolidate
 from dmjd.train.weights import load_weights
 from tests.golden.official import cases

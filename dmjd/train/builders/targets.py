@@ -7,8 +7,8 @@ from dmjd.errors import ConfigError
 from dmjd.targets import ClipTarget, CodebookTarget, HogTarget, PixelTarget, TeacherTarget, Tokenizer
 from dmjd.targets.clip import clip_patch, load_clip
 from dmjd.targets.codebook import DVAE_PATCH, load_dvae, load_vqkd
-from dmjd.train.build.data import check_data, image_size, token_grid
-from dmjd.train.build.refusal import refusing
+from dmjd.train.builders.data import check_data, image_size, token_grid
+from dmjd.train.builders.refusal import refusing
 
 TARGET_NORMS = {
     "hog": ("layernorm", "l2", "none"),

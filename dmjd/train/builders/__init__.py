@@ -3,11 +3,11 @@
 One file per object; what others use of them is named here.
 """
 
-from dmjd.train.build.data import check_data, image_size, token_grid
-from dmjd.train.build.masks import build_mask_spec
-from dmjd.train.build.model import build_encoder, build_objective
-from dmjd.train.build.schedule import build_schedule, peak_lr
-from dmjd.train.build.targets import build_tokenizer, check_target, target_dim
+from dmjd.train.builders.data import check_data, image_size, token_grid
+from dmjd.train.builders.masks import build_mask_spec
+from dmjd.train.builders.model import build_encoder, build_objective
+from dmjd.train.builders.schedule import build_schedule, peak_lr
+from dmjd.train.builders.targets import build_tokenizer, check_target, target_dim
 
 __all__ = [
     "build_encoder",

@@ -13,8 +13,8 @@ from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
-from dmjd.train.build.data import image_size
-from dmjd.train.build.refusal import refusing
+from dmjd.train.builders.data import image_size
+from dmjd.train.builders.refusal import refusing
 
 OF_VIT_ALONE = ("positions", "block", "layer_scale")
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from dmjd.config import MaskConfig
 from dmjd.masking import MaskSpec
-from dmjd.train.build.refusal import refusing
+from dmjd.train.builders.refusal import refusing
 
 
 def build_mask_spec(config: MaskConfig, grid: tuple[int, int]) -> MaskSpec:

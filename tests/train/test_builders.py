@@ -12,7 +12,7 @@ import dmjd.train.loop as loop
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
-from dmjd.train.build import build_mask_spec, build_objective, build_schedule, build_tokenizer, peak_lr, token_grid
+from dmjd.train.builders import build_mask_spec, build_objective, build_schedule, build_tokenizer, peak_lr, token_grid
 from tests.runs import rows
 
 BACKBONE = ("backbone.patch_size=4", "backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=4")
@@ -33,7 +33,7 @@ def configure(*words: str) -> PretrainConfig:
 
 
 def build(config: PretrainConfig) -> None:
-    """Everything that :mod:`dmjd.train.build` makes of a configuration."""
+    """Everything that :mod:`dmjd.train.builders` makes of a configuration."""
     grid = token_grid(config)
     spec = build_mask_spec(config.mask, grid)
     objective = build_objective(config, build_tokenizer(config).dim)
