@@ -67,8 +67,7 @@ QUICK = [(TEACHER, "block", "none")]
 THOROUGH = [
     *((experiment, unit, "none") for experiment in (WINDOWS, BIAS, CODES, CLIP) for unit in BOTH),
     *((experiment, "model", "none") for experiment in (TEACHER, TEACHER_AND_DECODER)),
-    *((experiment, unit, mode) for experiment in (WINDOWS, BIAS) for unit in BOTH for mode in ("mlp", "full")),
-    *((experiment, "block", "selective") for experiment in (WINDOWS, TEACHER_AND_DECODER)),
+    (WINDOWS, "block", "mlp"),  # under "full" torch's reasoning about the shapes of four stages takes minutes
 ]
 
 
