@@ -226,7 +226,8 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)  # of a launch that was killed here
         (folder / TAG).mkdir(parents=True)
-        _unfold(native_files.read(path, PARAMETER, *MOMENTS), folder / TAG / _PARTS)
+        state = (read if is_zero(path) else native_files.read)(path, PARAMETER, *MOMENTS)
+        _unfold(state, folder / TAG / _PARTS)
         _complete(folder / TAG, groups)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
