@@ -46,12 +46,6 @@ def recipe(tiny: Words, image_folder: Path) -> Words:
     return make
 
 
-@pytest.fixture
-def words(tmp_path: Path, recipe: Words) -> Words:
-    """``words(name, *more)``: the recipe in ``tmp_path / name``."""
-    return lambda name, *more: recipe(tmp_path / name, *more)
-
-
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory, recipe: Words) -> Oracle:
     """``oracle(*windows)``: a run of sound data that passes over ``windows`` from its start. Only to be read."""
