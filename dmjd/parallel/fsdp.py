@@ -56,6 +56,7 @@ class FSDPEngine(SingleEngine):
         outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(objective, mesh=mesh, mp_policy=outside)
         super().__init__(objective, config, world.device, precision)
+        self._reduces_all = True
         self._saving = world.apart()
         # For what is copied to the host; a slice moves to the device of its mesh, and nothing is sent over this one.
         self._host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
@@ -67,6 +68,7 @@ class FSDPEngine(SingleEngine):
             for name, p in self._sharded.items()
         }
 
+    @torch.no_grad()  # in whose absence to_local() is an autograd function, of some microseconds a parameter
     def _collect(self) -> None:
         for name, parameter in self._owned.items():
             gradient = self._sharded[name].grad
@@ -97,8 +99,10 @@ class FSDPEngine(SingleEngine):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         # Across replicas once a step: what waits is a slice, not a whole gradient.
-        assert isinstance(self.objective, FSDPModule)
-        self.objective.set_requires_all_reduce(last)
+        if last != self._reduces_all:
+            assert isinstance(self.objective, FSDPModule)
+            self.objective.set_requires_all_reduce(last)  # walks all modules
+            self._reduces_all = last
         with super().micro_batch(last):
             yield
 
