@@ -11,9 +11,9 @@ bound. (Without the idle device it tells nothing: the host waits wherever its la
 
     python benchmarks/engines.py --simulated 2,8 --output host.jsonl [--engines ddp,fsdp ...]
 
-is one process that takes itself for rank 0 of 2 and then of 8 (``simulated_world.py``): engines do on the host what they
-do among so many, communication costs next to nothing, and losses, which would be wrong, are not kept. On a CPU a model
-as deep and very narrow (``backbone.embed_dim=64 method.decoder.dim=64``) leaves little but the host's time.
+is one process that takes itself for rank 0 of 2 and then of 8 (``simulated_world.py``): engines do on the host what
+they do among so many, communication costs next to nothing, and losses, which would be wrong, are not kept. On a CPU a
+model as deep and very narrow (``backbone.embed_dim=64 method.decoder.dim=64``) leaves little but the host's time.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ ENGINES = {
     "ddp": ("engine=ddp",),
     "fsdp": ("engine=fsdp",),
     "fsdp_gathered": ("engine=fsdp", "engine.reshard_after_forward=false"),
+    "fsdp_by_2": ("engine=fsdp", "engine.blocks_per_unit=2"),
+    "fsdp_by_4": ("engine=fsdp", "engine.blocks_per_unit=4"),
     "hsdp": ("engine=hsdp", "engine.replicas=2"),
     "zero1": ("engine=zero1",),
     "zero2": ("engine=zero2",),

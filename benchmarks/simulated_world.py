@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
+import torch.testing._internal.distributed.fake_pg  # registers the backend
 
 from dmjd.parallel.ddp import DDPEngine
 from dmjd.parallel.engine import Engine
