@@ -83,10 +83,12 @@ class DeepSpeedEngine:
             group["weight_decay"] = weight_decay * group["wd_scale"]
         self._ds.step()
         norm, applied = self._ds.get_global_grad_norm(), self._ds.was_step_applied()
-        return StepResult(
-            torch.as_tensor(norm, dtype=torch.float32, device=self.device).detach().clone(),
-            torch.tensor(float(applied), device=self.device),
-        )
+        return StepResult(self._scalar(norm), self._scalar(float(applied)))
+
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, torch.float32, copy=True)
+        return torch.full((), value, device=self.device)  # torch.tensor() copies, for which the host waits
 
     def discard(self) -> None:
         # What DeepSpeed does after a step that it skipped; it has no name for it that both optimizers share.

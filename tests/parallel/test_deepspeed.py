@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.parallel import store
+from dmjd.parallel import store, zero_files
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.world import World, join_world
 from dmjd.train.checkpoint import newest
@@ -47,6 +47,7 @@ def look(rank: int, folder: Path, port: str) -> None:
         config = walk.ENGINES[name]
         seen[f"{name} in bf16"] = taken(replace(config, precision="bf16"), world)
         if name in STAGES:
+            seen[f"{name} waits"] = waits(config, world)
             seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
     seen["ddp in bf16, last"] = taken(replace(walk.ENGINES["ddp"], precision="bf16"), world)
     if world.is_main:
@@ -59,6 +60,18 @@ def taken(config: Any, world: World) -> list[tuple[float, float, float]]:
     rows = run.take(STEPS)
     run.engine.close()
     return rows
+
+
+def waits(config: Any, world: World) -> int:
+    """How often DeepSpeed waits for all that the device has to do, in a few steps."""
+    run = walk.Run(config, world)
+    accelerator = zero_files.import_deepspeed("deepspeed.accelerator").get_accelerator()
+    calls: list[Any] = []
+    accelerator.synchronize = lambda *device: calls.append(device)
+    run.take(STEPS)
+    del accelerator.synchronize
+    run.engine.close()
+    return len(calls)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +107,11 @@ def test_bf16_is_that_of_ddp(name: str, seen: dict[str, Any], alone: Any) -> Non
 @pytest.mark.parametrize("name", STAGES)
 def test_moments_on_the_host_change_nothing(name: str, seen: dict[str, Any], alone: Any) -> None:
     assert_rows(seen[f"{name} offloaded"], alone, 1e-5)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_its_clock_does_not_make_a_step_wait(name: str, seen: dict[str, Any]) -> None:
+    assert seen[f"{name} waits"] == 0
 
 
 def test_it_leaves_no_trace_in_torch(seen: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def test_every_key_is_said(name: str, stage: int) -> None:
         "checkpoint": {"load_universal": False, "tag_validation": "Ignore"},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
+        "timers": {"throughput": {"enabled": False, "synchronized": False}},
     }
 
 
