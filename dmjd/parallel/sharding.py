@@ -35,8 +35,8 @@ def state_bytes(engine: str, parameters: int, largest_unit: int, gpus: int, gpus
     """Of a model with so many ``parameters``.
 
     Args:
-        largest_unit: the most parameters that are gathered at once, a block's or those of several.
         engine: one of :data:`ENGINES`; "hsdp" shards within a node, the others over all GPUs.
+        largest_unit: the most parameters that are gathered at once, a block's or those of several.
     """
     shards = gpus_per_node if engine == "hsdp" else gpus
     weights, gradients, optimizer = (

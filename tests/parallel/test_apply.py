@@ -14,7 +14,7 @@ from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
-from dmjd.parallel.apply import apply, blocks
+from dmjd.parallel.apply import apply, blocks, units
 from dmjd.parallel.build import build_engine, select_device, select_precision
 from dmjd.parallel.single import SingleEngine
 
@@ -63,6 +63,16 @@ def test_blocks_are_those_of_encoder_and_decoder(kind: str, expected: int) -> No
     assert len(found) == expected
     assert found[:2] == list(model.encoder.blocks)
     assert found[2:] == ([] if model.decoder is None else list(model.decoder.blocks))
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "sizes"), [("decoder", 2, [2, 2, 1, 1]), ("decoder", 9, [5, 1]), ("linear", 3, [3, 2])]
+)
+def test_units_are_runs_of_blocks_that_never_cross_into_the_decoder(kind: str, size: int, sizes: list[int]) -> None:
+    model = make_objective(kind, depth=5).model
+    found = list(units(model, size))
+    assert [len(unit) for unit in found] == sizes
+    assert [block for unit in found for block in unit] == list(blocks(model))
 
 
 @pytest.mark.parametrize("kind", ["decoder", "linear"])

@@ -197,6 +197,20 @@ def test_a_run_can_be_rolled_back(name: str, two: tuple[Seen, Path], four: Seen)
         assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
 
 
+@pytest.mark.parametrize(
+    ("name", "gathers", "reductions"),
+    [  # of four blocks and what lies outside of them, which stays whole until backward
+        ("fsdp", 5 + 4, 5),
+        ("fsdp, kept gathered", 5, 5),
+        ("fsdp, by twos", 3 + 2, 3),
+    ],
+)
+def test_a_unit_is_gathered_and_reduced_at_once(
+    name: str, gathers: int, reductions: int, two: tuple[Seen, Path]
+) -> None:
+    assert two[0][name]["sent"] == [walk.PARTS * gathers, walk.PARTS * reductions]
+
+
 @NAMES
 def test_one_process_goes_on_from_two(name: str, resumed_alone: tuple[Seen, Path], alone: dict[str, Any]) -> None:
     assert_same_curve(resumed_alone[0][name]["resumed"], alone["curve"][walk.SAVED_AT :])

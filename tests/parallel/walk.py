@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 from dmjd.config import EngineConfig, OptimConfig
@@ -27,7 +28,7 @@ from dmjd.models.vit import ViTEncoder
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
-from dmjd.parallel.world import World, alone, join_world
+from dmjd.parallel.world import SHARDED, World, alone, join_world
 from dmjd.parallel.zero_files import is_zero
 from dmjd.train.ema import EncoderEma
 from dmjd.train.schedules import cosine
@@ -272,6 +273,13 @@ def _look_at(
         seen["convolutional"] = Run(config, world, convolutional=True).take(2)
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
+        if config.name in SHARDED:
+            with CommDebugMode() as sent:
+                Run(config, world, ema=False).forward_backward()
+            counts = sent.get_comm_counts()
+            seen["sent"] = [
+                counts[op] for op in (torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_)
+            ]
     run.engine.close()
     return seen
 

@@ -60,6 +60,16 @@ def test_state_of_100_parameters_on_16_gpus(
     assert state_bytes(engine, 100, 10, 16, 8) == (weights, gradients, optimizer, gathered)
 
 
+def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
+    words = "experiment=mae_vit_base", "gpus=8", "batch_size=768"
+    one, three = (make_plan(*words, f"engine.blocks_per_unit={size}") for size in (1, 3))
+    for engine in ("fsdp", "hsdp"):
+        assert one.state(engine).gathered == 3 * 4 * 7_087_872  # timm's Block(768)
+        assert three.state(engine) == one.state(engine)._replace(gathered=3 * one.state(engine).gathered)
+    for engine in ("ddp", "zero2", "zero3"):
+        assert three.state(engine) == one.state(engine)
+
+
 def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     plan = with_activations(make_plan("experiment=mae_vit_base", "batch_size=768", "gpus=8", "gpu=a100-40"), GIB)
     fit = plan.fit("ddp", "none")
