@@ -5,6 +5,15 @@
 
 One launch walks all cells with one compiler cache, and rank 0 appends a line after each. Batches are synthetic and the
 same for every engine; ``--micro`` counts images per GPU. Further words are those of `dmjd pretrain`, for every cell.
+
+``host_ms`` is how long a step keeps the host where it finds an idle device: close to ``step_ms``, the host is the
+bound. (Without the idle device it tells nothing: the host waits wherever its launches fill the device's queue.)
+
+    python benchmarks/engines.py --simulated 2,8 --output host.jsonl [--engines ddp,fsdp ...]
+
+is one process that takes itself for rank 0 of 2 and then of 8 (``simulated_world.py``): engines do on the host what
+they do among so many, communication costs next to nothing, and losses, which would be wrong, are not kept. On a CPU a
+model as deep and very narrow (``backbone.embed_dim=64 method.decoder.dim=64``) leaves little but the host's time.
 """
 
 from __future__ import annotations
@@ -15,9 +24,11 @@ import json
 import time
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from simulated_world import SimulatedWorld, answer_buckets, simulate_world
 
 from dmjd.compose import compose
 from dmjd.config import EngineConfig, PretrainConfig
@@ -37,12 +48,14 @@ ENGINES = {
     "ddp": ("engine=ddp",),
     "fsdp": ("engine=fsdp",),
     "fsdp_gathered": ("engine=fsdp", "engine.reshard_after_forward=false"),
+    "fsdp_by_2": ("engine=fsdp", "engine.blocks_per_unit=2"),
+    "fsdp_by_4": ("engine=fsdp", "engine.blocks_per_unit=4"),
     "hsdp": ("engine=hsdp", "engine.replicas=2"),
     "zero1": ("engine=zero1",),
     "zero2": ("engine=zero2",),
     "zero3": ("engine=zero3",),
 }
-WARMUP, STEPS, BATCHES = 10, 40, 4
+WARMUP, STEPS, IDLE_STEPS, BATCHES = 10, 40, 20, 4
 LR, WEIGHT_DECAY = 1e-4, 0.05
 
 
@@ -54,6 +67,9 @@ def measure(config: PretrainConfig, world: World, micro: int) -> dict[str, Any]:
     spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
     begin = time.perf_counter()
     engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
+    simulated = isinstance(world, SimulatedWorld)
+    if simulated:
+        answer_buckets(engine)
     data = config.data
     prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
     pool = [synthetic(config, world, micro, index) for index in range(BATCHES)]
@@ -68,14 +84,16 @@ def measure(config: PretrainConfig, world: World, micro: int) -> dict[str, Any]:
     seconds = (time.perf_counter() - begin) / STEPS
     peaks = world.gather(torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else None)
     curve = world.mean(torch.stack(losses)).tolist()
+    host = [on_idle_device(engine, prepare, pool[index % BATCHES]) for index in range(IDLE_STEPS)]
     engine.close()
-    return {
+    result = {
         "images_per_second_per_gpu": micro / seconds,
         "step_ms": 1000 * seconds,
+        "host_ms": 1000 * median(host),
         "peak_gib": peaks,
         "start_seconds": started,
-        "losses": curve,
     }
+    return result if simulated else result | {"losses": curve}
 
 
 def step(engine: Engine, prepare: Preparation, batch: Batch) -> torch.Tensor:
@@ -85,6 +103,14 @@ def step(engine: Engine, prepare: Preparation, batch: Batch) -> torch.Tensor:
         engine.backward(losses.total)
     engine.step(LR, WEIGHT_DECAY)
     return losses.total.detach()
+
+
+def on_idle_device(engine: Engine, prepare: Preparation, batch: Batch) -> float:
+    """Seconds until the host has told an idle device all of a step."""
+    synchronize(engine.device)
+    begin = time.perf_counter()
+    step(engine, prepare, batch)
+    return time.perf_counter() - begin
 
 
 def synthetic(config: PretrainConfig, world: World, micro: int, index: int) -> Batch:
@@ -108,19 +134,30 @@ def main() -> None:
     parser.add_argument("--engines", default="ddp,fsdp", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--micro", default="64")
+    parser.add_argument("--simulated", metavar="RANKS", help="one process that takes itself for rank 0 of so many")
     options, words = parser.parse_known_args()
-    models, engines = options.models.split(","), options.engines.split(",")
-    sizes = [int(size) for size in options.micro.split(",")]
-    first = compose("pretrain", [*ENGINES[engines[0]], *words])
+    first = compose("pretrain", [*ENGINES[options.engines.split(",")[0]], *words])
     assert isinstance(first, PretrainConfig)
-    meeting = EngineConfig("fsdp")  # a group of processes whatever their number, for all engines
-    world = join_world(select_device(first.engine.device), meeting)
-    for model in models:
-        for micro in sizes:
-            for name in engines:
+    device = select_device(first.engine.device)
+    if options.simulated is None:
+        meeting = EngineConfig("fsdp")  # a group of processes whatever their number, for all engines
+        walk(options, words, join_world(device, meeting))
+    else:
+        for size in options.simulated.split(","):
+            walk(options, words, simulate_world(device, int(size)))
+
+
+def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
+    """Measure every cell, and leave the world."""
+    for model in options.models.split(","):
+        for micro in (int(size) for size in options.micro.split(",")):
+            for name in options.engines.split(","):
                 batch = f"batch_size={micro * world.size}"
                 config = compose("pretrain", [*MODELS[model], *ENGINES[name], batch, *words])
+                assert isinstance(config, PretrainConfig)
                 cell = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": words}
+                if isinstance(world, SimulatedWorld):
+                    cell |= {"gpus": 1, "simulated": world.size}
                 try:
                     cell |= measure(config, world, micro)
                 except torch.OutOfMemoryError as error:  # on every rank alike: they hold the same

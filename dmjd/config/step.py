@@ -43,6 +43,7 @@ class EngineConfig:
     matrix products, attention and convolutions, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
+    ``blocks_per_unit`` (fsdp, hsdp): consecutive blocks whose parameters are gathered, and gradients reduced, at once.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
     ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
     JSON file of DeepSpeed's keys that are not ours to decide.
@@ -57,6 +58,7 @@ class EngineConfig:
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
     reshard_after_forward: bool = True
+    blocks_per_unit: int = positive(1)
     replicas: int | None = number(None, least=1)
     offload_optimizer: bool = False
     deepspeed_config: str | None = None

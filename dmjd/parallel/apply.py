@@ -33,9 +33,16 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
     An architecture takes part by having ``blocks`` in the order of computation, each with its ``mlp`` (ViT: a list;
     ConViT: three stages, convolutions first).
     """
-    yield from model.encoder.blocks
-    if model.decoder is not None:
-        yield from model.decoder.blocks
+    for (block,) in units(model, 1):
+        yield block
+
+
+def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
+    """The blocks, ``size`` consecutive ones at a time and what remains, the encoder's apart from the decoder's."""
+    for stack in (model.encoder, model.decoder):
+        if stack is not None:
+            stacked = list(stack.blocks)
+            yield from (stacked[start : start + size] for start in range(0, len(stacked), size))
 
 
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:

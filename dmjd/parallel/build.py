@@ -44,8 +44,16 @@ def build_engine(
         bare = without_parameters(objective)
         apply(objective.model, engine)
         copies = replicas(engine, world.size, world.local_size) if engine.name == "hsdp" else None
-        reshard = engine.reshard_after_forward
-        return FSDPEngine(objective, bare, optim, world, world.mesh(copies), precision, reshard_after_forward=reshard)
+        return FSDPEngine(
+            objective,
+            bare,
+            optim,
+            world,
+            world.mesh(copies),
+            precision,
+            reshard_after_forward=engine.reshard_after_forward,
+            blocks_per_unit=engine.blocks_per_unit,
+        )
     if engine.name in STAGES:
         from dmjd.parallel.deepspeed import DeepSpeedEngine  # for those who have it and ask for it
 

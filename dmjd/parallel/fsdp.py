@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dmjd.config import OptimConfig
 from dmjd.models.objective import Objective
-from dmjd.parallel.apply import blocks
+from dmjd.parallel.apply import units
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import World
 
@@ -31,6 +31,7 @@ class FSDPEngine(SingleEngine):
         mesh: of dimension "shard", or "replicate" and "shard" (HSDP: sharded within, averaged across).
         bare: :func:`without_parameters` of the objective before any transform.
         reshard_after_forward: whether a block's parameters are dropped after forward and gathered again for backward.
+        blocks_per_unit: how many consecutive blocks are gathered, dropped and reduced together.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class FSDPEngine(SingleEngine):
         precision: torch.dtype,
         *,
         reshard_after_forward: bool = True,
+        blocks_per_unit: int = 1,
     ) -> None:
         self._world, self._mesh, self._bare = world, mesh, bare
         # Autocast decides what computes in which type, as in the other engines: the residual stream, norms and losses
@@ -51,11 +53,12 @@ class FSDPEngine(SingleEngine):
         # outside of the blocks stays float32, since tokens and positions decide the type of the stream.
         in_blocks = None if precision == torch.float32 else precision
         policy = MixedPrecisionPolicy(in_blocks, torch.float32, cast_forward_inputs=False)
-        for block in blocks(objective.model):
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        for unit in units(objective.model, blocks_per_unit):
+            fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         outside = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(objective, mesh=mesh, mp_policy=outside)
         super().__init__(objective, config, world.device, precision)
+        self._reduces_all = True
         self._saving = world.apart()
         # For what is copied to the host; a slice moves to the device of its mesh, and nothing is sent over this one.
         self._host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
@@ -67,6 +70,7 @@ class FSDPEngine(SingleEngine):
             for name, p in self._sharded.items()
         }
 
+    @torch.no_grad()  # in whose absence to_local() is an autograd function, of some microseconds a parameter
     def _collect(self) -> None:
         for name, parameter in self._owned.items():
             gradient = self._sharded[name].grad
@@ -97,8 +101,10 @@ class FSDPEngine(SingleEngine):
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
         # Across replicas once a step: what waits is a slice, not a whole gradient.
-        assert isinstance(self.objective, FSDPModule)
-        self.objective.set_requires_all_reduce(last)
+        if last != self._reduces_all:
+            assert isinstance(self.objective, FSDPModule)
+            self.objective.set_requires_all_reduce(last)  # walks all modules
+            self._reduces_all = last
         with super().micro_batch(last):
             yield
 

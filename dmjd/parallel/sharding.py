@@ -23,7 +23,7 @@ _SHARDED = {  # weights, gradients, optimizer state: whole (False) or one part o
 
 
 class StateBytes(NamedTuple):
-    """Bytes on one GPU. gathered: what is whole for a moment only, of the block at work and of the next."""
+    """Bytes on one GPU. gathered: what is whole for a moment only, of the unit at work and of the next."""
 
     weights: float
     gradients: float
@@ -31,10 +31,11 @@ class StateBytes(NamedTuple):
     gathered: float
 
 
-def state_bytes(engine: str, parameters: int, largest_block: int, gpus: int, gpus_per_node: int) -> StateBytes:
-    """Of a model with so many ``parameters``, of which its largest block has ``largest_block``.
+def state_bytes(engine: str, parameters: int, largest_unit: int, gpus: int, gpus_per_node: int) -> StateBytes:
+    """Of a model with so many ``parameters``.
 
     Args:
+        largest_unit: the most parameters that are gathered at once, a block's or those of several.
         engine: one of :data:`ENGINES`; "hsdp" shards within a node, the others over all GPUs.
     """
     shards = gpus_per_node if engine == "hsdp" else gpus
@@ -43,6 +44,6 @@ def state_bytes(engine: str, parameters: int, largest_block: int, gpus: int, gpu
         for moments, sharded in zip((1, 1, 2), _SHARDED[engine], strict=True)
     )
     weights_parted, gradients_parted, _ = _SHARDED[engine]
-    # Two blocks' weights are there while the next is fetched, and a block's gradients until they are reduced.
-    blocks = 2 * weights_parted + gradients_parted
-    return StateBytes(weights, gradients, optimizer, blocks * largest_block * _FLOAT)
+    # Two units' weights are there while the next is fetched, and a unit's gradients until they are reduced.
+    units = 2 * weights_parted + gradients_parted
+    return StateBytes(weights, gradients, optimizer, units * largest_unit * _FLOAT)

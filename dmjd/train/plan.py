@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.config import PlanConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.apply import MODES, apply, blocks
+from dmjd.parallel.apply import MODES, apply, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.memory import StepMemory, trace_step
 from dmjd.parallel.sharding import ENGINES, StateBytes, state_bytes
+from dmjd.parallel.world import SHARDED
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
 
@@ -89,10 +90,9 @@ class Plan:
         self.images_per_gpu = config.batch_size // config.gpus
         with torch.device("meta"):
             objective, _ = rehearse(config, 1)
-        model = objective.model
+        self._model = objective.model
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
-        self.largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-        self.encoder_parameters = sum(parameter.numel() for parameter in model.encoder.parameters())
+        self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
 
     @cached_property
     def flops_per_image(self) -> int:
@@ -106,7 +106,9 @@ class Plan:
     def state(self, engine: str) -> StateBytes:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
         shared_by = self.config.gpus, min(self.config.gpus_per_node, self.config.gpus)
-        return state_bytes(engine, self.parameters, self.largest_block, *shared_by)
+        size = self.config.engine.blocks_per_unit if engine in SHARDED else 1
+        largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
+        return state_bytes(engine, self.parameters, largest, *shared_by)
 
     def peak(self, engine: str, mode: str, images: int) -> float:
         """The most bytes that a GPU holds in a step with micro-batches of ``images``."""

@@ -184,7 +184,8 @@ def test_a_frozen_teacher_is_divided_and_gives_the_same(name: str, two: tuple[Se
         teacher = seen["teacher"]
         assert all(teacher["same"])
         assert not teacher["learned"]
-        parts = {"fsdp": size, "fsdp, kept gathered": size, "hsdp": size // 2, "zero3": size}.get(name, 1)
+        whole = "ddp", "zero1", "zero2"
+        parts = 1 if name in whole else size // 2 if name == "hsdp" else size
         for held in zip(*teacher["held"], strict=True):  # before it is called, and after
             assert sum(held) == teacher["parameters"] * size / parts
             assert (max(held) < teacher["parameters"]) == (parts > 1)
@@ -228,6 +229,7 @@ SOME_CELLS = [
     ("zero2", "model", "full"),
     ("ddp", "block", "none"),
     ("fsdp", "block", "none"),
+    ("fsdp, by twos", "block", "full"),
     ("hsdp", "block", "selective"),
 ]
 

@@ -236,6 +236,7 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
         ({"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
         ({"replicas": 2}, "hsdp"),
         ({"reshard_after_forward": False}, "fsdp, hsdp"),
+        ({"blocks_per_unit": 2}, "fsdp, hsdp"),
     ],
 )
 def test_options_of_another_engine_are_refused(options: dict[str, Any], names: str) -> None:
