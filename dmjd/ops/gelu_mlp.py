@@ -20,19 +20,18 @@ from dmjd.ops._lib import define, once_differentiable
 
 def _fake_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
         weight1.new_empty(weight1.shape),
         bias1.new_empty(bias1.shape),
         weight2.new_empty(weight2.shape),
-        weight2.new_empty(weight2.shape[:1]),
     )
 
 
 def _triton_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
     rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
@@ -47,21 +46,20 @@ def _triton_backward(
         grad_hidden.T @ rows,
         sums.sum(0).to(bias1.dtype),
         grads.T @ hidden,
-        grads.sum(0),
     )
 
 
 @define(
     "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     autograd=once_differentiable("gelu_mlp"),
     triton=_triton_backward,
 )
 def _reference_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight1, bias1, weight2 and bias2."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight1, bias1 and weight2."""
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
         before = F.linear(rows, weight1, bias1)
@@ -71,7 +69,6 @@ def _reference_backward(
             grad_hidden.T @ rows,
             grad_hidden.sum(0),
             grads.T @ F.gelu(before),
-            grads.sum(0),
         )
 
 
@@ -84,7 +81,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors)
+    # bias2's gradient is not the op's, so that a compiler can sum while it makes grad.
+    grad_bias2 = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return (*torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors), grad_bias2)
 
 
 def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:

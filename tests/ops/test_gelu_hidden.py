@@ -88,11 +88,11 @@ def test_hopper_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
     assert gelu_hidden.served(inputs[0], case[2], case[1], case[3])
     expected = definition(*(tensor.double() for tensor in inputs))
     found = torch.ops.dmjd.gelu_hidden_gradient(*inputs)
-    # Half a unit in the last place, and what float32's sums and float16's slopes lose before.
-    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
-    for one, other in zip(found[:2], expected[:2], strict=True):
+    # Half a unit in the last place. A slope in float16 adds half a unit of its own, and float32's sums the rest.
+    rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for one, other, slope in zip(found[:2], expected[:2], (2**-11, 0), strict=True):
         assert one.dtype == dtype
-        torch.testing.assert_close(one.double(), other, atol=2e-4, rtol=rounding)
+        torch.testing.assert_close(one.double(), other, atol=2e-4, rtol=1.001 * (rounding + slope))
     assert found[2].dtype == torch.float32
     torch.testing.assert_close(found[2].double(), expected[2], atol=1e-2, rtol=1e-3)
     assert torch.equal(torch.ops.dmjd.gelu_hidden(*inputs[:3]), found[1])

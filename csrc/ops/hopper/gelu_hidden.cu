@@ -61,8 +61,12 @@ CUtensorMap map_of(const Tensor& matrix, int box_rows) {
   return tensor_map(matrix.data_ptr(), bfloat16, matrix.size(0), matrix.size(1), box_rows);
 }
 
+// A thread that has not used CUDA yet, as one of autograd's, has no context, and the driver's own calls do not make one.
+void bind_context(int32_t device) { STD_CUDA_CHECK(cudaSetDevice(device)); }
+
 Tensor gelu_hidden(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  bind_context(x.get_device_index());
   const Tensor hidden = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
   Maps maps{};
   maps.x = map_of(x, kTileRows), maps.weight1 = map_of(weight, 128), maps.hidden = map_of(hidden, 64);
@@ -73,6 +77,7 @@ Tensor gelu_hidden(const Tensor& x, const Tensor& weight, const Tensor& bias) {
 std::tuple<Tensor, Tensor, Tensor> gelu_hidden_gradient(const Tensor& x, const Tensor& weight1, const Tensor& bias1,
                                                         const Tensor& grad, const Tensor& weight2) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  bind_context(x.get_device_index());
   const int64_t rows = x.size(0), width = weight1.size(0);
   const Tensor grad_hidden = torch::stable::new_empty(x, {rows, width});
   const Tensor hidden = torch::stable::new_empty(x, {rows, width});
