@@ -50,15 +50,18 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     for block in blocks(model):
         checkpoint_block(block, config.activation_checkpointing)
         if config.compile == "block":
-            block.compile(fullgraph=True)
+            block.compile(fullgraph=True, dynamic=False)
     if config.compile == "model":
-        model.compile(fullgraph=True)
+        model.compile(fullgraph=True, dynamic=False)
     if config.compile != "none":
         import torch._dynamo  # takes a second, of those who compile
 
         # Under DDP torch cuts what it compiles where buckets end, so that gradients are reduced beside the backward
         # pass. Those of blocks come one by one anyway, and cuts would only keep them from fusing.
         torch._dynamo.config.optimize_ddp = config.compile == "model"
+        # Each shape is compiled as it is: to reason about sizes in general slows kernels down, and for the blocks of a
+        # Swin, which come in seven shapes, it does not end. The limit of eight leaves no room for a second batch size.
+        torch._dynamo.config.recompile_limit = 32
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:
