@@ -58,7 +58,7 @@ class EngineConfig:
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
     reshard_after_forward: bool = True
-    blocks_per_unit: int = positive(1)
+    blocks_per_unit: int = positive(4)
     replicas: int | None = number(None, least=1)
     offload_optimizer: bool = False
     deepspeed_config: str | None = None

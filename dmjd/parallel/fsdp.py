@@ -44,7 +44,7 @@ class FSDPEngine(SingleEngine):
         precision: torch.dtype,
         *,
         reshard_after_forward: bool = True,
-        blocks_per_unit: int = 1,
+        blocks_per_unit: int,
     ) -> None:
         self._world, self._mesh, self._bare = world, mesh, bare
         # Autocast decides what computes in which type, as in the other engines: the residual stream, norms and losses

@@ -200,9 +200,8 @@ def test_a_run_can_be_rolled_back(name: str, two: tuple[Seen, Path], four: Seen)
 @pytest.mark.parametrize(
     ("name", "gathers", "reductions"),
     [  # of four blocks and what lies outside of them, which stays whole until backward
-        ("fsdp", 5 + 4, 5),
+        ("fsdp", 3 + 2, 3),
         ("fsdp, kept gathered", 5, 5),
-        ("fsdp, by twos", 3 + 2, 3),
     ],
 )
 def test_a_unit_is_gathered_and_reduced_at_once(
@@ -243,7 +242,6 @@ SOME_CELLS = [
     ("zero2", "model", "full"),
     ("ddp", "block", "none"),
     ("fsdp", "block", "none"),
-    ("fsdp, by twos", "block", "full"),
     ("hsdp", "block", "selective"),
 ]
 

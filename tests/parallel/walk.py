@@ -45,9 +45,8 @@ def engine(name: str, **options: Any) -> EngineConfig:
 ENGINES = {
     "ddp": engine("ddp"),
     "fsdp": engine("fsdp"),
-    "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False),
-    "fsdp, by twos": engine("fsdp", blocks_per_unit=2),
-    "hsdp": engine("hsdp", replicas=2),
+    "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False, blocks_per_unit=1),
+    "hsdp": engine("hsdp", replicas=2, blocks_per_unit=1),
     # With many small buckets, and every vector divided, as they would be in a model of a thousand times the size.
     **{name: engine(name, deepspeed_config=str(Path(__file__).with_name(f"{name}.json"))) for name in STAGES},
 }
@@ -65,7 +64,7 @@ Cell = tuple[str, str, str]
 
 COMPILED = (
     *(("ddp", "model"), ("zero2", "model")),
-    *((name, "block") for name in ("ddp", "fsdp", "fsdp, by twos", "hsdp", "zero1")),
+    *((name, "block") for name in ("ddp", "fsdp", "hsdp", "zero1")),
 )
 """Engines, and what they compile as one graph: fsdp and hsdp do not take the model, and zero3 takes neither."""
 
