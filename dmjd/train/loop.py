@@ -21,6 +21,7 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
@@ -63,6 +64,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     world = join_world(select_device(config.engine.device), config.engine)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
+        stack.callback(dismiss_compile_workers)
         training = Pretraining(config, run, world, judges)
         training.enter(stack)
         with explained(config, run.path, world):
