@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 def dismiss_compile_workers() -> None:
-    """Let inductor's workers, if there are any, leave when they have done what they are doing; it starts others at need.
+    """Let inductor's workers, if there are any, leave once their work is done; it starts others when it needs them.
 
-    Else they are sent TERM when the process ends, which those that were started beside a :class:`Requests` have
-    blocked, and get ten seconds to die of it.
+    Else they would be sent TERM when the process ends and get ten seconds to die of it, which is in vain: a run keeps
+    signals from all that it starts.
     """
     compilation = sys.modules.get("torch._inductor.async_compile")
     if compilation is not None and compilation.AsyncCompile.process_pool.cache_info().currsize:

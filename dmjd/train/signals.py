@@ -1,8 +1,9 @@
 """Signals heard by a thread of their own, and by no process that a run starts.
 
 A launcher's TERM or USR1, and Ctrl-C, reach every process of a group, so also the compilers at work in a first step:
-inductor's workers, ptxas, g++. Without them that step ends in a trace or, under torch 2.11, never: it waits for workers
-that are gone (pytorch/pytorch#189290). A blocked signal stays blocked in all that a thread starts, across fork and exec.
+inductor's workers, ptxas, g++. Without them that step ends in a trace or, under torch 2.11, never: it waits for
+workers that are gone (pytorch/pytorch#189290). What a thread blocks is blocked in all that it starts, across fork and
+exec.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _END = b"\0"
 
 @contextmanager
 def listening(numbers: Collection[signal.Signals], hear: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within it, ``hear(number)`` is called for each of ``numbers`` that this process is sent, and nothing else is done.
+    """Within it, each of ``numbers`` that this process is sent is a call of ``hear`` and nothing else.
 
     The thread that calls it hears while the main one waits in a call that does not come back. Outside the main thread,
     which alone may set handlers, signals do what they did before; so does an INT that is ignored, as of a job that a

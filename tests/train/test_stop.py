@@ -211,7 +211,9 @@ def signal_at(at: int, name: str, rank: int = 0) -> str:
     return SIGNAL.format(at=at, name=name, rank=rank)
 
 
-@pytest.mark.parametrize(("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGTERM", STEPS, 0)])
+@pytest.mark.parametrize(
+    ("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGTERM", STEPS, 0)]
+)
 def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
 ) -> None:
@@ -256,6 +258,38 @@ def test_a_second_signal_of_a_kind_ends_a_process_that_does_not_get_there(
     os.kill(process.pid, number)
     process.join(60)
     assert process.exitcode == -number
+
+
+COMPILES = """
+import signal, subprocess, time
+from dmjd.parallel.single import SingleEngine
+os.setpgid(0, 0)
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+step = SingleEngine.step
+def compile_and_step(self, lr, wd):
+    from torch._inductor.async_compile import AsyncCompile
+    if self.compiled is None:
+        pool = AsyncCompile.process_pool()
+        pool.submit(int).result(120)  # the workers are there
+        jobs, compiler = [pool.submit(time.sleep, 2) for worker in range(2)], subprocess.Popen(["sleep", "2"])
+        os.killpg(0, signal.SIGTERM)
+        SingleEngine.compiled = [job.result(60) for job in jobs], compiler.wait(60)
+    return step(self, lr, wd)
+SingleEngine.compiled, SingleEngine.step = None, compile_and_step
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_group_leaves_compilers_alone_and_they_end_with_the_run(
+    tmp_path: Path, tiny: Words, launch: Launch
+) -> None:
+    """Jobs in inductor's own pool, where Triton's kernels are compiled, and a process beside it, as g++ is."""
+    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], NO_PICTURES + COMPILES)
+    process.join(180)
+    assert process.exitcode == 0
+    assert (reason(tmp_path / "run")["reason"], reason(tmp_path / "run")["step"]) == ("signal", 2)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 # Several processes
