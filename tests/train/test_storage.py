@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dmjd.train import checkpoint
+from tests.runs import NO_PICTURES, checkpoints, telling
 
 Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
@@ -82,3 +83,36 @@ def test_a_folder_in_use_is_refused_and_left_alone(
         first.kill()
         first.join()
     assert dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))[0] == 0, "the kernel let go of the lock"
+
+
+FREEZES = """
+import subprocess
+import dmjd.train.checkpoint as checkpoint
+commit, frozen = checkpoint.commit, []
+def freezing(draft, *rest):
+    path = commit(draft, *rest)
+    if os.environ["RANK"] == "0" and not frozen:
+        frozen.append(path)
+        subprocess.run(["chattr", "+i", path], check=True)
+    return path
+checkpoint.commit = freezing
+"""
+
+
+def test_ranks_go_on_where_an_old_checkpoint_cannot_be_removed(
+    tmp_path: Path, tiny: Words, launch_world: Callable[..., Any]
+) -> None:
+    if subprocess.run(["chattr", "+i", tmp_path], capture_output=True).returncode:
+        pytest.skip("an unremovable folder needs root and a file system with attributes")
+    subprocess.run(["chattr", "-i", tmp_path], check=True)
+    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, "engine=ddp", "keep_checkpoints=1")]
+    old = tmp_path / "run" / "checkpoints" / "step-00000004"
+    try:
+        ranks = launch_world(2, words, telling(tmp_path / "said") + NO_PICTURES + FREEZES)
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        assert checkpoints(tmp_path / "run") == [4, 22]
+        assert f"cannot remove {old}: " in (tmp_path / "said").read_text()
+    finally:
+        subprocess.run(["chattr", "-i", old], check=True)
