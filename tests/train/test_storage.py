@@ -85,6 +85,49 @@ def test_a_folder_in_use_is_refused_and_left_alone(
     assert dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))[0] == 0, "the kernel let go of the lock"
 
 
+def between_checkpoints(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """``act()`` once, while the run goes on after its first checkpoint."""
+    acts = iter([act])
+
+    def pictures(*arguments: Any) -> dict[str, Path]:
+        next(acts, lambda: None)()
+        return {}
+
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", pictures)
+
+
+def test_a_log_removed_under_a_run_is_whole_at_its_end(
+    tmp_path: Path, tiny: Words, dmjd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [tmp_path / name / "log.jsonl" for name in ("run", "alone")]
+    between_checkpoints(monkeypatch, lambda: logs[0].unlink())
+    for log in logs:
+        code, _, errors = dmjd("pretrain", *tiny(log.parent, *WORDS, "log_every=2"))
+        assert code == 0
+        assert errors.count("was removed or replaced while the run wrote it") == int(log is logs[0])
+    assert logs[0].read_bytes() == logs[1].read_bytes()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_run_whose_folder_is_removed_ends_and_leaves_the_next_ones_alone(
+    tmp_path: Path, tiny: Words, dmjd: Command, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def remove() -> None:
+        shutil.rmtree(run)
+        if anew:
+            run.mkdir()
+            (run / ".lock").touch()
+
+    between_checkpoints(monkeypatch, remove)
+    code, _, errors = dmjd("pretrain", *tiny(run, *WORDS, "checkpoint_async=false"))
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert (code, len(said)) == (2, 1)
+    assert said[0].startswith(f"error: run={run}: the folder, or its .lock, ")
+    assert not run.exists() or {path.name for path in run.iterdir()} <= {".lock", "heartbeat"}
+
+
 FREEZES = """
 import subprocess
 import dmjd.train.checkpoint as checkpoint
