@@ -81,29 +81,44 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
 
 
 def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
+    """Drop what :func:`commit` says. What the disk does not give up waits for the next commit; the run goes on."""
     folder = final.parent
     folders = committed(folder)
     position = folders.index(final) + 1
-    older = folders[: max(0, position - keep)]
+    older = [path for path in folders[: max(0, position - keep)] if not keep_every or step_of(path) % keep_every]
     for torn in [path for path in folder.glob(f"{_PREFIX}*") if not (path / MANIFEST).is_file()]:
         shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
-    for old in [path for path in older if not keep_every or step_of(path) % keep_every]:
-        _drop(old)
-    drop_after(folder, step_of(final))
+    for path in older + folders[position:]:
+        try:
+            _drop(path)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s; the next checkpoint tries again", path, error)
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Drop the checkpoints of more than ``step`` steps: the run has gone back, and they are no part of it any more."""
+    """Drop the checkpoints of more than ``step`` steps: the run has gone back, and they are no part of it any more.
+
+    Raises:
+        StorageError: if one stays. The run would resume from it.
+    """
     for later in committed(folder):
         if step_of(later) > step:
-            _drop(later)
+            try:
+                _drop(later)
+            except OSError as error:
+                raise StorageError(f"going back to step {step}, cannot remove {later}: {error}") from error
 
 
 def _drop(path: Path) -> None:
+    if path.is_symlink():  # where it leads to is somebody's archive
+        path.unlink()
+        return
     # The manifest goes first, so a half-deleted checkpoint does not count either.
-    # Somebody may be reading it on a network disk; what stays behind is swept with the next commit.
     (path / MANIFEST).unlink(missing_ok=True)
+    # Somebody may be reading it on a network disk: what can go goes, and then the rest says why it does not.
     shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
 
 
 def step_of(path: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from dmjd.files import replace_file
 from dmjd.parallel.world import World
 from dmjd.train.cause import cause
 from dmjd.train.guard import Diverged
+from dmjd.train.lock import FolderGone
 from dmjd.train.state import Position
 
 GO_ON = "the same command goes on from this step"
@@ -53,6 +55,8 @@ class Ending:
     ) -> None:
         if error is None or self._path.exists() or (getattr(error, "told", False) and not self._world.is_main):
             return
+        if isinstance(error, FolderGone):  # there is no place for it, or another run's
+            return
         self._leave(*(("diverged", str(error)) if isinstance(error, Diverged) else cause(error, self._world.rank)))
 
     def write(self, reason: str, detail: str) -> None:
@@ -67,7 +71,7 @@ class Ending:
             "step": self._position.step,
             "total_steps": self._total_steps,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "next": NEXT[reason].replace("RUN", str(self._path.parent)),
+            "next": NEXT[reason].replace("RUN", shlex.quote(str(self._path.parent))),
         }
         try:
             replace_file(self._path, json.dumps(record, indent=1) + "\n")

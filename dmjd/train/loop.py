@@ -21,6 +21,7 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
@@ -63,6 +64,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     world = join_world(select_device(config.engine.device), config.engine)
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
+        stack.callback(dismiss_compile_workers)
         training = Pretraining(config, run, world, judges)
         training.enter(stack)
         with explained(config, run.path, world):
@@ -206,7 +208,7 @@ class Pretraining:
         return weights_at(self.config.init, "init")
 
     def _lock(self, stack: ExitStack) -> None:
-        stack.enter_context(only_run_in(self.run.create()))
+        self._check_folder = stack.enter_context(only_run_in(self.run.create()))
 
     def play(self) -> None:
         """The whole run, from where it stands to its end or to where it is asked to stop."""
@@ -360,7 +362,7 @@ class Pretraining:
         self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
-        self.world.on_main(self.journal.sync)
+        self.world.on_main(self._secure_log)
         files = {
             checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
             checkpoint.CONFIG: to_yaml(self.config).encode(),
@@ -378,6 +380,10 @@ class Pretraining:
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
             with self._on_view() as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
+
+    def _secure_log(self) -> None:
+        self._check_folder()
+        self.journal.sync()
 
     def _show(self, batch: Batch, objective: Objective) -> None:
         """Refresh the pictures. A run does not end for want of them."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmjd.errors import StorageError
+from dmjd.files import replace_file
 from dmjd.train.guard import StepNumbers
 
 logger = logging.getLogger("dmjd")
@@ -70,7 +71,7 @@ class RunLog:
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._file = path.open("ab", buffering=0)  # nothing may stay behind to be written by close() after an error
+        self._file = path.open("a+b", buffering=0)  # nothing may stay behind to be written by close() after an error
         if self._file.tell() < offset:
             # Truncating to more than there is would pad with zero bytes.
             logger.warning("%s has lost rows since the checkpoint was written; it goes on after those left", path)
@@ -86,15 +87,29 @@ class RunLog:
                 self._file.truncate(self.offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact") from error
+            raise self._unwritable(error) from error
         self.offset += len(line)
 
     def sync(self) -> None:
-        """To disk, so that a checkpoint never knows of rows that a crash can take away."""
+        """To disk, so that a checkpoint never knows of rows that a crash can take away.
+
+        Whoever removed the file meanwhile, or put another in its place as editors do, finds all rows there again.
+        """
+        if not (self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))):
+            logger.warning("%s was removed or replaced while the run wrote it; its rows are put back", self._path)
+            try:
+                replace_file(self._path, os.pread(self._file.fileno(), self.offset, 0))
+                self._file.close()
+                self._file = self._path.open("a+b", buffering=0)
+            except OSError as error:
+                raise self._unwritable(error) from error
         os.fsync(self._file.fileno())
+
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact")
 
     def close(self) -> None:
         try:
-            self.sync()
+            os.fsync(self._file.fileno())
         finally:
             self._file.close()

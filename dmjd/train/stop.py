@@ -6,29 +6,31 @@ all ranks save at the same step and leave together; a rank that acted by itself 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
-import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmjd.errors import ConfigError, UserError
 from dmjd.parallel.world import World
+from dmjd.train.signals import die_of, listening
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 STOPS = ("signal", "time", "file")
 ASKS = (*STOPS, "save", "error")
 POLL_STEPS = 10
 """Rank 0 looks for files every so many steps: a network disk may take milliseconds to say that one is not there."""
 ECHO_SECONDS = 5.0
 """A launcher's second signal of a kind, of which Slurm and torchrun each send one, comes within this time."""
+
+logger = logging.getLogger("dmjd")
 
 
 def seconds_of(text: str) -> float:
@@ -77,25 +79,29 @@ class Requests:
         self._deadline = deadline
         self._stop, self._save = run / "stop", run / "save"
         self._asked: set[str] = set()
-        self._heard: dict[int, float] = {}  # when each signal came first
-        self._before: dict[int, Any] = {}
+        self._heard: dict[signal.Signals, float] = {}  # when each came first
+        self._listening = ExitStack()
         self._error: UserError | None = None
         self._nothing = torch.zeros(len(ASKS), device=world.device)
 
     def __enter__(self) -> Requests:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
-            self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+        self._listening.enter_context(listening(SIGNALS, self._hear))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._listening.close()
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self._asked.add("signal")
+    def _hear(self, number: signal.Signals) -> None:
+        first = not self._heard
         if time.monotonic() - self._heard.setdefault(number, time.monotonic()) > ECHO_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            die_of(number)
+        self._asked.add("signal")
+        if first and self._world.is_main:
+            logger.warning(
+                "%s: saving at the next step and stopping; another one, after %.0f s, ends it at once",
+                number.name,
+                ECHO_SECONDS,
+            )
 
     def fail(self, error: UserError) -> None:
         """This rank cannot go on. By itself it raises; among others it keeps step until all have heard of it."""
@@ -151,7 +157,7 @@ class Requests:
     def stopping(self) -> tuple[str, str]:
         """Why all ranks stop, as one of :data:`STOPS` and in words. Every rank calls this."""
         assert self.reason is not None
-        heard = self._world.gather([signal.Signals(number).name for number in self._heard])
+        heard = self._world.gather([number.name for number in list(self._heard)])  # the thread may add to it
         names = [f"{name} at rank {rank}" for rank, signals in enumerate(heard) for name in signals]
         words = {"signal": " and ".join(names), "time": "its time is over", "file": f"{self._stop} was there"}
         return self.reason, words[self.reason]

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -73,6 +73,61 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     paths = save(tmp_path, 1, 2, 3, 4, 5, keep=keep)
     assert sorted(tmp_path.iterdir()) == paths[-keep:]
+
+
+@pytest.fixture
+def freeze() -> Iterator[Callable[[Path], None]]:
+    """``freeze(folder)``: for the rest of the test the kernel refuses to remove anything from it, of root too."""
+    frozen: list[Path] = []
+
+    def attribute(sign: str, folder: Path) -> None:
+        changed = subprocess.run(["chattr", f"{sign}i", folder], capture_output=True, text=True)
+        if changed.returncode:
+            pytest.skip(f"an unremovable folder needs root and a file system with attributes: {changed.stderr.strip()}")
+
+    def act(folder: Path) -> None:
+        attribute("+", folder)
+        frozen.append(folder)
+
+    yield act
+    for folder in frozen:
+        attribute("-", folder)
+
+
+@pytest.mark.parametrize("part", ["", "shards"])
+def test_what_cannot_be_removed_is_told_and_tried_again(
+    tmp_path: Path, freeze: Callable[[Path], None], caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """All of a checkpoint, or a folder in it: then the rest goes, and with the manifest it ends to be one."""
+    (old,) = save(tmp_path, 1)
+    (old / "shards").mkdir()
+    (old / "shards" / "open").write_text("somebody reads it")
+    freeze(old / part)
+    _, third = save(tmp_path, 2, 3, keep=1)
+    told = [record.getMessage() for record in caplog.records]
+    assert all(line.startswith(f"cannot remove {old}: ") for line in told)
+    assert len(told) == (2 if part == "" else 1), "of what is no checkpoint any more there is nothing left to say"
+    assert committed(tmp_path) == ([old, third] if part == "" else [third])
+    assert newest(tmp_path) == third
+    assert tree(old).keys() == ({"model.pt", "loop.pt", MANIFEST, "shards/open"} if part == "" else {"shards/open"})
+
+
+def test_going_back_needs_what_is_later_gone(tmp_path: Path, freeze: Callable[[Path], None]) -> None:
+    first, second = save(tmp_path, 1, 2)
+    freeze(second)
+    with pytest.raises(StorageError, match=rf"going back to step 1, cannot remove {second}: "):
+        drop_after(tmp_path, 1)
+    assert committed(tmp_path) == [first, second]
+
+
+def test_an_archive_that_a_link_leads_to_is_not_dropped(tmp_path: Path) -> None:
+    (old,) = save(tmp_path / "run", 1)
+    archived = old.rename(tmp_path / "archived")
+    old.symlink_to(archived)
+    before = tree(archived)
+    (second,) = save(tmp_path / "run", 2, keep=1)
+    assert list((tmp_path / "run").iterdir()) == [second]
+    assert tree(archived) == before
 
 
 def test_a_write_that_raises_leaves_the_previous_checkpoint(tmp_path: Path) -> None:

@@ -89,6 +89,26 @@ def test_the_offset_counts_bytes_and_not_characters(tmp_path: Path) -> None:
     assert log.offset == (tmp_path / "log.jsonl").stat().st_size
 
 
+@pytest.mark.parametrize("left", [None, b'{"step": 99}\n'], ids=["removed", "replaced"])
+def test_a_log_that_is_removed_while_it_is_written_is_put_back(tmp_path: Path, left: bytes | None) -> None:
+    path = tmp_path / "log.jsonl"
+    log = RunLog(path)
+    log.write({"step": 1})
+    path.unlink()
+    if left is not None:
+        path.write_bytes(left)
+    log.write({"step": 2})
+    log.sync()
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    inode = path.stat().st_ino
+    log.write({"step": 3})
+    log.sync()
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+    assert log.offset == path.stat().st_size
+    assert path.stat().st_ino == inode, "a log in its place is left there"
+
+
 @pytest.mark.parametrize("left", [None, b"", b'{"step": 1}\n{"st'], ids=["deleted", "emptied", "cut short"])
 def test_a_log_shorter_than_the_offset_is_not_filled_up_with_zeros(tmp_path: Path, left: bytes | None) -> None:
     path = tmp_path / "log.jsonl"

@@ -68,6 +68,15 @@ def requests(tmp_path: Path) -> Requests:
     return Requests(tmp_path, alone(CPU), None)
 
 
+def until(true: Callable[[], bool], process: Any = None, seconds: float = 60) -> None:
+    """Wait for it, as long as ``process`` runs."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        assert process is None or process.is_alive()
+        time.sleep(0.01)
+
+
 def heard(requests: Requests, step: int = 1) -> list[str]:
     return [name for name, flag in zip(ASKS, requests.asks(step).tolist(), strict=True) if flag]
 
@@ -78,7 +87,7 @@ def test_a_signal_asks_and_handlers_are_put_back(requests: Requests, number: sig
     with requests:
         assert heard(requests) == []
         os.kill(os.getpid(), number)
-        assert heard(requests) == ["signal"]
+        until(lambda: heard(requests) == ["signal"])
         os.kill(os.getpid(), number)  # a launcher's echo
         requests.agree([1.0, 0.0, 0.0, 0.0, 0.0])
         assert requests.stopping() == ("signal", f"{number.name} at rank 0")
@@ -182,14 +191,19 @@ def test_what_breaks_a_run_off_is_left_in_words(run: Callable[..., Path], tmp_pa
 
 SIGNAL = """
 from dmjd.parallel.single import SingleEngine
-import signal
-step, calls = SingleEngine.step, []
+from dmjd.train.stop import Requests
+import signal, threading
+step, calls, hear, heard = SingleEngine.step, [], Requests._hear, threading.Event()
 def signalled(self, lr, wd):
     calls.append(1)
     if len(calls) == {at} and os.environ.get("RANK", "0") == "{rank}":
         os.kill(os.getpid(), signal.{name})
+        assert heard.wait(60)  # a thread hears it, and perhaps not before this step asks
     return step(self, lr, wd)
-SingleEngine.step = signalled
+def hearing(self, number):
+    hear(self, number)
+    heard.set()
+SingleEngine.step, Requests._hear = signalled, hearing
 """
 
 
@@ -197,7 +211,9 @@ def signal_at(at: int, name: str, rank: int = 0) -> str:
     return SIGNAL.format(at=at, name=name, rank=rank)
 
 
-@pytest.mark.parametrize(("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGTERM", STEPS, 0)])
+@pytest.mark.parametrize(
+    ("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGTERM", STEPS, 0)]
+)
 def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
 ) -> None:
@@ -218,37 +234,62 @@ def test_a_signalled_process_saves_ends_well_and_goes_on(
 
 
 HANGS = """
-import time
+import ctypes
 import dmjd.train.stop as stop
 from dmjd.parallel.single import SingleEngine
 stop.ECHO_SECONDS = 0.0
 def hang(self, lr, wd):
     open({file!r}, "w").close()
-    time.sleep(600)
+    ctypes.CDLL(None).sleep(600)  # in C, where Python's handlers are not run
 SingleEngine.step = hang
 """
 
 
-def wait_for(true: Callable[[], bool], process: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        assert process.is_alive()
-        time.sleep(0.01)
-
-
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_of_a_kind_ends_a_process_that_does_not_get_there(
-    tmp_path: Path, tiny: Words, launch: Launch
+    tmp_path: Path, tiny: Words, launch: Launch, number: signal.Signals
 ) -> None:
     process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], HANGS.format(file=str(tmp_path / "hangs")))
-    wait_for((tmp_path / "hangs").exists, process)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        os.kill(process.pid, number)
+    until((tmp_path / "hangs").exists, process)
+    for each in (signal.SIGUSR1, number):
+        os.kill(process.pid, each)
         process.join(0.3)
         assert process.is_alive(), "one of each kind only asks"
-    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, number)
     process.join(60)
-    assert process.exitcode == -signal.SIGTERM
+    assert process.exitcode == -number
+
+
+COMPILES = """
+import signal, subprocess, time
+from dmjd.parallel.single import SingleEngine
+os.setpgid(0, 0)
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
+step = SingleEngine.step
+def compile_and_step(self, lr, wd):
+    from torch._inductor.async_compile import AsyncCompile
+    if self.compiled is None:
+        pool = AsyncCompile.process_pool()
+        pool.submit(int).result(120)  # the workers are there
+        jobs, compiler = [pool.submit(time.sleep, 2) for worker in range(2)], subprocess.Popen(["sleep", "2"])
+        os.killpg(0, signal.SIGTERM)
+        SingleEngine.compiled = [job.result(60) for job in jobs], compiler.wait(60)
+    return step(self, lr, wd)
+SingleEngine.compiled, SingleEngine.step = None, compile_and_step
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_group_leaves_compilers_alone_and_they_end_with_the_run(
+    tmp_path: Path, tiny: Words, launch: Launch
+) -> None:
+    """Jobs in inductor's own pool, where Triton's kernels are compiled, and a process beside it, as g++ is."""
+    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY)], NO_PICTURES + COMPILES)
+    process.join(180)
+    assert process.exitcode == 0
+    assert (reason(tmp_path / "run")["reason"], reason(tmp_path / "run")["step"]) == ("signal", 2)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
 
 
 # Several processes

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dmjd.train import checkpoint
+from tests.runs import NO_PICTURES, checkpoints, telling
 
 Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
@@ -82,3 +83,79 @@ def test_a_folder_in_use_is_refused_and_left_alone(
         first.kill()
         first.join()
     assert dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))[0] == 0, "the kernel let go of the lock"
+
+
+def between_checkpoints(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """``act()`` once, while the run goes on after its first checkpoint."""
+    acts = iter([act])
+
+    def pictures(*arguments: Any) -> dict[str, Path]:
+        next(acts, lambda: None)()
+        return {}
+
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", pictures)
+
+
+def test_a_log_removed_under_a_run_is_whole_at_its_end(
+    tmp_path: Path, tiny: Words, dmjd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [tmp_path / name / "log.jsonl" for name in ("run", "alone")]
+    between_checkpoints(monkeypatch, lambda: logs[0].unlink())
+    for log in logs:
+        code, _, errors = dmjd("pretrain", *tiny(log.parent, *WORDS, "log_every=2"))
+        assert code == 0
+        assert errors.count("was removed or replaced while the run wrote it") == int(log is logs[0])
+    assert logs[0].read_bytes() == logs[1].read_bytes()
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_run_whose_folder_is_removed_ends_and_leaves_the_next_ones_alone(
+    tmp_path: Path, tiny: Words, dmjd: Command, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def remove() -> None:
+        shutil.rmtree(run)
+        if anew:
+            run.mkdir()
+            (run / ".lock").touch()
+
+    between_checkpoints(monkeypatch, remove)
+    code, _, errors = dmjd("pretrain", *tiny(run, *WORDS, "checkpoint_async=false"))
+    said = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert (code, len(said)) == (2, 1)
+    assert said[0].startswith(f"error: run={run}: the folder, or its .lock, ")
+    assert not run.exists() or {path.name for path in run.iterdir()} <= {".lock", "heartbeat"}
+
+
+FREEZES = """
+import subprocess
+import dmjd.train.checkpoint as checkpoint
+commit, frozen = checkpoint.commit, []
+def freezing(draft, *rest):
+    path = commit(draft, *rest)
+    if os.environ["RANK"] == "0" and not frozen:
+        frozen.append(path)
+        subprocess.run(["chattr", "+i", path], check=True)
+    return path
+checkpoint.commit = freezing
+"""
+
+
+def test_ranks_go_on_where_an_old_checkpoint_cannot_be_removed(
+    tmp_path: Path, tiny: Words, launch_world: Callable[..., Any]
+) -> None:
+    if subprocess.run(["chattr", "+i", tmp_path], capture_output=True).returncode:
+        pytest.skip("an unremovable folder needs root and a file system with attributes")
+    subprocess.run(["chattr", "-i", tmp_path], check=True)
+    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, "engine=ddp", "keep_checkpoints=1")]
+    old = tmp_path / "run" / "checkpoints" / "step-00000004"
+    try:
+        ranks = launch_world(2, words, telling(tmp_path / "said") + NO_PICTURES + FREEZES)
+        for rank in ranks:
+            rank.join(120)
+        assert [rank.exitcode for rank in ranks] == [0, 0]
+        assert checkpoints(tmp_path / "run") == [4, 22]
+        assert f"cannot remove {old}: " in (tmp_path / "said").read_text()
+    finally:
+        subprocess.run(["chattr", "-i", old], check=True)
