@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmjd.ops import gelu_hidden, gelu_mlp, reference, status
+from dmjd.ops import _native, gelu_hidden, gelu_mlp, reference, status
 
 Case = tuple[int, int, int, int]  # rows, and the widths of x, of the hidden layer and of its result
 
@@ -56,17 +56,17 @@ def test_opcheck() -> None:
 
 def test_other_cards_and_sizes_are_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gelu_hidden, "_on_hopper", lambda device: True)
-    monkeypatch.setattr(gelu_hidden._native, "why_missing", lambda library: None)
+    monkeypatch.setattr(_native, "why_missing", lambda library: None)
     x = torch.zeros(1, 64, dtype=torch.bfloat16)
     assert gelu_hidden.served(x, 256, 64, 128)
     assert not gelu_hidden.served(x, 128, 64)
     assert not gelu_hidden.served(x, 256, 64, 96)
     assert not gelu_hidden.served(x.float(), 256, 64)
     assert not gelu_hidden.served(x[:0], 256, 64)
-    monkeypatch.setattr(gelu_hidden._native, "why_missing", lambda library: "not built")
+    monkeypatch.setattr(_native, "why_missing", lambda library: "not built")
     assert not gelu_hidden.served(x, 256, 64)
     monkeypatch.setattr(gelu_hidden, "_on_hopper", lambda device: False)
-    monkeypatch.setattr(gelu_hidden._native, "why_missing", lambda library: None)
+    monkeypatch.setattr(_native, "why_missing", lambda library: None)
     assert not gelu_hidden.served(x, 256, 64)
 
 
