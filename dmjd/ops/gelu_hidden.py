@@ -24,12 +24,18 @@ def served(x: Tensor, hidden: int, *depths: int) -> bool:
     """Whether the native kernels take ``x [M, C]`` on its card: half precision, some rows, sizes that tiles cover."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
-        and x.shape[0] > 0
+        and min(x.shape[0], hidden, *depths) > 0
         and hidden % TILE_HIDDEN == 0
         and all(depth % TILE_INPUT == 0 for depth in depths)
         and _on_hopper(x.device)
         and _native.why_missing("HOPPER") is None
     )
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """``tensor`` as the copy engine reads it: contiguous, from a multiple of 16 bytes on, which a view may miss."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 @cache

@@ -34,13 +34,13 @@ def _triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
+    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference_backward(grad, x, weight1, bias1, weight2)
-    weight1, weight2 = weight1.contiguous(), weight2.contiguous()
+    inputs = map(gelu_hidden.dense, (rows, weight1, bias1, grads, weight2))
     native = gelu_hidden.served(rows, *weight1.shape, weight2.shape[0])
     gradient = torch.ops.dmjd.gelu_hidden_gradient if native else kernels.hidden_gradient
-    grad_hidden, hidden, sums = gradient(rows, weight1, bias1.contiguous(), grads, weight2)
+    grad_hidden, hidden, sums = gradient(*inputs)
     return (
         (grad_hidden @ weight1).view(x.shape),
         grad_hidden.T @ rows,
@@ -89,11 +89,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
 def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference(x, weight1, bias1, weight2, bias2)
     layer = torch.ops.dmjd.gelu_hidden if gelu_hidden.served(rows, *weight1.shape) else kernels.hidden_layer
-    hidden = layer(rows, weight1.contiguous(), bias1.contiguous())
+    hidden = layer(*map(gelu_hidden.dense, (rows, weight1, bias1)))
     return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
 
 
@@ -128,7 +128,7 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
 
     Raises:
         TypeError: if the dtypes differ outside autocast.
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or devices differ.
     """
     named = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -137,6 +137,9 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
     for name, tensor in named.items():
         if not tensor.dtype.is_floating_point or tensor.dtype != named["x"].dtype:
             raise TypeError(f"gelu_mlp: {name} must have x's floating dtype {named['x'].dtype}, got {tensor.dtype}")
+    if len({tensor.device for tensor in named.values()}) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
+        raise ValueError(f"gelu_mlp: all tensors must be on one device, got {places}")
     if weight1.ndim != 2 or weight2.ndim != 2:
         raise ValueError(
             f"gelu_mlp: weight1 [H, C] and weight2 [D, H] must be matrices, got {list(weight1.shape)} and "

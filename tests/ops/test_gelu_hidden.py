@@ -76,7 +76,10 @@ CASES: list[Case] = [
     (129, 192, 512, 320),  # widths that differ, one row in the second tile
     (5000, 384, 768, 384),
     (300, 768, 1024, 256),  # the second product alone is staggered
-    (70000, 256, 256, 64),  # more tiles than blocks
+    (70000, 256, 256, 64),  # more tiles than blocks from here on
+    (20000, 256, 512, 256),  # both products are staggered
+    (20000, 320, 512, 256),  # the second is, and the ring is entered anywhere
+    (20000, 512, 512, 320),
 ]
 
 
@@ -109,6 +112,39 @@ def test_hopper_repeats_bit_for_bit_and_writes_nothing_beside() -> None:
     for rows in (1024, 1061):  # what lies behind the rows that were asked for has no part in them
         part = torch.ops.dmjd.gelu_hidden(inputs[0][:rows], *inputs[1:3])
         assert torch.equal(part, first[1][:rows])
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_hopper_refuses_what_tiles_do_not_cover() -> None:
+    x, weight1, bias1, grad, weight2 = make((300, 128, 256, 128), torch.bfloat16, "cuda")
+    hidden, gradient = torch.ops.dmjd.gelu_hidden, torch.ops.dmjd.gelu_hidden_gradient
+    with pytest.raises(RuntimeError, match="last size of bias must be a multiple of 256, got 128"):
+        hidden(x, weight1[:128], bias1[:128])
+    with pytest.raises(RuntimeError, match="last size of x must be a multiple of 64, got 96"):
+        hidden(x[:, :96].contiguous(), weight1[:, :96].contiguous(), bias1)
+    with pytest.raises(RuntimeError, match="weight must be contiguous"):
+        hidden(x, weight1.T.contiguous().T, bias1)
+    with pytest.raises(RuntimeError, match="x must be bfloat16 or float16"):
+        hidden(x.float(), weight1.float(), bias1.float())
+    with pytest.raises(RuntimeError, match="weight2 must be on x's device"):
+        gradient(x, weight1, bias1, grad, weight2.cpu())
+    with pytest.raises(RuntimeError, match="shape of grad does not fit"):
+        gradient(x, weight1, bias1, grad[1:], weight2)
+
+
+@pytest.mark.gpu
+@on_hopper
+def test_gelu_mlp_takes_views_of_flat_buffers_anywhere() -> None:
+    def shifted(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape).requires_grad_()
+
+    x, weight1, bias1, grad, weight2 = make((300, 128, 256, 128), torch.bfloat16, "cuda")
+    plain = [tensor.requires_grad_() for tensor in (x, weight1, bias1, weight2, bias1[:128].detach().clone())]
+    expected = torch.autograd.grad(gelu_mlp(*plain), plain, grad)
+    views = [shifted(tensor.detach()) for tensor in plain]
+    found = torch.autograd.grad(gelu_mlp(*views), views, shifted(grad).detach())
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.gpu

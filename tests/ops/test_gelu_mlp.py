@@ -114,6 +114,8 @@ def test_bad_arguments() -> None:
         gelu_mlp(x, weight1, bias1, weight2, bias2[:5])
     with pytest.raises(ValueError, match=r"must be matrices, got \[8, 4, 1\]"):
         gelu_mlp(x, weight1.unsqueeze(2), bias1, weight2, bias2)
+    with pytest.raises(ValueError, match="must be on one device, got x on cpu, weight1 on meta"):
+        gelu_mlp(x, weight1.to("meta"), bias1, weight2, bias2)
     with pytest.raises(TypeError, match=r"weight2 must have x's floating dtype torch\.float32, got torch\.float64"):
         gelu_mlp(x, weight1, bias1, weight2.double(), bias2)
     with pytest.raises(TypeError, match=r"x must have x's floating dtype torch\.int64"):

@@ -1,6 +1,7 @@
 // gelu_hidden and gelu_hidden_gradient: the two kernels of gelu_mlp for Hopper.
 #include "gelu_hidden.cuh"
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <tuple>
@@ -33,7 +34,7 @@ int resident_blocks(int32_t device) {
     config.attrs = &cluster, config.numAttrs = 1;
     int clusters = 0;
     STD_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config));
-    blocks[device] = clusters * kCluster;
+    blocks[device] = std::max(clusters, 1) * kCluster;  // none where others hold most of the card, for a while
   }
   return blocks[device];
 }
@@ -56,6 +57,24 @@ void launch(const Tensor& x, const Tensor& bias, float* sums, const Maps& maps, 
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// What served() and dense() in dmjd/ops/gelu_hidden.py see to. Against a caller of the op itself, whom tiles would give
+// results with holes, or a fault from which a process cannot recover.
+void check(const Tensor& tensor, const char* name, const Tensor& x, std::initializer_list<int64_t> sizes, int64_t unit) {
+  const auto type = x.scalar_type();
+  const bool half = type == torch::headeronly::ScalarType::BFloat16 || type == torch::headeronly::ScalarType::Half;
+  STD_TORCH_CHECK(half && tensor.scalar_type() == type, "gelu_hidden: ", name, " must be bfloat16 or float16, as x is");
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == x.get_device_index(), "gelu_hidden: ", name,
+                  " must be on x's device");
+  const auto found = tensor.sizes();
+  STD_TORCH_CHECK(std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()), "gelu_hidden: the shape of ", name,
+                  " does not fit");
+  const int64_t columns = *(sizes.end() - 1);
+  STD_TORCH_CHECK(tensor.numel() > 0 && columns % unit == 0, "gelu_hidden: the last size of ", name,
+                  " must be a multiple of ", unit, ", got ", columns);
+  STD_TORCH_CHECK(tensor.is_contiguous() && reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0, "gelu_hidden: ", name,
+                  " must be contiguous from a multiple of 16 bytes on");
+}
+
 CUtensorMap map_of(const Tensor& matrix, int box_rows) {
   const bool bfloat16 = matrix.scalar_type() == torch::headeronly::ScalarType::BFloat16;
   return tensor_map(matrix.data_ptr(), bfloat16, matrix.size(0), matrix.size(1), box_rows);
@@ -67,6 +86,9 @@ void bind_context(int32_t device) { STD_CUDA_CHECK(cudaSetDevice(device)); }
 Tensor gelu_hidden(const Tensor& x, const Tensor& weight, const Tensor& bias) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   bind_context(x.get_device_index());
+  check(x, "x", x, {x.size(0), x.size(1)}, kDepth);
+  check(bias, "bias", x, {bias.size(0)}, kTileHidden);
+  check(weight, "weight", x, {bias.size(0), x.size(1)}, kDepth);
   const Tensor hidden = torch::stable::new_empty(x, {x.size(0), weight.size(0)});
   Maps maps{};
   maps.x = map_of(x, kTileRows), maps.weight1 = map_of(weight, 128), maps.hidden = map_of(hidden, 64);
@@ -79,6 +101,11 @@ std::tuple<Tensor, Tensor, Tensor> gelu_hidden_gradient(const Tensor& x, const T
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   bind_context(x.get_device_index());
   const int64_t rows = x.size(0), width = weight1.size(0);
+  check(x, "x", x, {rows, x.size(1)}, kDepth);
+  check(bias1, "bias1", x, {width}, kTileHidden);
+  check(weight1, "weight1", x, {width, x.size(1)}, kDepth);
+  check(grad, "grad", x, {rows, grad.size(1)}, kDepth);
+  check(weight2, "weight2", x, {grad.size(1), width}, kTileHidden);
   const Tensor grad_hidden = torch::stable::new_empty(x, {rows, width});
   const Tensor hidden = torch::stable::new_empty(x, {rows, width});
   const Tensor sums = torch::stable::new_empty(x, {(rows + 63) / 64, width}, torch::headeronly::ScalarType::Float);

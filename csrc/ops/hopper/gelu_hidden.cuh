@@ -140,6 +140,8 @@ struct Consumer {
       turn.advance();
     }
     products_done<0>();
+#pragma unroll
+    for (float& value : sum) asm volatile("" : "+f"(value)::"memory");  // not to be read before
     release(before);
   }
 
@@ -275,6 +277,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     }
     if (thread == 0) stores_done();
   }
+  __syncwarp();
   cluster_sync();  // none may leave while the other still writes into its shared memory
 }
 

@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <torch/csrc/stable/macros.h>
+
 #include "../common.h"
 
 namespace dmjd::hopper {
@@ -17,11 +19,12 @@ inline Encode find_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found{};
 #if CUDART_VERSION >= 12050
-  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  STD_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
 #else
-  cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+  STD_CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
 #endif
-  STD_TORCH_CHECK(found == cudaDriverEntryPointSuccess, "the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
+  STD_TORCH_CHECK(found == cudaDriverEntryPointSuccess && function != nullptr,
+                  "the CUDA driver has no cuTensorMapEncodeTiled: it is older than 12.0");
   return reinterpret_cast<Encode>(function);
 }
 
