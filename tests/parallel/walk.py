@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.masking import MaskedViews, MaskSpec
@@ -200,6 +200,18 @@ def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, c
     world.close()
 
 
+class Sent(TorchDispatchMode):
+    """Keeps the names of the ops that run. (torch has CommDebugMode, which in 2.11 loses its way among modules.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
 class Counted:
     """A backend of torch.compile that counts the graphs that it is given."""
 
@@ -273,12 +285,9 @@ def _look_at(
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
         if config.name in SHARDED:
-            with CommDebugMode() as sent:
+            with Sent() as sent:
                 Run(config, world, ema=False).forward_backward()
-            counts = sent.get_comm_counts()
-            seen["sent"] = [
-                counts[op] for op in (torch.ops.c10d._allgather_base_, torch.ops.c10d._reduce_scatter_base_)
-            ]
+            seen["sent"] = [sent.ops.count(f"c10d::{op}") for op in ("_allgather_base_", "_reduce_scatter_base_")]
     run.engine.close()
     return seen
 
