@@ -1,3 +1,0 @@
-#include "../module.h"
-
-DMJD_MODULE(_C_hopper)
