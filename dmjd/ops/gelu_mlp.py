@@ -37,10 +37,11 @@ def _triton_backward(
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference_backward(grad, x, weight1, bias1, weight2)
-    inputs = map(gelu_hidden.dense, (rows, weight1, bias1, grads, weight2))
+    # The products below as well: on views of other layouts they would round in another order.
+    rows, weight1, bias1, grads, weight2 = map(gelu_hidden.dense, (rows, weight1, bias1, grads, weight2))
     native = gelu_hidden.served(rows, *weight1.shape, weight2.shape[0])
     gradient = torch.ops.dmjd.gelu_hidden_gradient if native else kernels.hidden_gradient
-    grad_hidden, hidden, sums = gradient(*inputs)
+    grad_hidden, hidden, sums = gradient(rows, weight1, bias1, grads, weight2)
     return (
         (grad_hidden @ weight1).view(x.shape),
         grad_hidden.T @ rows,

@@ -144,7 +144,10 @@ def test_gelu_mlp_takes_views_of_flat_buffers_anywhere() -> None:
     expected = torch.autograd.grad(gelu_mlp(*plain), plain, grad)
     views = [shifted(tensor.detach()) for tensor in plain]
     found = torch.autograd.grad(gelu_mlp(*views), views, shifted(grad).detach())
-    assert all(map(torch.equal, found, expected))
+    assert all(
+        map(torch.equal, found[:4], expected[:4])
+    )  # bias2's is torch's sum, which may add views in another order
+    torch.testing.assert_close(found[4], expected[4], atol=0, rtol=2**-7)
 
 
 @pytest.mark.gpu
