@@ -212,7 +212,8 @@ def signal_at(at: int, name: str, rank: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGTERM", STEPS, 0)]
+    ("name", "at", "workers"),
+    [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGHUP", 2, 0), ("SIGTERM", STEPS, 0)],
 )
 def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int
