@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, crop_and_resize, crop_at_two_sizes, evaluation_view
+from dmjd.data.crops import CropDraws, Range, evaluation_view, training_view
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.substitution import Substitution, read_sample
@@ -191,9 +191,7 @@ class StepBatches:
         if not self._augment:
             return (evaluation_view(image, self._size),)
         box = draws.box(row, *image.size)
-        if self._second_size is not None:
-            return crop_at_two_sizes(image, box, self._size, self._interpolation, self._second_size)
-        return (crop_and_resize(image, box, self._size, self._interpolation),)
+        return training_view(image, box, self._size, self._interpolation, self._second_size)
 
 
 class EvaluationBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
@@ -10,18 +11,23 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches, training_source
+from dmjd.data.crops import CropDraws, crop_and_resize
+from dmjd.data.dataset import InMemory
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.network import Patience
 from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError, DataError
+from dmjd.ops import make_key
 from tests.data.stream.conftest import SIZES, image
 from tests.runs import NO_PICTURES, rows, telling
 
@@ -210,6 +216,23 @@ def test_online_knn_of_a_stream_is_refused_before_anything_is_written(
     assert code == 2
     assert "can only be trained from" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_crops_are_resampled_as_configured_and_a_second_time_for_the_target(
+    tmp_path: Path, write_tar: Callable[..., Path]
+) -> None:
+    pixels, file = np.random.default_rng(0).integers(0, 256, (60, 50, 3), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    tar = write_tar(tmp_path / "one.tar", range(1), {0: file.getvalue()})
+    of = config(tar, image_size=[32, 32], second_size=[16, 16], interpolation="bilinear", samples=BATCH)
+    ((batch,),) = launch(of, tmp_path, 1, 2, workers=0, world=1)
+    draws = CropDraws(batch.sample_ids, make_key(3, 1))
+    assert batch.second.shape == (BATCH, 16, 16, 3)
+    for row in range(BATCH):
+        top, left, height, width = box = draws.box(row, 60, 50)
+        assert torch.equal(batch.images[row], crop_and_resize(InMemory(pixels), box, (32, 32), "bilinear"))
+        part = Image.fromarray(pixels[top : top + height, left : left + width])
+        np.testing.assert_array_equal(batch.second[row].numpy(), part.resize((16, 16), Image.Resampling.LANCZOS))
 
 
 # Whole runs
