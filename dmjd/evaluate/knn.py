@@ -49,8 +49,7 @@ def knn_accuracy(
     Raises:
         ConfigError: on a ``k`` or ``temperature`` out of range. DataError: on labels out of range.
     """
-    if not 1 <= k <= len(train):
-        raise ConfigError(f"neighbours (k) must be between 1 and the {len(train)} images in the bank, got {k}")
+    require_neighbours(k, len(train))
     if not temperature > 0:
         raise ConfigError(f"temperature must be above 0, got {temperature}")
     require_labels(train.labels, num_classes)
@@ -70,6 +69,12 @@ def knn_accuracy(
     percent = 100.0 / len(test)
     top5 = int(hits5) * percent if num_classes > 5 else None
     return KnnResult(int(hits1) * percent, top5, k, temperature)
+
+
+def require_neighbours(k: int, bank: int) -> None:
+    """Raise ConfigError if ``k`` neighbours cannot be had of ``bank`` images."""
+    if not 1 <= k <= bank:
+        raise ConfigError(f"neighbours (k) must be between 1 and the {bank} images in the bank, got {k}")
 
 
 def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int, temperature: float) -> Tensor:
