@@ -66,9 +66,8 @@ def knn_accuracy(
         hit = (ranked == labels.to(device).unsqueeze(1)) & (weight > 0)
         hits1 += hit[:, 0].sum()
         hits5 += hit.sum()
-    percent = 100.0 / len(test)
-    top5 = int(hits5) * percent if num_classes > 5 else None
-    return KnnResult(int(hits1) * percent, top5, k, temperature)
+    top1, top5 = (100 * int(hits) / len(test) for hits in (hits1, hits5))
+    return KnnResult(top1, top5 if num_classes > 5 else None, k, temperature)
 
 
 def require_neighbours(k: int, bank: int) -> None:

@@ -76,6 +76,13 @@ def test_planted_clusters_are_found_at_any_scale() -> None:
     assert knn_accuracy(train, enlarged, 8, device=CPU) == KnnResult(100.0, 100.0, 20, 0.07)
 
 
+@pytest.mark.parametrize("count", [11, 22, 39])
+def test_all_hits_are_100_percent_exactly(count: int) -> None:
+    """100 / 11 * 11 is not 100, and scores are compared unrounded."""
+    data = planted(count, seed=1)
+    assert knn_accuracy(data, data, 8, device=CPU, k=1) == KnnResult(100.0, 100.0, 1, 0.07)
+
+
 def test_permuted_labels_give_chance() -> None:
     train, test = planted(400, seed=1), planted(1600, seed=2)
     permuted = Features(test.values, test.labels[torch.randperm(1600, generator=torch.Generator().manual_seed(3))])
