@@ -71,13 +71,17 @@ class StreamBatches:
         self._scale, self._ratio = scale, ratio
         self._rank, self._world = rank, world
         self._interpolation, self._second_size = interpolation, second_size
-        self._start = 0
+        self._start = self._begun = 0
         self._images: Iterator[TarImage] | None = None  # of this process, from its first batch on
         self._bad_tars: list[BadImage] = []
 
     def begin(self, step: int, workers: int) -> int:
-        """This launch will load steps from ``step`` on; returns how many of ``workers`` have tars of their own."""
+        """This launch will load steps from ``step`` on; returns how many of ``workers`` have tars of their own.
+
+        A run that is rolled back begins again, and maybe at the same step: each time with other images.
+        """
         self._start, self._images = step, None
+        self._begun += 1
         if workers > self._most_workers and self._rank == 0:
             _log.warning(
                 "%d tars for %d process(es) keep %d worker(s) of each busy, not workers=%d; make more, smaller tars",
@@ -122,6 +126,7 @@ class StreamBatches:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         reader, readers = self._rank * workers + number, self._world * workers
-        images = self._stream.images(self._seed, self._start, reader, readers, self._bad_tars.append)
+        begin = self._start, self._begun
+        images = self._stream.images(self._seed, begin, reader, readers, self._bad_tars.append)
         held = self._stream.shuffle_buffer
-        return iter(shuffle(held, held, Random(f"{self._seed} {self._start} reader {reader}"))(images))
+        return iter(shuffle(held, held, Random(f"{self._seed} {begin} reader {reader}"))(images))
