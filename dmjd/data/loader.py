@@ -75,7 +75,8 @@ class Shuffle:
     def order(self, key: Tensor, start: int, stop: int) -> Tensor:
         """See :class:`Plan`."""
         whole = epoch_order(self._count, key)[: self.steps_per_epoch * self._batch_size]
-        return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop]
+        # A copy of the part, or every worker would keep the order of all ranks.
+        return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop].contiguous()
 
 
 class Batches(Protocol):

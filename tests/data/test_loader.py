@@ -18,7 +18,15 @@ import torch
 from dmjd.data.batch import Batch
 from dmjd.data.crops import CropDraws, crop_and_resize, evaluation_view
 from dmjd.data.dataset import InMemory, OpenImage, Pixels
-from dmjd.data.loader import BatchLoader, EvaluationBatches, StepBatches, epoch_order, evaluation_loader, make_loader
+from dmjd.data.loader import (
+    BatchLoader,
+    EvaluationBatches,
+    Shuffle,
+    StepBatches,
+    epoch_order,
+    evaluation_loader,
+    make_loader,
+)
 from dmjd.data.quarantine import Quarantine
 from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.ops.philox import make_key
@@ -106,6 +114,12 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_batch_size() -> None:
         theirs = [large[3 * epoch + step] for step in range(3)]
         for a, b in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
             assert torch.equal(torch.cat(a), torch.cat(b))
+
+
+def test_a_rank_keeps_its_part_of_an_order_and_no_more() -> None:
+    part = Shuffle(1003, batch_size=100).order(make_key(7, 0), 20, 30)
+    assert part.shape == (10, 10)
+    assert part.untyped_storage().nbytes() == 10 * 10 * 8, "or every worker holds the order of all ranks"
 
 
 def test_without_augmentation_a_batch_holds_evaluation_views() -> None:
