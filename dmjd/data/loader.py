@@ -108,7 +108,6 @@ class StepBatches:
         size: (height, width) of the crops.
         seed: of the run, in ``[0, 2**32)``.
         scale, ratio: as for :class:`dmjd.data.crops.CropDraws`.
-        augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
         plan: of batches of this size; a :class:`Shuffle` if left out.
         interpolation: as for :func:`dmjd.data.crops.crop_and_resize`.
@@ -128,7 +127,6 @@ class StepBatches:
         seed: int,
         scale: Range = (0.2, 1.0),
         ratio: Range = (3 / 4, 4 / 3),
-        augment: bool = True,
         rank: int = 0,
         world: int = 1,
         plan: Plan | None = None,
@@ -155,7 +153,6 @@ class StepBatches:
         self._seed = seed
         self._scale = scale
         self._ratio = ratio
-        self._augment = augment
         self._interpolation = interpolation
         self._second_size = second_size
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
@@ -189,8 +186,6 @@ class StepBatches:
         return batch, substitutions
 
     def _view(self, draws: CropDraws, row: int, image: OpenImage) -> tuple[Tensor, ...]:
-        if not self._augment:
-            return (evaluation_view(image, self._size),)
         box = draws.box(row, *image.size)
         return training_view(image, box, self._size, self._interpolation, self._second_size)
 

@@ -122,12 +122,6 @@ def test_a_rank_keeps_its_part_of_an_order_and_no_more() -> None:
     assert part.untyped_storage().nbytes() == 10 * 10 * 8, "or every worker holds the order of all ranks"
 
 
-def test_without_augmentation_a_batch_holds_evaluation_views() -> None:
-    batch = StepBatches(Noise(10), batch_size=4, size=SIZE, seed=0, augment=False)[3]
-    for index, image in zip(batch.sample_ids.tolist(), batch.images, strict=True):
-        assert torch.equal(image, evaluation_view(Noise(10).open(index), SIZE))
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_a_loader_from_step_s_is_the_tail_of_one_from_0(workers: int) -> None:
     batches = StepBatches(Noise(23), batch_size=5, size=SIZE, seed=1)
