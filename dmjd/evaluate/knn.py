@@ -77,8 +77,9 @@ def require_neighbours(k: int, bank: int) -> None:
 
 
 def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int, temperature: float) -> Tensor:
-    """Votes ``[Q, num_classes]`` of unit queries ``[Q, D]`` over a unit bank ``[N, D]``."""
+    """Votes, float64 ``[Q, num_classes]``, of unit queries ``[Q, D]`` over a unit bank ``[N, D]``."""
     similarity, nearest = (queries @ bank.T).topk(k, dim=1)
-    # Relative to the nearest neighbour: the same ranking, and no overflow at a small temperature.
-    weights = ((similarity - similarity[:, :1]) / temperature).exp()
+    # Relative to the nearest neighbour: the same ranking, and no overflow at a small temperature. In float64, whose
+    # range keeps the votes of far neighbours above 0.
+    weights = ((similarity - similarity[:, :1]).double() / temperature).exp()
     return weights.new_zeros(len(queries), num_classes).scatter_add_(1, labels[nearest], weights)

@@ -100,6 +100,15 @@ def test_top5_counts_only_classes_with_votes_and_needs_six_classes() -> None:
     assert knn_accuracy(few, few, 5, device=CPU, k=1).top5 is None
 
 
+@pytest.mark.parametrize("temperature", [0.07, 0.001])
+def test_a_far_neighbours_vote_counts_at_a_low_temperature_too(temperature: float) -> None:
+    """The fifth of six neighbours is 0.17 of cosine behind the first: at 0.001 its vote is 1e-76 of the first's."""
+    angles = torch.tensor([0.0, 0.3, 0.4, 0.5, 0.6, 0.7])
+    train = Features(torch.stack((angles.cos(), angles.sin()), dim=1), torch.arange(6))
+    test = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([4]))
+    assert knn_accuracy(train, test, 6, device=CPU, k=6, temperature=temperature).top5 == 100.0
+
+
 @pytest.mark.parametrize("k", [0, 401])
 def test_k_beyond_the_bank_is_refused(k: int) -> None:
     with pytest.raises(
