@@ -23,6 +23,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.crops import CropDraws, Range, evaluation_view, training_view
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.stream.pipe import end_commands
 from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
@@ -349,4 +350,5 @@ def _begin_worker(worker: int) -> None:
 def _end_with_the_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
+    end_commands()
     os._exit(0)

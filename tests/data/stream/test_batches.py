@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -231,6 +232,18 @@ def test_a_run_that_is_rolled_back_to_where_it_began_meets_other_images(tars: Pa
     assert len({str(shown(read[:2])) for read in (before, after, after_two)}) == 3
     again = training_batches(config(piped(tars)), stream, BATCH, 3)
     assert shown(list(make_loader(again, 3, 9, workers, False))) == shown(before)
+
+
+def test_a_worker_that_is_ended_ends_its_commands_too(tars: Path, tmp_path: Path) -> None:
+    """One that writes would end by itself when nobody reads; one that waits for its server need not."""
+    of = config(f"pipe:echo $$ > {tmp_path / 'pid'}; cat {tars}/1.tar; sleep 60", samples=BATCH)
+    batches = training_batches(of, training_source(of), BATCH, 3)
+    with closing(iter(make_loader(batches, 0, 9, 1, False))) as loader:  # type: ignore[type-var]
+        next(loader)
+    command, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while Path(f"/proc/{command}").exists():
+        assert time.monotonic() < end, "it sleeps on"
+        time.sleep(0.01)
 
 
 def test_crops_are_resampled_as_configured_and_a_second_time_for_the_target(
