@@ -362,7 +362,7 @@ class Pretraining:
         self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
-        self.world.on_main(self._check_folder)
+        self.world.on_main(lambda: self._check_folder())  # which no other rank has
         self.world.on_main(self.journal.sync)
         files = {
             checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
