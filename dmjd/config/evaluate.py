@@ -50,7 +50,8 @@ class KnnConfig(ScoreConfig):
 class LinprobeConfig(ScoreConfig):
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
-    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once.
+    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once. Crops are
+    the run's own, ``data.crop_scale``; MAE's probe has ``data.crop_scale=[0.08,1]``.
     """
 
     epochs: int = positive(90)
