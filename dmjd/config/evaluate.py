@@ -10,21 +10,34 @@ from dmjd.config.pretrain import PretrainConfig
 
 
 @dataclass
-class KnnConfig:
-    """Weighted kNN on frozen features.
+class EncoderConfig:
+    """A trained encoder, and where to put what is made of it.
 
     ``checkpoint`` is a run folder, one of its checkpoints, or a file of weights, of ours or of another code base. What
     model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
-    ``train_images`` keeps that many, evenly spaced. ``output`` is a folder for the score, by default the run's; a
-    file's is named like it, without its suffix.
     """
 
     checkpoint: str = "???"
     model: PretrainConfig | None = None
     output: str | None = None
     weights: str = choice("trained", "untrained", "ema")
+
+
+@dataclass
+class ScoreConfig(EncoderConfig):
+    """What frozen features are judged by. ``train_images`` keeps that many, evenly spaced.
+
+    ``output`` is a folder for the score, by default the run's; a file's is named like it, without its suffix.
+    """
+
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
+
+
+@dataclass
+class KnnConfig(ScoreConfig):
+    """Weighted kNN on frozen features."""
+
     neighbours: int = positive(20)
     temperature: float = positive(0.07)
     batch_size: int = positive(256)
@@ -34,19 +47,13 @@ class KnnConfig:
 
 
 @dataclass
-class LinprobeConfig:
+class LinprobeConfig(ScoreConfig):
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
-    ``checkpoint``, ``model`` and ``output`` are as for kNN. ``augment`` draws a new crop and flip of every image in
-    each epoch; without it features are computed once.
+    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once. Crops are
+    the run's own, ``data.crop_scale``; MAE's probe has ``data.crop_scale=[0.08,1]``.
     """
 
-    checkpoint: str = "???"
-    model: PretrainConfig | None = None
-    output: str | None = None
-    weights: str = choice("trained", "untrained", "ema")
-    pooling: str = choice("mean", "cls")
-    train_images: int | None = number(None, least=1)
     epochs: int = positive(90)
     warmup_epochs: int = number(10, least=0)
     base_lr: float = positive(0.1)
@@ -59,16 +66,12 @@ class LinprobeConfig:
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(EncoderConfig):
     """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
 
-    ``checkpoint`` and ``model`` are as for kNN. ``dtype`` is what its tensors are rounded to.
+    ``dtype`` is what its tensors are rounded to.
     """
 
-    checkpoint: str = "???"
-    model: PretrainConfig | None = None
-    output: str | None = None
-    weights: str = choice("trained", "untrained", "ema")
     dtype: str = choice("fp32", "bf16", "fp16")
 
 

@@ -29,10 +29,11 @@ class Batch(NamedTuple):
         return Batch(*(change(field) for field in self))
 
     @classmethod
-    def empty(cls, count: int, size: Sequence[int], channels: int) -> Batch:
-        """``count`` black images of (height, width) ``size``, all of them sample 0."""
-        images = torch.zeros(count, *size, channels, dtype=torch.uint8)
-        return cls(images, torch.zeros(count, dtype=torch.int64), torch.full((count,), -1))
+    def empty(cls, count: int, size: Sequence[int], channels: int, second_size: Sequence[int] | None = None) -> Batch:
+        """``count`` black images of (height, width) ``size``, and ``second_size`` if any, all of them sample 0."""
+        sizes = (size,) if second_size is None else (size, second_size)
+        images, *second = (torch.zeros(count, *each, channels, dtype=torch.uint8) for each in sizes)
+        return cls(images, torch.zeros(count, dtype=torch.int64), torch.full((count,), -1), *second)
 
     @classmethod
     def of(cls, views: Sequence[tuple[Tensor, ...]], sample_ids: Tensor, labels: Sequence[int]) -> Batch:

@@ -86,8 +86,19 @@ def training_batches(
     """
     (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
     ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
+    second = None if config.second_size is None else (config.second_size[0], config.second_size[1])
     if isinstance(dataset, TarStream):
-        batches = StreamBatches(dataset, batch_size, (height, width), seed, *ranges, rank=rank, world=world)
+        batches = StreamBatches(
+            dataset,
+            batch_size,
+            (height, width),
+            seed,
+            *ranges,
+            rank=rank,
+            world=world,
+            interpolation=config.interpolation,
+            second_size=second,
+        )
         if rank == 0:
             _log.info(
                 "data.name=stream is not resumed exactly: a run that is started again sees other images than one left "
@@ -95,7 +106,6 @@ def training_batches(
             )
         return batches
     plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    second = None if config.second_size is None else (config.second_size[0], config.second_size[1])
     return StepBatches(
         dataset,
         batch_size,

@@ -76,10 +76,15 @@ def crop_and_resize(image: OpenImage, box: Box, size: Size, interpolation: str =
     return _resize(image.region(box, size), size, interpolation)
 
 
-def crop_at_two_sizes(
-    image: OpenImage, box: Box, size: Size, interpolation: str, second: Size
-) -> tuple[Tensor, Tensor]:
-    """As :func:`crop_and_resize`, and the same pixels at ``second`` (height, width) by Lanczos, decoded once."""
+def training_view(
+    image: OpenImage, box: Box, size: Size, interpolation: str, second: Size | None
+) -> tuple[Tensor, ...]:
+    """As :func:`crop_and_resize`; where ``second`` is given also the same pixels at that size by Lanczos, decoded once.
+
+    What :meth:`dmjd.data.batch.Batch.of` takes of an image.
+    """
+    if second is None:
+        return (crop_and_resize(image, box, size, interpolation),)
     pixels = image.region(box, (max(size[0], second[0]), max(size[1], second[1])))
     return _resize(pixels, size, interpolation), _lanczos(pixels, second)
 

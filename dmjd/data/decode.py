@@ -30,6 +30,7 @@ from dmjd.errors import BadImage
 TOO_SMALL = "too small"
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
+_JPEGS = ("JPEG", "MPO")  # what Pillow calls files that begin so; the second holds more than one picture
 
 # Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
@@ -141,7 +142,7 @@ class _PillowImage:
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
         image, half = self._image, _half(box, at_least)
         with mishaps(self._name):
-            if half is not None and image.format == "JPEG":
+            if half is not None and image.format in _JPEGS:
                 image = Image.open(BytesIO(self._data))  # another, since what has been drafted stays small
                 image.draft(None, (image.width // 2, image.height // 2))
                 box = half

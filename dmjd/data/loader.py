@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, crop_and_resize, crop_at_two_sizes, evaluation_view
+from dmjd.data.crops import CropDraws, Range, evaluation_view, training_view
 from dmjd.data.dataset import ImageDataset, OpenImage
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.stream.pipe import end_commands
 from dmjd.data.substitution import Substitution, read_sample
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
@@ -75,7 +76,8 @@ class Shuffle:
     def order(self, key: Tensor, start: int, stop: int) -> Tensor:
         """See :class:`Plan`."""
         whole = epoch_order(self._count, key)[: self.steps_per_epoch * self._batch_size]
-        return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop]
+        # A copy of the part, or every worker would keep the order of all ranks.
+        return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop].contiguous()
 
 
 class Batches(Protocol):
@@ -107,7 +109,6 @@ class StepBatches:
         size: (height, width) of the crops.
         seed: of the run, in ``[0, 2**32)``.
         scale, ratio: as for :class:`dmjd.data.crops.CropDraws`.
-        augment: false takes :func:`dmjd.data.crops.evaluation_view` instead of a random crop.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
         plan: of batches of this size; a :class:`Shuffle` if left out.
         interpolation: as for :func:`dmjd.data.crops.crop_and_resize`.
@@ -127,7 +128,6 @@ class StepBatches:
         seed: int,
         scale: Range = (0.2, 1.0),
         ratio: Range = (3 / 4, 4 / 3),
-        augment: bool = True,
         rank: int = 0,
         world: int = 1,
         plan: Plan | None = None,
@@ -154,7 +154,6 @@ class StepBatches:
         self._seed = seed
         self._scale = scale
         self._ratio = ratio
-        self._augment = augment
         self._interpolation = interpolation
         self._second_size = second_size
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
@@ -188,12 +187,8 @@ class StepBatches:
         return batch, substitutions
 
     def _view(self, draws: CropDraws, row: int, image: OpenImage) -> tuple[Tensor, ...]:
-        if not self._augment:
-            return (evaluation_view(image, self._size),)
         box = draws.box(row, *image.size)
-        if self._second_size is not None:
-            return crop_at_two_sizes(image, box, self._size, self._interpolation, self._second_size)
-        return (crop_and_resize(image, box, self._size, self._interpolation),)
+        return training_view(image, box, self._size, self._interpolation, self._second_size)
 
 
 class EvaluationBatches:
@@ -355,4 +350,5 @@ def _begin_worker(worker: int) -> None:
 def _end_with_the_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
+    end_commands()
     os._exit(0)

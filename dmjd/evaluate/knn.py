@@ -49,8 +49,7 @@ def knn_accuracy(
     Raises:
         ConfigError: on a ``k`` or ``temperature`` out of range. DataError: on labels out of range.
     """
-    if not 1 <= k <= len(train):
-        raise ConfigError(f"neighbours (k) must be between 1 and the {len(train)} images in the bank, got {k}")
+    require_neighbours(k, len(train))
     if not temperature > 0:
         raise ConfigError(f"temperature must be above 0, got {temperature}")
     require_labels(train.labels, num_classes)
@@ -67,14 +66,20 @@ def knn_accuracy(
         hit = (ranked == labels.to(device).unsqueeze(1)) & (weight > 0)
         hits1 += hit[:, 0].sum()
         hits5 += hit.sum()
-    percent = 100.0 / len(test)
-    top5 = int(hits5) * percent if num_classes > 5 else None
-    return KnnResult(int(hits1) * percent, top5, k, temperature)
+    top1, top5 = (100 * int(hits) / len(test) for hits in (hits1, hits5))
+    return KnnResult(top1, top5 if num_classes > 5 else None, k, temperature)
+
+
+def require_neighbours(k: int, bank: int) -> None:
+    """Raise ConfigError if ``k`` neighbours cannot be had of ``bank`` images."""
+    if not 1 <= k <= bank:
+        raise ConfigError(f"neighbours (k) must be between 1 and the {bank} images in the bank, got {k}")
 
 
 def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int, temperature: float) -> Tensor:
-    """Votes ``[Q, num_classes]`` of unit queries ``[Q, D]`` over a unit bank ``[N, D]``."""
+    """Votes, float64 ``[Q, num_classes]``, of unit queries ``[Q, D]`` over a unit bank ``[N, D]``."""
     similarity, nearest = (queries @ bank.T).topk(k, dim=1)
-    # Relative to the nearest neighbour: the same ranking, and no overflow at a small temperature.
-    weights = ((similarity - similarity[:, :1]) / temperature).exp()
+    # Relative to the nearest neighbour: the same ranking, and no overflow at a small temperature. In float64, whose
+    # range keeps the votes of far neighbours above 0.
+    weights = ((similarity - similarity[:, :1]).double() / temperature).exp()
     return weights.new_zeros(len(queries), num_classes).scatter_add_(1, labels[nearest], weights)

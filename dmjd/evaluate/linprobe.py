@@ -79,10 +79,7 @@ def linear_probe(
     Raises:
         ConfigError: on a batch size or a number of epochs out of range. DataError: on labels out of range.
     """
-    if not 2 <= batch_size <= len(train_source):
-        raise ConfigError(f"batch_size must be between 2 and the {len(train_source)} training images, got {batch_size}")
-    if not 0 <= warmup_epochs < epochs:
-        raise ConfigError(f"warmup_epochs must be at least 0 and below epochs={epochs}, got {warmup_epochs}")
+    require_steps(len(train_source), epochs=epochs, batch_size=batch_size, warmup_epochs=warmup_epochs)
     require_labels(test.labels, num_classes)
 
     head = make_head(test.values.shape[1], num_classes, seed=seed).to(device)
@@ -113,6 +110,14 @@ def linear_probe(
         batch_size=batch_size,
         lr=peak,
     )
+
+
+def require_steps(images: int, *, epochs: int, batch_size: int, warmup_epochs: int) -> None:
+    """Raise ConfigError if ``images`` an epoch fill no batch, or if the warm-up fills the run."""
+    if not 2 <= batch_size <= images:
+        raise ConfigError(f"batch_size must be between 2 and the {images} training images, got {batch_size}")
+    if not 0 <= warmup_epochs < epochs:
+        raise ConfigError(f"warmup_epochs must be at least 0 and below epochs={epochs}, got {warmup_epochs}")
 
 
 def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -19,8 +19,8 @@ from dmjd.data.loader import make_loader
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.features import encode
-from dmjd.evaluate.knn import knn_accuracy
-from dmjd.evaluate.linprobe import linear_probe
+from dmjd.evaluate.knn import knn_accuracy, require_neighbours
+from dmjd.evaluate.linprobe import linear_probe, require_steps
 from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
 from dmjd.files import standing_place
 from dmjd.ops import make_key
@@ -36,6 +36,7 @@ def knn(config: KnnConfig) -> dict[str, Any]:
     frozen = load_encoder(config)
     scores = _place_of_scores(config, frozen)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
+    require_neighbours(config.neighbours, len(train))
     bank, queries = (frozen.features(data, config.pooling, config.batch_size, config.workers) for data in (train, test))
     result = knn_accuracy(
         bank, queries, train.num_classes, device=frozen.device, k=config.neighbours, temperature=config.temperature
@@ -45,7 +46,7 @@ def knn(config: KnnConfig) -> dict[str, Any]:
         "k": result.k,
         "temperature": result.temperature,
         "train_images": len(train),
-        "data": frozen.source,
+        **_pixels(frozen),
     }
     return _record(frozen, scores, "knn", config.weights, {"top1": result.top1, "top5": result.top5}, settings)
 
@@ -55,8 +56,11 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     frozen = load_encoder(config)
     scores = _place_of_scores(config, frozen)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
+    augmented = _augmented(frozen, train, config) if config.augment else None
+    images = len(train) if augmented is None else len(augmented)
+    require_steps(images, epochs=config.epochs, batch_size=config.batch_size, warmup_epochs=config.warmup_epochs)
     queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
-    source = _augmented(frozen, train, config) if config.augment else _cached(frozen, train, config)
+    source = _cached(frozen, train, config) if augmented is None else augmented
     result = linear_probe(
         source,
         queries,
@@ -71,13 +75,16 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     settings = {
         "pooling": config.pooling,
         "augment": config.augment,
-        "train_images": len(source),
-        "data": frozen.source,
+        "train_images": images,
+        **_pixels(frozen),
         "seed": config.seed,
         "epochs": result.epochs,
+        "warmup_epochs": config.warmup_epochs,
         "batch_size": result.batch_size,
         "lr": result.lr,
     }
+    if config.augment:
+        settings |= _crops(frozen)
     found = {"top1": result.top1, "final_loss": result.final_loss}
     return _record(frozen, scores, "linprobe", config.weights, found, settings)
 
@@ -105,6 +112,16 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
         return encode(frozen.encoder, images, mean=data.mean, std=data.std, pooling=config.pooling)
 
     return RecomputedFeatures(epoch_batches, encode_batch, images_per_epoch=batches.steps_per_epoch * chunk)
+
+
+def _pixels(frozen: FrozenEncoder) -> dict[str, Any]:
+    """Settings that tell what the encoder is shown."""
+    return {"data": frozen.source, "mean": frozen.data.mean, "std": frozen.data.std}
+
+
+def _crops(frozen: FrozenEncoder) -> dict[str, Any]:
+    """Settings that tell how images are augmented, which runs do differently."""
+    return {key: getattr(frozen.data, key) for key in ("crop_scale", "crop_ratio", "interpolation", "flip")}
 
 
 def _place_of_scores(config: KnnConfig | LinprobeConfig, frozen: FrozenEncoder) -> RunFolder:

@@ -30,7 +30,7 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
-        return " ".join(map(str, value))
+        return " ".join(map(plain, value))
     return str(value)
 
 

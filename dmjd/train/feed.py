@@ -71,5 +71,6 @@ class Feed:
             )
         except UserError as error:
             requests.fail(error)
+            data, part = config.data, config.batch_size // world.size
             while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
-                yield Batch.empty(config.batch_size // world.size, config.data.image_size, config.data.channels)
+                yield Batch.empty(part, data.image_size, data.channels, data.second_size)

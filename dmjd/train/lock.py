@@ -32,8 +32,8 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
         def check() -> None:
             if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
                 raise FolderGone(
-                    f"run={folder}: the folder, or its .lock, which keeps other runs out, was removed while this run was "
-                    "under way; nothing more is written there"
+                    f"run={folder}: the folder, or its .lock, which keeps other runs out, was removed while this run "
+                    "was under way; nothing more is written there"
                 )
 
         try:

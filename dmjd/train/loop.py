@@ -362,7 +362,8 @@ class Pretraining:
         self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
-        self.world.on_main(self._secure_log)
+        self.world.on_main(lambda: self._check_folder())  # which no other rank has
+        self.world.on_main(self.journal.sync)
         files = {
             checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
             checkpoint.CONFIG: to_yaml(self.config).encode(),
@@ -380,10 +381,6 @@ class Pretraining:
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
             with self._on_view() as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
-
-    def _secure_log(self) -> None:
-        self._check_folder()
-        self.journal.sync()
 
     def _show(self, batch: Batch, objective: Objective) -> None:
         """Refresh the pictures. A run does not end for want of them."""

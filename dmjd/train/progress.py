@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 
@@ -46,7 +48,16 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        with self._reader_may_leave():
+            self._bar.stop()
+
+    @contextmanager
+    def _reader_may_leave(self) -> Iterator[None]:
+        """A terminal that is closed, or the end of a pipe that is gone, makes a run silent and does not end it."""
+        try:
+            yield
+        except (OSError, SystemExit):  # rich exits where a pipe breaks
+            self._console.quiet = True
 
     def advance(self, numbers: StepNumbers) -> None:
         """One more step is done, with these numbers."""
@@ -57,7 +68,8 @@ class Progress:
             return
         self._last_line = now
         left = (now - self._begin) / (self._done - self._first) * (self._total - self._done)
-        self._console.print(
-            f"step {self._done}/{self._total}  loss {numbers.loss:.4f}  ETA {timedelta(seconds=round(left))}",
-            highlight=False,
-        )
+        with self._reader_may_leave():
+            self._console.print(
+                f"step {self._done}/{self._total}  loss {numbers.loss:.4f}  ETA {timedelta(seconds=round(left))}",
+                highlight=False,
+            )

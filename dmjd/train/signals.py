@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_TERMINAL = (signal.SIGINT, signal.SIGHUP)
 _END = b"\0"
 
 
@@ -24,13 +25,13 @@ def listening(numbers: Collection[signal.Signals], hear: Callable[[signal.Signal
     """Within it, each of ``numbers`` that this process is sent is a call of ``hear`` and nothing else.
 
     The thread that calls it hears while the main one waits in a call that does not come back. Outside the main thread,
-    which alone may set handlers, signals do what they did before; so does an INT that is ignored, as of a job that a
-    script put in the background.
+    which alone may set handlers, signals do what they did before; so do a terminal's where they are ignored, as in the
+    background of a script or under nohup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = {each for each in numbers if each != signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN}
+    numbers = {each for each in numbers if each not in _TERMINAL or signal.getsignal(each) != signal.SIG_IGN}
     read, write = os.pipe()
     os.set_blocking(write, False)  # as set_wakeup_fd wants it
 

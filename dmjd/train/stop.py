@@ -22,7 +22,7 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.parallel.world import World
 from dmjd.train.signals import die_of, listening
 
-SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOPS = ("signal", "time", "file")
 ASKS = (*STOPS, "save", "error")
 POLL_STEPS = 10

@@ -115,6 +115,17 @@ def test_a_region_of_twice_the_size_wanted_comes_as_half_and_bit_for_bit_the_sam
                 assert image.region((top, left, h, w), at_least).shape == (h, w, 3)
 
 
+def test_a_phones_two_pictures_in_one_file_are_the_first_at_either_size(decoder: str) -> None:
+    """A file of two JPEGs (MPO) begins like any other, and is halved like any other."""
+    buffer, first = io.BytesIO(), Image.fromarray(noisy(97, 131))
+    first.save(buffer, "MPO", save_all=True, append_images=[Image.fromarray(noisy(97, 131, 1))])
+    file, box = buffer.getvalue(), (10, 20, 60, 80)
+    image = open_image(file, "phone", 3)
+    np.testing.assert_array_equal(whole(image), pillow(file))
+    np.testing.assert_array_equal(image.region(box, (30, 40)), pillow(file, half=True)[5:35, 10:50])
+    np.testing.assert_array_equal(image.region(box, (31, 40)), pillow(file)[10:70, 20:100])
+
+
 def test_a_halved_crop_looks_like_the_crop(decoder: str) -> None:
     def view(box: Box) -> torch.Tensor:
         return crop_and_resize(InMemory(pillow(file)), box, (224, 224)).float()

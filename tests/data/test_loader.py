@@ -18,7 +18,15 @@ import torch
 from dmjd.data.batch import Batch
 from dmjd.data.crops import CropDraws, crop_and_resize, evaluation_view
 from dmjd.data.dataset import InMemory, OpenImage, Pixels
-from dmjd.data.loader import BatchLoader, EvaluationBatches, StepBatches, epoch_order, evaluation_loader, make_loader
+from dmjd.data.loader import (
+    BatchLoader,
+    EvaluationBatches,
+    Shuffle,
+    StepBatches,
+    epoch_order,
+    evaluation_loader,
+    make_loader,
+)
 from dmjd.data.quarantine import Quarantine
 from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.ops.philox import make_key
@@ -108,10 +116,10 @@ def test_the_samples_of_an_epoch_do_not_depend_on_the_batch_size() -> None:
             assert torch.equal(torch.cat(a), torch.cat(b))
 
 
-def test_without_augmentation_a_batch_holds_evaluation_views() -> None:
-    batch = StepBatches(Noise(10), batch_size=4, size=SIZE, seed=0, augment=False)[3]
-    for index, image in zip(batch.sample_ids.tolist(), batch.images, strict=True):
-        assert torch.equal(image, evaluation_view(Noise(10).open(index), SIZE))
+def test_a_rank_keeps_its_part_of_an_order_and_no_more() -> None:
+    part = Shuffle(1003, batch_size=100).order(make_key(7, 0), 20, 30)
+    assert part.shape == (10, 10)
+    assert part.untyped_storage().nbytes() == 10 * 10 * 8, "or every worker holds the order of all ranks"
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -76,6 +76,13 @@ def test_planted_clusters_are_found_at_any_scale() -> None:
     assert knn_accuracy(train, enlarged, 8, device=CPU) == KnnResult(100.0, 100.0, 20, 0.07)
 
 
+@pytest.mark.parametrize("count", [11, 22, 39])
+def test_all_hits_are_100_percent_exactly(count: int) -> None:
+    """100 / 11 * 11 is not 100, and scores are compared unrounded."""
+    data = planted(count, seed=1)
+    assert knn_accuracy(data, data, 8, device=CPU, k=1) == KnnResult(100.0, 100.0, 1, 0.07)
+
+
 def test_permuted_labels_give_chance() -> None:
     train, test = planted(400, seed=1), planted(1600, seed=2)
     permuted = Features(test.values, test.labels[torch.randperm(1600, generator=torch.Generator().manual_seed(3))])
@@ -91,6 +98,15 @@ def test_top5_counts_only_classes_with_votes_and_needs_six_classes() -> None:
     assert knn_accuracy(train, wrong, 8, device=CPU, k=1) == KnnResult(0.0, 0.0, 1, 0.07)
     few = Features(train.values, train.labels % 5)
     assert knn_accuracy(few, few, 5, device=CPU, k=1).top5 is None
+
+
+@pytest.mark.parametrize("temperature", [0.07, 0.001])
+def test_a_far_neighbours_vote_counts_at_a_low_temperature_too(temperature: float) -> None:
+    """The fifth of six neighbours is 0.17 of cosine behind the first: at 0.001 its vote is 1e-76 of the first's."""
+    angles = torch.tensor([0.0, 0.3, 0.4, 0.5, 0.6, 0.7])
+    train = Features(torch.stack((angles.cos(), angles.sin()), dim=1), torch.arange(6))
+    test = Features(torch.tensor([[1.0, 0.0]]), torch.tensor([4]))
+    assert knn_accuracy(train, test, 6, device=CPU, k=6, temperature=temperature).top5 == 100.0
 
 
 @pytest.mark.parametrize("k", [0, 401])

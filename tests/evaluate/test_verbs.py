@@ -14,7 +14,7 @@ from PIL import Image
 from dmjd.compose import compose
 from dmjd.data.digits import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
-from dmjd.evaluate.encoder import load_encoder
+from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.report.run import read_run
 from dmjd.train import loop
@@ -36,6 +36,10 @@ def evaluate(verb: str, checkpoint: Path | str, *words: str) -> dict[str, Any]:
     return VERBS[verb](config)
 
 
+def too_late(*arguments: Any) -> None:
+    pytest.fail("images were encoded, which may take hours, before the words were refused")
+
+
 def evaluations(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "evaluations").iterdir())
 
@@ -52,6 +56,8 @@ def test_knn_keeps_its_record(run: Path) -> None:
         "temperature": 0.1,
         "train_images": 500,
         "data": "digits, 32x32",
+        "mean": [0.219],
+        "std": [0.333],
     }
     assert 30 < record["top1"] < record["top5"] < 100, "far above chance, and nothing perfect"
     assert record["top1"] * 3.6 == pytest.approx(round(record["top1"] * 3.6)), "a count of 360 images"
@@ -88,15 +94,20 @@ def test_linprobe_keeps_its_record(run: Path, augment: bool) -> None:
     assert name.startswith("linprobe-trained-step00000011-")
     assert json.loads((run / "evaluations" / name).read_text()) == record
     assert (record["verb"], record["weights"], record["step"]) == ("linprobe", "trained", 11)
+    crops = {"crop_scale": [0.5, 1.0], "crop_ratio": [0.75, 4 / 3], "interpolation": "bicubic", "flip": True}
     assert record["settings"] == {
         "pooling": "mean",
         "augment": augment,
         "train_images": 512 if augment else 600,
         "data": "digits, 32x32",
+        "mean": [0.219],
+        "std": [0.333],
         "seed": 3,
         "epochs": 3,
+        "warmup_epochs": 1,
         "batch_size": 256,
         "lr": 1.5,
+        **(crops if augment else {}),
     }
     assert 0 < record["final_loss"] < 3
     assert record["top1"] * 3.6 == pytest.approx(round(record["top1"] * 3.6)), "a count of 360 images"
@@ -174,6 +185,31 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
     assert sorted((settings["k"], settings["train_images"]) for settings in kept) == [(5, 100), (10, 100), (20, 50)]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("warmup_epochs=2",),
+        ("data=digits", "data.mean=[0.5]"),
+        ("data=digits", "data.std=[0.5]"),
+        ("data=digits", "data.crop_scale=[0.08,1]"),
+        ("data=digits", "data.crop_ratio=[1,1]"),
+        ("data=digits", "data.flip=false"),
+        ("data=digits", "data.interpolation=bilinear"),
+    ],
+    ids=" ".join,
+)
+def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path, words: tuple[str, ...]) -> None:
+    first, other = (evaluate("linprobe", run, *PROBE, *more) for more in (("data=digits",), words))
+    assert first["final_loss"] != other["final_loss"], "the words are to matter"
+    assert len(evaluations(run)) == 2
+
+
+def test_a_probe_without_augmentation_does_not_depend_on_crops(run: Path) -> None:
+    for words in ((), ("data.crop_scale=[0.08,1]", "data.flip=false")):
+        evaluate("linprobe", run, *PROBE, "augment=false", "data=digits", *words)
+    assert len(evaluations(run)) == 1
+
+
 def test_cls_pooling_needs_a_cls_token(run: Path) -> None:
     for verb in ("knn", "linprobe"):
         with pytest.raises(ConfigError, match=r"pooling=cls needs a cls token.*pooling=mean"):
@@ -223,6 +259,7 @@ def test_what_cannot_be_judged_is_refused_by_its_key(
     run: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(FrozenEncoder, "features", too_late)
     with pytest.raises((ConfigError, DataError)) as caught:
         evaluate("knn", run, *words)
     sentence = str(caught.value)
@@ -243,9 +280,13 @@ def test_what_cannot_be_judged_is_refused_by_its_key(
     ],
     ids=lambda value: " ".join(value),
 )
-def test_a_probe_that_cannot_be_is_refused_by_its_key(run: Path, words: list[str], parts: list[str]) -> None:
+@pytest.mark.parametrize("augment", [True, False])
+def test_a_probe_that_cannot_be_is_refused_by_its_key(
+    run: Path, monkeypatch: pytest.MonkeyPatch, augment: bool, words: list[str], parts: list[str]
+) -> None:
+    monkeypatch.setattr(FrozenEncoder, "features", too_late)
     with pytest.raises(ConfigError) as caught:
-        evaluate("linprobe", run, *PROBE, *words)
+        evaluate("linprobe", run, *PROBE, f"augment={augment}", *words)
     for part in parts:
         assert part in str(caught.value), f"{caught.value!s} lacks {part!r}"
     assert evaluations(run) == []

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -153,6 +154,26 @@ def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pyte
 
 
 @torch.no_grad()
+def test_each_size_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes in general slow kernels down, and the shape reasoning over a Swin's blocks did not end."""
+    graphs: list[bool] = []
+
+    def backend(graph: Any, inputs: Sequence[Any]) -> Any:
+        sizes = [size for each in inputs for size in (each.shape if isinstance(each, Tensor) else [each])]
+        graphs.append(any(isinstance(size, torch.SymInt) for size in sizes))
+        return graph
+
+    compile_ = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **o: compile_(module, backend=backend, **o))
+    torch._dynamo.reset()
+    model = make_objective().model
+    apply(model, EngineConfig("single", compile="block"))
+    block = next(blocks(model))
+    for images in range(2, 14):  # more than the eight sizes that torch allows by itself
+        block(torch.randn(images, 3 + images, 32))
+    assert graphs == [False] * 12
+
+
 def test_recomputation_is_invisible_without_gradients() -> None:
     plain, recomputed = make_objective().eval(), make_objective().eval()
     apply(recomputed.model, EngineConfig(activation_checkpointing="full"))

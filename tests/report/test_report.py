@@ -202,6 +202,7 @@ def test_evaluations_are_compared_under_equal_verb_and_settings(folder: Path, ev
     evaluate("knn", "trained", 37, 60.0, k=5)
     evaluate("knn", "untrained", 0, 11.0, k=1)
     evaluate("knn", "ema", 37, 62.0, k=20)
+    evaluate("linprobe", "trained", 37, 69.0, crop_ratio=[0.75, 4 / 3])
     assert report(folder).scores() == [
         ["knnk 20", "61.25", "48.50", "+12.75", "37"],
         ["knnmoving average, k 20", "62.00", "48.50", "+13.50", "37"],
@@ -209,6 +210,7 @@ def test_evaluations_are_compared_under_equal_verb_and_settings(folder: Path, ev
         ["linprobeepochs 50", "69.50", "70.00", "-0.50", "37"],
         ["knnk 5", "60.00", "-", "-", "37"],
         ["knnk 1", "-", "11.00", "-", "-"],
+        ["linprobecrop_ratio 0.75 1.33333", "69.00", "-", "-", "37"],
     ]
 
 

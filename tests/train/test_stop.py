@@ -8,6 +8,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,7 @@ def heard(requests: Requests, step: int = 1) -> list[str]:
 
 @pytest.mark.parametrize("number", stop.SIGNALS)
 def test_a_signal_asks_and_handlers_are_put_back(requests: Requests, number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+    before = signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, []), threading.active_count()
     with requests:
         assert heard(requests) == []
         os.kill(os.getpid(), number)
@@ -91,7 +92,22 @@ def test_a_signal_asks_and_handlers_are_put_back(requests: Requests, number: sig
         os.kill(os.getpid(), number)  # a launcher's echo
         requests.agree([1.0, 0.0, 0.0, 0.0, 0.0])
         assert requests.stopping() == ("signal", f"{number.name} at rank 0")
-    assert signal.getsignal(number) == before
+    after = signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, []), threading.active_count()
+    assert after == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_job_in_the_background_does_not_hear_its_terminal(requests: Requests, number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with requests:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            until(lambda: heard(requests) == ["signal"])
+            requests.agree([1.0, 0.0, 0.0, 0.0, 0.0])
+            assert requests.stopping() == ("signal", "SIGUSR1 at rank 0")
+    finally:
+        signal.signal(number, before)
 
 
 def test_files_are_looked_for_now_and_then(requests: Requests, tmp_path: Path) -> None:
@@ -212,7 +228,8 @@ def signal_at(at: int, name: str, rank: int = 0) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "at", "workers"), [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGTERM", STEPS, 0)]
+    ("name", "at", "workers"),
+    [("SIGUSR1", 5, 1), ("SIGTERM", 1, 0), ("SIGINT", 3, 1), ("SIGHUP", 2, 0), ("SIGTERM", STEPS, 0)],
 )
 def test_a_signalled_process_saves_ends_well_and_goes_on(
     assert_same_run: Same, tmp_path: Path, tiny: Words, launch: Launch, straight: Path, name: str, at: int, workers: int

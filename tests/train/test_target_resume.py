@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from dmjd.parallel import store
 from dmjd.train import checkpoint
-from tests.train.shrunken import CODES, write_dvae
+from tests.train.shrunken import CODES, write_clip, write_dvae
 
 Words = Callable[..., list[str]]
 
@@ -72,3 +73,21 @@ def test_a_killed_run_goes_on_to_the_same_log(
     if case is of_a_teacher:
         averages, parameters = store.read_average(end), store.read_model(end)
         assert any((averages[name] - parameters[name]).abs().max() > 1e-3 for name in averages), "it learns"
+
+
+def test_ranks_keep_step_until_they_stop_where_the_target_reads_another_size(
+    tmp_path: Path, image_folder: Path, tiny: Words, launch_world: Callable[..., list[Any]]
+) -> None:
+    """One image is too many, and one rank has met it: what it shows to CLIP from then on has CLIP's size as well."""
+    root = Path(shutil.copytree(image_folder, tmp_path / "images"))
+    next(root.glob("train/*/*.png")).write_bytes(b"broken")
+    images = ("data=folder", f"data.root={root}", "data.check=none", "data.max_bad_percent=0", "batch_size=48")
+    sizes = ("data.channels=3", "data.image_size=[32,32]", "data.second_size=[64,64]", "backbone.patch_size=8")
+    statistics = ("data.mean=[0.4,0.4,0.4]", "data.std=[0.3,0.3,0.3]")
+    target = ("target=clip", f"target.weights={write_clip(tmp_path)}", "target.model=tiny-clip", "target.dim=20")
+    words = tiny(tmp_path / "run", *images, *sizes, *statistics, *target, "engine=ddp", "engine.device=cpu")
+    known = f"import open_clip; open_clip.add_model_config({str(tmp_path / 'tiny-clip.json')!r})"
+    ranks = launch_world(2, ["pretrain", *words], known)
+    for rank in ranks:
+        rank.join(300)
+    assert [rank.exitcode for rank in ranks] == [2, 2]

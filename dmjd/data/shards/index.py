@@ -145,8 +145,10 @@ def _read_manifest(folder: str, patience: Patience) -> Manifest | None:
     path = join(folder, MANIFEST)
     try:
         return _parse(path, read(path, patience) if is_remote(path) else Path(path).read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error})") from error
 
 
 def _with_records(folder: str, manifest: Manifest, patience: Patience) -> ShardSet:
@@ -198,6 +200,8 @@ def _load_records(location: str, manifest_path: str, manifest: Manifest, patienc
             return np.load(file if remote else location, mmap_mode=None if remote else "r", allow_pickle=False)
     except FileNotFoundError as error:
         raise DataError(f"{location} is missing, though {manifest_path} is there; restore it") from error
+    except OSError as error:
+        raise DataError(f"{location} cannot be read ({error.strerror or error})") from error
 
 
 def _validate(path: str, manifest: Manifest, records: Records) -> None:

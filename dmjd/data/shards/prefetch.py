@@ -133,8 +133,8 @@ class Prefetch:
         return first, last
 
     def _warn_of_budget(self, first: _Steps, last: _Steps) -> None:
-        read = np.flatnonzero(last >= 0)
-        sizes = np.array([self._shards.manifest.shards[shard].bytes for shard in read.tolist()], dtype=np.int64)
+        read = [shard for shard in np.flatnonzero(last >= 0).tolist() if is_remote(self._shards.location(shard))]
+        sizes = np.array([self._shards.manifest.shards[shard].bytes for shard in read], dtype=np.int64)
         change = np.zeros(self._plan.steps_per_epoch + 1, dtype=np.int64)
         np.add.at(change, first[read], sizes)
         np.add.at(change, last[read] + 1, -sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, crop_and_resize
+from dmjd.data.crops import CropDraws, Range, training_view
 from dmjd.data.decode import open_image
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import TarImage
@@ -36,7 +36,8 @@ class StreamBatches:
 
     Args:
         stream: where images come from.
-        batch_size, size, seed, scale, ratio, rank, world: as for :class:`dmjd.data.loader.StepBatches`.
+        batch_size, size, seed, scale, ratio, rank, world, interpolation, second_size: as for
+            :class:`dmjd.data.loader.StepBatches`.
 
     Raises:
         ConfigError: if ``world`` does not divide a batch, an epoch is less than one, or there are fewer tars than
@@ -53,6 +54,8 @@ class StreamBatches:
         ratio: Range,
         rank: int = 0,
         world: int = 1,
+        interpolation: str = "bicubic",
+        second_size: tuple[int, int] | None = None,
     ) -> None:
         tars = len(stream.locations)
         if not 1 <= batch_size <= len(stream):
@@ -67,13 +70,18 @@ class StreamBatches:
         self._batch_size, self._size, self._seed = batch_size, size, seed
         self._scale, self._ratio = scale, ratio
         self._rank, self._world = rank, world
-        self._start = 0
+        self._interpolation, self._second_size = interpolation, second_size
+        self._start = self._begun = 0
         self._images: Iterator[TarImage] | None = None  # of this process, from its first batch on
         self._bad_tars: list[BadImage] = []
 
     def begin(self, step: int, workers: int) -> int:
-        """This launch will load steps from ``step`` on; returns how many of ``workers`` have tars of their own."""
+        """This launch will load steps from ``step`` on; returns how many of ``workers`` have tars of their own.
+
+        A run that is rolled back begins again, and maybe at the same step: each time with other images.
+        """
         self._start, self._images = step, None
+        self._begun += 1
         if workers > self._most_workers and self._rank == 0:
             _log.warning(
                 "%d tars for %d process(es) keep %d worker(s) of each busy, not workers=%d; make more, smaller tars",
@@ -100,7 +108,8 @@ class StreamBatches:
         for image in self._images:
             try:
                 opened = open_image(image.data, image.name, self._stream.channels)
-                views.append((crop_and_resize(opened, draws.box(len(views), *opened.size), self._size),))
+                box = draws.box(len(views), *opened.size)
+                views.append(training_view(opened, box, self._size, self._interpolation, self._second_size))
             except BadImage as bad:
                 passed_over.append(Substitution(int(sample_ids[len(views)]), bad.copy(), _NEXT))
                 if len(passed_over) > MOST_PASSED_OVER:
@@ -117,6 +126,7 @@ class StreamBatches:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         reader, readers = self._rank * workers + number, self._world * workers
-        images = self._stream.images(self._seed, self._start, reader, readers, self._bad_tars.append)
+        begin = self._start, self._begun
+        images = self._stream.images(self._seed, begin, reader, readers, self._bad_tars.append)
         held = self._stream.shuffle_buffer
-        return iter(shuffle(held, held, Random(f"{self._seed} {self._start} reader {reader}"))(images))
+        return iter(shuffle(held, held, Random(f"{self._seed} {begin} reader {reader}"))(images))

@@ -7,7 +7,18 @@ import os
 import select
 import signal
 import subprocess
+from contextlib import suppress
 from typing import Any
+
+_groups: set[int] = set()
+"""Process groups of the commands that this process has started and not ended."""
+
+
+def end_commands() -> None:
+    """Kill what every :class:`Pipe` of this process has started, for one that is about to leave without closing any."""
+    for group in tuple(_groups):
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
 
 
 class Pipe(io.RawIOBase):
@@ -26,6 +37,7 @@ class Pipe(io.RawIOBase):
         self._process = subprocess.Popen(
             command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
+        _groups.add(self._process.pid)
         assert self._process.stdout is not None
         self._output = self._process.stdout
         self._poll = select.poll()
@@ -58,5 +70,6 @@ class Pipe(io.RawIOBase):
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._output.close()
+        _groups.discard(self._process.pid)  # before it is waited for, when another may get its number
         self._process.wait()
         super().close()

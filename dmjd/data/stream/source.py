@@ -39,12 +39,12 @@ class TarStream:
     def __len__(self) -> int:
         return self.samples
 
-    def deal(self, seed: int, start: int, number: int, reader: int, readers: int) -> list[str]:
+    def deal(self, seed: int, begin: tuple[int, int], number: int, reader: int, readers: int) -> list[str]:
         """The tars of one reader in pass ``number``, in order; arguments as for :meth:`images`."""
-        return Random(f"{seed} {start} {number}").sample(self.locations, len(self.locations))[reader::readers]
+        return Random(f"{seed} {begin} {number}").sample(self.locations, len(self.locations))[reader::readers]
 
     def images(
-        self, seed: int, start: int, reader: int, readers: int, report: Callable[[BadImage], None]
+        self, seed: int, begin: tuple[int, int], reader: int, readers: int, report: Callable[[BadImage], None]
     ) -> Iterator[TarImage]:
         """The images of reader ``reader`` of ``readers``, for ever.
 
@@ -53,8 +53,8 @@ class TarStream:
 
         Args:
             seed: of the run.
-            start: step at which this launch began, so that a run that is restarted often does not always see the
-                same tars first.
+            begin: the step at which reading begins, and how often it has begun in this launch, so that a run that is
+                restarted or rolled back often does not always see the same tars first.
             reader, readers: at most as many readers as there are tars.
             report: is told of tars that cannot be read to their end.
 
@@ -63,7 +63,7 @@ class TarStream:
         """
         assert 0 <= reader < readers <= len(self.locations)
         for number in count():
-            tars = self.deal(seed, start, number, reader, readers)
+            tars = self.deal(seed, begin, number, reader, readers)
             came, last = False, "it holds none"
             for location in tars:
                 try:

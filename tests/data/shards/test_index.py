@@ -155,6 +155,20 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, name: str) -> None:
         load(tmp_path)
 
 
+def test_a_tar_in_place_of_a_folder_is_no_shard_set(tmp_path: Path) -> None:
+    (tmp_path / "train-000000.tar").write_bytes(b"a tar")
+    with pytest.raises(DataError, match=r"train-000000.tar is no shard set.*dmjd shards build"):
+        load_splits(tmp_path / "train-000000.tar")
+
+
+@pytest.mark.parametrize("name", [MANIFEST, RECORDS])
+def test_a_file_that_the_disk_does_not_give_is_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    (saved(tmp_path) / name).unlink()
+    (tmp_path / name).mkdir()  # as good as one without permission, which root would have
+    with pytest.raises(DataError, match=rf"{name} cannot be read \(Is a directory\)"):
+        load_splits(tmp_path)
+
+
 def test_the_index_of_another_set_is_refused(tmp_path: Path) -> None:
     saved(tmp_path / "a")
     saved(tmp_path / "b", [*ROWS[:2], (1, 0, 79, -1, 9, 8, 8)])

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -365,6 +366,20 @@ def test_a_budget_below_what_is_read_at_a_time_is_warned_of(
     wait_for(lambda: "data.cache_gib=" in caplog.text)
     ahead.close()
     assert "some will be fetched more than once an epoch" in caplog.text
+
+
+def test_tars_on_a_disk_take_nothing_of_the_budget(
+    server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a set that was indexed in place, one tar is far and the others are near."""
+    far = remote_set(server)
+    near = [replace(each, url=f"/{each.url}") for each in far.manifest.shards[1:]]
+    mixed = far._replace(manifest=replace(far.manifest, shards=(far.manifest.shards[0], *near)))
+    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), mixed, PLAN, seed=5, columns=(0, 4))
+    ahead.start(0, 30)
+    wait_for(lambda: server.requests.total() == 1)
+    ahead.close()
+    assert "data.cache_gib=" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches, training_source
+from dmjd.data.crops import CropDraws, crop_and_resize
+from dmjd.data.dataset import InMemory
+from dmjd.data.detour import Detour
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.network import Patience
 from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError, DataError
+from dmjd.ops import make_key
 from tests.data.stream.conftest import SIZES, image
 from tests.runs import NO_PICTURES, rows, telling
 
@@ -79,14 +87,14 @@ def test_a_pass_gives_every_tar_one_reader_and_passes_and_starts_differ(tars: Pa
     stream = TarStream([f"pipe:cat {tars}/{number}.tar" for number in range(6)], 60, 3, 8)
     deals = set()
     for start, number in ((0, 0), (0, 1), (0, 2), (7, 0)):
-        dealt = [stream.deal(3, start, number, reader, 4) for reader in range(4)]
+        dealt = [stream.deal(3, (start, 1), number, reader, 4) for reader in range(4)]
         assert sorted(map(len, dealt)) == [1, 1, 2, 2]
         assert sorted(chain.from_iterable(dealt)) == stream.locations
         deals.add(str(dealt))
     assert len(deals) == 4
     for reader in range(4):
-        expected = [tar for number in range(2) for tar in stream.deal(3, 0, number, reader, 4)]
-        images = stream.images(3, 0, reader, 4, lambda bad: pytest.fail(str(bad)))
+        expected = [tar for number in range(2) for tar in stream.deal(3, (0, 1), number, reader, 4)]
+        images = stream.images(3, (0, 1), reader, 4, lambda bad: pytest.fail(str(bad)))
         counts = [int(location[-5]) for location in expected]
         names = [picture.name.rpartition(": ")[0] for picture in islice(images, sum(SIZES[tar] for tar in counts))]
         assert names == [tar for tar, count in zip(expected, counts, strict=True) for _ in range(SIZES[count])]
@@ -134,7 +142,7 @@ def test_bad_images_and_tars_are_counted_and_leave_every_batch_its_size(
 def test_a_tar_that_breaks_off_once_is_read_on_where_it_broke_off(tars: Path, tmp_path: Path) -> None:
     state = tmp_path / "tried"
     command = f"pipe:if [ -e {state} ]; then cat {tars}/1.tar; else touch {state}; head -c 9000 {tars}/1.tar; fi"
-    images = TarStream([command], 15, 3, 1, QUICK).images(0, 0, 0, 1, lambda bad: pytest.fail(str(bad)))
+    images = TarStream([command], 15, 3, 1, QUICK).images(0, (0, 1), 0, 1, lambda bad: pytest.fail(str(bad)))
     names = [picture.name.rpartition(" ")[2] for picture in islice(images, 15)]
     assert names == [f"{number:05d}" for number in range(5, 20)]
     assert state.exists()
@@ -210,6 +218,49 @@ def test_online_knn_of_a_stream_is_refused_before_anything_is_written(
     assert code == 2
     assert "can only be trained from" in said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_is_rolled_back_to_where_it_began_meets_other_images(tars: Path, workers: int) -> None:
+    """Windows alone would only give the images that led there other numbers."""
+    stream = training_source(config(piped(tars)))
+    batches = training_batches(config(piped(tars)), stream, BATCH, 3)
+    before, after, after_two = (
+        list(make_loader(Detour(batches, windows), 3, 9, workers, False)) for windows in ((), ((5, 6),), ((4, 6),))
+    )
+    assert [batch.sample_ids[0] // BATCH for batch in after] == [3, 4, 6, 7, 8, 9]
+    assert len({str(shown(read[:2])) for read in (before, after, after_two)}) == 3
+    again = training_batches(config(piped(tars)), stream, BATCH, 3)
+    assert shown(list(make_loader(again, 3, 9, workers, False))) == shown(before)
+
+
+def test_a_worker_that_is_ended_ends_its_commands_too(tars: Path, tmp_path: Path) -> None:
+    """One that writes would end by itself when nobody reads; one that waits for its server need not."""
+    of = config(f"pipe:echo $$ > {tmp_path / 'pid'}; cat {tars}/1.tar; sleep 60", samples=BATCH)
+    batches = training_batches(of, training_source(of), BATCH, 3)
+    with closing(iter(make_loader(batches, 0, 9, 1, False))) as loader:  # type: ignore[type-var]
+        next(loader)
+    command, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while Path(f"/proc/{command}").exists():
+        assert time.monotonic() < end, "it sleeps on"
+        time.sleep(0.01)
+
+
+def test_crops_are_resampled_as_configured_and_a_second_time_for_the_target(
+    tmp_path: Path, write_tar: Callable[..., Path]
+) -> None:
+    pixels, file = np.random.default_rng(0).integers(0, 256, (60, 50, 3), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    tar = write_tar(tmp_path / "one.tar", range(1), {0: file.getvalue()})
+    of = config(tar, image_size=[32, 32], second_size=[16, 16], interpolation="bilinear", samples=BATCH)
+    ((batch,),) = launch(of, tmp_path, 1, 2, workers=0, world=1)
+    draws = CropDraws(batch.sample_ids, make_key(3, 1))
+    assert batch.second.shape == (BATCH, 16, 16, 3)
+    for row in range(BATCH):
+        top, left, height, width = box = draws.box(row, 60, 50)
+        assert torch.equal(batch.images[row], crop_and_resize(InMemory(pixels), box, (32, 32), "bilinear"))
+        part = Image.fromarray(pixels[top : top + height, left : left + width])
+        np.testing.assert_array_equal(batch.second[row].numpy(), part.resize((16, 16), Image.Resampling.LANCZOS))
 
 
 # Whole runs
