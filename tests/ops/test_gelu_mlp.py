@@ -142,7 +142,7 @@ for one, other in zip((*found, kernels.hidden_layer(x, weight1, bias1)), (*wante
 
 def test_the_kernels_arithmetic_without_a_card() -> None:
     """Triton's interpreter runs them on the CPU, in float32; the rows do not fill the last tile."""
-    pytest.importorskip("triton", reason="the kernels are in Triton, which torch's CUDA builds bring")
+    pytest.importorskip("triton", reason="needs triton, which torch's CUDA builds bring")
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,9 @@
-"""A run over a folder of images, and its undisturbed end; modules with runs of their own redefine these."""
+"""A run over a folder of images and its undisturbed end, for modules without runs of their own; unremovable folders."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,22 @@ def straight(tmp_path_factory: pytest.TempPathFactory, recipe: Words) -> Path:
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take longer than a tiny run."""
     monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
+
+
+@pytest.fixture
+def freeze() -> Iterator[Callable[[Path], None]]:
+    """``freeze(folder)``: for the rest of the test the kernel refuses to remove anything from it, of root too."""
+    frozen: list[Path] = []
+
+    def attribute(sign: str, folder: Path) -> None:
+        changed = subprocess.run(["chattr", f"{sign}i", folder], capture_output=True, text=True)
+        if changed.returncode:
+            pytest.skip(f"an unremovable folder needs root and a file system with attributes: {changed.stderr.strip()}")
+
+    def act(folder: Path) -> None:
+        attribute("+", folder)
+        frozen.append(folder)
+
+    yield act
+    for folder in frozen:
+        attribute("-", folder)

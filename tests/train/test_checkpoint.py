@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,25 +73,6 @@ def test_no_checkpoint_is_none(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
     paths = save(tmp_path, 1, 2, 3, 4, 5, keep=keep)
     assert sorted(tmp_path.iterdir()) == paths[-keep:]
-
-
-@pytest.fixture
-def freeze() -> Iterator[Callable[[Path], None]]:
-    """``freeze(folder)``: for the rest of the test the kernel refuses to remove anything from it, of root too."""
-    frozen: list[Path] = []
-
-    def attribute(sign: str, folder: Path) -> None:
-        changed = subprocess.run(["chattr", f"{sign}i", folder], capture_output=True, text=True)
-        if changed.returncode:
-            pytest.skip(f"an unremovable folder needs root and a file system with attributes: {changed.stderr.strip()}")
-
-    def act(folder: Path) -> None:
-        attribute("+", folder)
-        frozen.append(folder)
-
-    yield act
-    for folder in frozen:
-        attribute("-", folder)
 
 
 @pytest.mark.parametrize("part", ["", "shards"])

@@ -12,7 +12,7 @@ import pytest
 from tests.data.shards.http_server import Server
 from tests.runs import NO_PICTURES, telling
 
-pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
+pytest.importorskip("aiohttp", reason="needs aiohttp, with which fsspec reads HTTP")
 
 PRELUDE = f"""
 {NO_PICTURES}

@@ -31,7 +31,7 @@ from dmjd.errors import DataError
 from dmjd.ops.philox import make_key
 from tests.data.shards.http_server import SIZE, Server, content
 
-pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
+pytest.importorskip("aiohttp", reason="needs aiohttp, with which fsspec reads HTTP")
 
 QUICK = Patience(attempts=4, first_pause=0.01, longest_pause=0.02, stall=0.4)
 

@@ -26,7 +26,7 @@ from dmjd.data.shards.remote import fetch
 from dmjd.data.shards.verify import verify
 from dmjd.errors import DataError
 
-s3fs = pytest.importorskip("s3fs", reason="shards in S3 are read with s3fs")
+s3fs = pytest.importorskip("s3fs", reason="needs s3fs, with which shards in S3 are read")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),

@@ -173,7 +173,7 @@ def test_tars_behind_a_url_are_indexed_there(dmjd: Command, foreign: Path, tmp_p
 def test_a_server_that_falters_is_asked_again(
     dmjd: Command, server: Server, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with it")
+    pytest.importorskip("aiohttp", reason="needs aiohttp, with which fsspec reads HTTP")
     quick = Patience(attempts=3, first_pause=0.01, longest_pause=0.02, stall=5)
     for module in ("location", "sample"):
         monkeypatch.setattr(f"dmjd.data.shards.{module}.PATIENCE", quick)
