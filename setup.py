@@ -2,6 +2,7 @@
 
     dmjd/_C_cpu    CPU kernels    LibTorch stable ABI, Python limited API: one binary for every torch >= 2.11
     dmjd/_C_cuda   CUDA kernels   the same, when torch has CUDA and a toolkit of its major version is found
+    dmjd/_C_hopper CUDA kernels   what H100, H200 and GH200 alone can run, when 9.0 is among the architectures
     dmjd/_core     pybind11       csrc/core for numpy; tied to one Python minor version, links nothing of torch
     dmjd/_jpeg     pybind11       csrc/jpeg, where libjpeg-turbo >= 2.1 and its headers are found (libjpeg-turbo8-dev,
                                   libjpeg62-turbo-dev, libjpeg-turbo-devel); links that, nothing of torch
@@ -36,10 +37,13 @@ from setuptools.command.build_py import build_py
 
 TORCH_TARGET = "2.11"
 STABLE_ABI = ["-DTORCH_TARGET_VERSION=0x020b000000000000"]
-CPU, CUDA, CORE, JPEG = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._core", "dmjd._jpeg"
+CPU, CUDA, HOPPER = "dmjd._C_cpu", "dmjd._C_cuda", "dmjd._C_hopper"
+CORE, JPEG = "dmjd._core", "dmjd._jpeg"
 # Without it torch compiles for the builder's own card, and fails where none is visible. Cubins for A100 and H100, which
 # also serve 8.x cards; newer ones compile the PTX when they load it.
 DEFAULT_ARCHS = "8.0;9.0+PTX"
+# Instructions of this card and no other. torch adds no architectures of its own beside one that is named.
+HOPPER_ARCH = "-gencode=arch=compute_90a,code=sm_90a"
 ARCH = re.compile(r"\d+\.\d[af]?(\+PTX)?")
 SHIPPED_TREES = ("configs", "launchers")
 
@@ -153,6 +157,7 @@ def kernel_library(
                 "-fvisibility=hidden,-fno-gnu-unique",
                 *STABLE_ABI,
                 "-DUSE_CUDA",
+                *flags.get("nvcc", []),
             ],
         },
         extra_link_args=["-Wl,-s"],
@@ -236,6 +241,10 @@ def native_build() -> dict[str, Any]:
         ]
         sources = ("csrc/ops/cuda/*.cpp", "csrc/ops/cuda/*.cu")
         extensions.append(kernel_library(cpp_extension.CUDAExtension, CUDA, *sources, cxx=["-DUSE_CUDA"]))
+        if any(arch.startswith("9.0") for arch in cuda_archs()):
+            sources = ("csrc/ops/hopper/*.cpp", "csrc/ops/hopper/*.cu")
+            flags = {"cxx": ["-DUSE_CUDA"], "nvcc": [HOPPER_ARCH]}
+            extensions.append(kernel_library(cpp_extension.CUDAExtension, HOPPER, *sources, **flags))
     elif cuda == "force":
         raise NativeBuildError(f"DMJD_CUDA=force, but {no_cuda}")
     else:
@@ -251,8 +260,8 @@ def native_build() -> dict[str, Any]:
     else:
         say(f"no native JPEG decoder: {no_jpeg}")
 
-    required = {CPU, CUDA, CORE, JPEG} if ext == "force" else set()
-    required |= {name for name, value in ((CUDA, cuda), (JPEG, jpeg)) if value == "force"}
+    required = {CPU, CUDA, HOPPER, CORE, JPEG} if ext == "force" else set()
+    required |= {name for name, value in ((CUDA, cuda), (HOPPER, cuda), (JPEG, jpeg)) if value == "force"}
     command = build_command(cpp_extension.BuildExtension, required, cuda_macros)
     return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}
 

@@ -37,7 +37,8 @@ check() { # INTERPRETER WHEEL: the tests of the ops, far from the checkout
         # The libraries have to load: with a reference behind every op, the tests alone would pass without them.
         "$1" -c 'from dmjd.ops import status; assert status()["philox4x32"]["CPU"] == "native", status()'
         [[ $DMJD_CUDA == off ]] || "$1" -c 'import torch, dmjd.ops, importlib.util as u
-if u.find_spec("dmjd._C_cuda") and torch.version.cuda: import dmjd._C_cuda; print("the CUDA library loads")'
+if u.find_spec("dmjd._C_cuda") and torch.version.cuda: import dmjd._C_cuda; print("the CUDA library loads")
+if u.find_spec("dmjd._C_hopper") and torch.version.cuda: import dmjd._C_hopper; print("the Hopper library loads")'
         "$1" -m pytest -q ops
         [[ -z ${GPU:-} ]] || "$1" -m pytest -q -m gpu ops
     )

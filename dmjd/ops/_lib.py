@@ -21,6 +21,7 @@ NAMESPACE = "dmjd"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references: dict[str, Callable[..., Any]] = {}
 _in_triton: set[str] = set()
+_for_hopper: set[str] = set()
 
 # Asked and not imported: that takes a while, and torch itself does so only when it compiles.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -35,7 +36,7 @@ def _on_card(arguments: Iterable[Any]) -> bool:
     return any(isinstance(value, torch.Tensor) and value.is_cuda for value in arguments)
 
 
-def _until_loaded(name: str, reference: Callable[..., Any]) -> Callable[..., Any]:
+def _until_loaded(name: str, reference: Callable[..., Any], library: str) -> Callable[..., Any]:
     """``reference``, which on a CUDA tensor first sees whether a native kernel can take the call.
 
     Once the CUDA library is loaded the dispatcher goes to its kernels by itself and never comes here again.
@@ -44,7 +45,7 @@ def _until_loaded(name: str, reference: Callable[..., Any]) -> Callable[..., Any
     @functools.wraps(reference)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if _on_card((*args, *kwargs.values())):
-            why = _native.why_missing("CUDA")
+            why = _native.why_missing(library)
             if why is not None:
                 _native.warn_of_references(why)
             elif _is_native(name, "CUDA"):
@@ -60,6 +61,7 @@ def define(
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     triton: Callable[..., Any] | None = None,
+    library: str = "CUDA",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the reference of a new op.
 
@@ -69,12 +71,13 @@ def define(
         autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them, or None for an op
             without a gradient.
         triton: the op on CUDA tensors by kernels in Triton, for an op that no native library serves.
+        library: of the op's CUDA kernels, "CUDA" or "HOPPER" (:mod:`dmjd.ops._native`).
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.split("(", 1)[0]
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        kernel = reference if triton is not None else _until_loaded(name, reference)
+        kernel = reference if triton is not None else _until_loaded(name, reference, library)
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
         if autograd is not None:
@@ -84,6 +87,8 @@ def define(
             _in_triton.add(name)
             if not _native.disabled and _HAS_TRITON:
                 _library.impl(name, triton, "CUDA")
+        if library == "HOPPER":
+            _for_hopper.add(name)
         _references[name] = reference
         return reference
 
@@ -112,16 +117,14 @@ def status() -> dict[str, dict[str, str]]:
 
     Loads the CUDA library if nothing has yet, and so initialises CUDA where there is a device.
     """
-    missing = {device: _native.why_missing(device) for device in _native.DEVICES}
-    return {
-        name: {device: _server(name, device, why) for device, why in missing.items()} for name in sorted(_references)
-    }
+    return {name: {device: _server(name, device) for device in _native.DEVICES} for name in sorted(_references)}
 
 
-def _server(name: str, device: str, why_no_library: str | None) -> str:
+def _server(name: str, device: str) -> str:
     if name in _in_triton and device == "CUDA":
         why_not = _native.no_use(device) or (None if _HAS_TRITON else "the package triton is not installed")
         return "triton" if why_not is None else f"reference: {why_not}"
+    why_no_library = _native.why_missing("HOPPER" if name in _for_hopper and device == "CUDA" else device)
     if _is_native(name, device):
         return "native"
     return f"reference: {why_no_library or 'no native kernel for this op'}"

@@ -4,6 +4,8 @@
 their kernels when they are imported. ``DMJD_DISABLE_EXT=1`` leaves them out, which is how a kernel bug is told from a
 model bug.
 
+``_C_hopper`` has kernels that an H100, H200 or GH200 alone can run, under the key CUDA too.
+
 ``_C_cuda`` waits for the first CUDA call. Kernels built for other cards would fail with "no kernel image is available",
 so the cards are asked before it is loaded; but asking initialises CUDA, and a process that has done so can no longer
 fork its data loading workers. An import must not do that.
@@ -24,11 +26,14 @@ import torch
 if TYPE_CHECKING:
     from dmjd._core import BuildInfo
 
-_MODULES = {"CPU": "_C_cpu", "CUDA": "_C_cuda"}
+_MODULES = {"CPU": "_C_cpu", "CUDA": "_C_cuda", "HOPPER": "_C_hopper"}
 _INSTALL = "pip install --no-build-isolation ."
 
-DEVICES = tuple(_MODULES)
+DEVICES = ("CPU", "CUDA")
 """Dispatch keys that native kernels exist for."""
+
+HOPPER = (9, 0)
+"""The compute capability of the only cards that run what is in ``_C_hopper``."""
 
 disabled = os.environ.get("DMJD_DISABLE_EXT", "0") not in ("", "0")
 """Whether the user asked for the references."""
@@ -70,11 +75,14 @@ def no_use(device: str) -> str | None:
     return None if torch.cuda.device_count() else "no CUDA device"
 
 
-def _obstacle(device: str) -> str | None:
+def _obstacle(library: str) -> str | None:
     """What speaks against loading the library, without having tried."""
-    useless = no_use(device)
-    if useless is not None or device != "CUDA":
+    useless = no_use("CPU" if library == "CPU" else "CUDA")
+    if useless is not None or library == "CPU":
         return useless
+    if library == "HOPPER":
+        capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        return None if HOPPER in capabilities else "no card of compute capability 9.0"
     info = build_info()
     archs = info["cuda_archs"] if info else []
     # Nothing tells, as where the libraries came without _core: trust whoever brought them.
@@ -93,16 +101,16 @@ def _import(module: str) -> str | None:
     try:
         importlib.import_module(f"dmjd.{module}")
     except ModuleNotFoundError:
-        return f"not built: `{_INSTALL}` in an environment with a compiler{' and nvcc' if 'cuda' in module else ''}"
+        return f"not built: `{_INSTALL}` in an environment with a compiler{'' if module == '_C_cpu' else ' and nvcc'}"
     except ImportError as error:
         return f"built, but does not load on torch {torch.__version__}: {error}"
     return None
 
 
 @cache
-def why_missing(device: str) -> str | None:
-    """Why no native kernel serves ``device`` ("CPU" or "CUDA"), or None once they do. The first question loads them."""
-    return _obstacle(device) or _import(_MODULES[device])
+def why_missing(library: str) -> str | None:
+    """Why ``library`` ("CPU", "CUDA" or "HOPPER") serves nobody, or None once it does. The first question loads it."""
+    return _obstacle(library) or _import(_MODULES[library])
 
 
 @cache

@@ -2,8 +2,8 @@
 
 The hidden layer is 4 to 8 times as wide as what goes in and out, so it is most of what a transformer block would keep,
 and reading and writing it is most of what the MLP costs beside its products. On CUDA, in half precision, the products
-end in GELU and in its gradient (:mod:`dmjd.ops.gelu_mlp_kernels`), and the hidden layer, computed a second time there,
-costs no more than reading it back would.
+end in GELU and in its gradient (:mod:`dmjd.ops.gelu_hidden` on Hopper, :mod:`dmjd.ops.gelu_mlp_kernels` elsewhere), and
+the hidden layer, computed a second time there, costs no more than reading it back would.
 """
 
 from __future__ import annotations
@@ -14,51 +14,53 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmjd.ops import gelu_hidden
 from dmjd.ops._lib import define, once_differentiable
 
 
 def _fake_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
         weight1.new_empty(weight1.shape),
         bias1.new_empty(bias1.shape),
         weight2.new_empty(weight2.shape),
-        weight2.new_empty(weight2.shape[:1]),
     )
 
 
 def _triton_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows, grads = x.reshape(-1, x.shape[-1]).contiguous(), grad.reshape(-1, grad.shape[-1]).contiguous()
+    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference_backward(grad, x, weight1, bias1, weight2)
-    weight1, weight2 = weight1.contiguous(), weight2.contiguous()
-    grad_hidden, hidden, grad_bias1 = kernels.hidden_gradient(rows, weight1, bias1.contiguous(), grads, weight2)
+    # The products below as well: on views of other layouts they would round in another order.
+    rows, weight1, bias1, grads, weight2 = map(gelu_hidden.dense, (rows, weight1, bias1, grads, weight2))
+    native = gelu_hidden.served(rows, *weight1.shape, weight2.shape[0])
+    gradient = torch.ops.dmjd.gelu_hidden_gradient if native else kernels.hidden_gradient
+    grad_hidden, hidden, sums = gradient(rows, weight1, bias1, grads, weight2)
     return (
         (grad_hidden @ weight1).view(x.shape),
         grad_hidden.T @ rows,
-        grad_bias1.to(bias1.dtype),
+        sums.sum(0).to(bias1.dtype),
         grads.T @ hidden,
-        grads.sum(0),
     )
 
 
 @define(
     "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     autograd=once_differentiable("gelu_mlp"),
     triton=_triton_backward,
 )
 def _reference_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight1, bias1, weight2 and bias2."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, weight1, bias1 and weight2."""
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
         before = F.linear(rows, weight1, bias1)
@@ -68,7 +70,6 @@ def _reference_backward(
             grad_hidden.T @ rows,
             grad_hidden.sum(0),
             grads.T @ F.gelu(before),
-            grads.sum(0),
         )
 
 
@@ -81,16 +82,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    return torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors)
+    # bias2's gradient is not the op's, so that a compiler can sum while it makes grad.
+    grad_bias2 = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return (*torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors), grad_bias2)
 
 
 def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = x.reshape(-1, x.shape[-1])
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference(x, weight1, bias1, weight2, bias2)
-    hidden = kernels.hidden_layer(rows, weight1.contiguous(), bias1.contiguous())
+    layer = torch.ops.dmjd.gelu_hidden if gelu_hidden.served(rows, *weight1.shape) else kernels.hidden_layer
+    hidden = layer(*map(gelu_hidden.dense, (rows, weight1, bias1)))
     return F.linear(hidden, weight2, bias2).view(*x.shape[:-1], weight2.shape[0])
 
 
@@ -119,12 +123,13 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
         bias2: ``[D]``.
 
     Returns:
-        ``[..., D]`` of x's dtype, or autocast's. The Triton kernels serve CUDA tensors in bfloat16 and float16 where H
-        is a multiple of 128 and C and D are of 64; PyTorch's own serve the others.
+        ``[..., D]`` of x's dtype, or autocast's. CUDA kernels serve bfloat16 and float16 where H is a multiple of 128
+        and C and D are of 64: on Hopper, for multiples of 256, those of :mod:`dmjd.ops.gelu_hidden`, else Triton's.
+        PyTorch's own serve the others.
 
     Raises:
         TypeError: if the dtypes differ outside autocast.
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or devices differ.
     """
     named = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -133,6 +138,9 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
     for name, tensor in named.items():
         if not tensor.dtype.is_floating_point or tensor.dtype != named["x"].dtype:
             raise TypeError(f"gelu_mlp: {name} must have x's floating dtype {named['x'].dtype}, got {tensor.dtype}")
+    if len({tensor.device for tensor in named.values()}) > 1:
+        places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
+        raise ValueError(f"gelu_mlp: all tensors must be on one device, got {places}")
     if weight1.ndim != 2 or weight2.ndim != 2:
         raise ValueError(
             f"gelu_mlp: weight1 [H, C] and weight2 [D, H] must be matrices, got {list(weight1.shape)} and "

@@ -113,7 +113,7 @@ def hidden_gradient(
     x: Tensor, weight1: Tensor, bias1: Tensor, grad: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The hidden layer's gradient behind ``grad [M, D]`` and ``weight2 [D, H]``, the hidden layer itself, both
-    ``[M, H]``, and the gradient of ``bias1`` in float32."""
+    ``[M, H]``, and the sums of the gradient over 128 rows each, in float32."""
     (count, depth), width = x.shape, weight1.shape[0]
     grad_hidden, hidden = x.new_empty(count, width), x.new_empty(count, width)
     partials = x.new_empty(triton.cdiv(count, BLOCK_ROWS), width, dtype=torch.float32)
@@ -122,7 +122,7 @@ def hidden_gradient(
             x, weight1, bias1, grad, weight2, grad_hidden, hidden, partials, count, width, depth, grad.shape[1],
             BLOCK_ROWS, BLOCK_HIDDEN, BLOCK_INPUT, **_LAUNCH,
         )  # fmt: skip
-    return grad_hidden, hidden, partials.sum(0)
+    return grad_hidden, hidden, partials
 
 
 def _grid(count: int, width: int) -> tuple[int]:

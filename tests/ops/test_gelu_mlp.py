@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dmjd.ops import gelu_mlp
+from dmjd.ops import gelu_hidden, gelu_mlp
 
 Case = tuple[tuple[int, ...], int, int]  # x's shape, the hidden width, the output's
 
@@ -114,6 +114,8 @@ def test_bad_arguments() -> None:
         gelu_mlp(x, weight1, bias1, weight2, bias2[:5])
     with pytest.raises(ValueError, match=r"must be matrices, got \[8, 4, 1\]"):
         gelu_mlp(x, weight1.unsqueeze(2), bias1, weight2, bias2)
+    with pytest.raises(ValueError, match="must be on one device, got x on cpu, weight1 on meta"):
+        gelu_mlp(x, weight1.to("meta"), bias1, weight2, bias2)
     with pytest.raises(TypeError, match=r"weight2 must have x's floating dtype torch\.float32, got torch\.float64"):
         gelu_mlp(x, weight1, bias1, weight2.double(), bias2)
     with pytest.raises(TypeError, match=r"x must have x's floating dtype torch\.int64"):
@@ -130,7 +132,8 @@ weight2 = torch.randn(128, 256, generator=draw) / 11
 before = (x.double() @ weight1.double().T + bias1).requires_grad_()
 hidden = torch.nn.functional.gelu(before)
 (expected,) = torch.autograd.grad(hidden, before, grad.double() @ weight2.double())
-found = kernels.hidden_gradient(x, weight1, bias1, grad, weight2)
+*found, sums = kernels.hidden_gradient(x, weight1, bias1, grad, weight2)
+found.append(sums.sum(0))
 wanted = expected, hidden.detach(), expected.sum(0)
 for one, other in zip((*found, kernels.hidden_layer(x, weight1, bias1)), (*wanted, wanted[1]), strict=True):
     torch.testing.assert_close(one.double(), other, atol=2e-5, rtol=2e-5)
@@ -158,7 +161,12 @@ def test_the_kernels_arithmetic_without_a_card() -> None:
         ((0, 64), 128, 64),
     ],
 )
-def test_cuda_equals_the_definition(case: Case, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("hopper", [True, False])
+def test_cuda_equals_the_definition(
+    hopper: bool, case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hopper:  # the kernels in Triton, which every card has
+        monkeypatch.setattr(gelu_hidden, "served", lambda *_: False)
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

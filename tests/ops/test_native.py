@@ -108,7 +108,7 @@ print(loaded, _lib.status()["double_it"]["CUDA"], "/", _lib.status()["halve_it"]
         "2.5",
         "2.5",
         "0.5",  # the library has no kernel for this one
-        "['_C_cuda'] native / reference: no native kernel for this op",
+        "['_C_cuda', '_C_hopper'] native / reference: no native kernel for this op",  # status asks all libraries
     ]
 
 

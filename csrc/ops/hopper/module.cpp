@@ -1,0 +1,3 @@
+#include "../module.h"
+
+DMJD_MODULE(_C_hopper)
