@@ -50,12 +50,13 @@ ENGINES = {
     "fsdp_gathered": ("engine=fsdp", "engine.reshard_after_forward=false"),
     "fsdp_by_1": ("engine=fsdp", "engine.blocks_per_unit=1"),
     "fsdp_by_2": ("engine=fsdp", "engine.blocks_per_unit=2"),
+    "ddp_25": ("engine=ddp", "engine.bucket_mb=25"),
     "hsdp": ("engine=hsdp", "engine.replicas=2"),
     "zero1": ("engine=zero1",),
     "zero2": ("engine=zero2",),
-    "zero3": ("engine=zero3",),
+    "zero3": ("engine=zero3", "engine.compile=none"),  # whose hooks cannot be compiled
 }
-WARMUP, STEPS, IDLE_STEPS, BATCHES = 10, 40, 20, 4
+WARMUP, STEPS, IDLE_STEPS, BATCHES = 10, 40, 10, 4
 LR, WEIGHT_DECAY = 1e-4, 0.05
 
 
@@ -153,9 +154,10 @@ def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
         for micro in (int(size) for size in options.micro.split(",")):
             for name in options.engines.split(","):
                 batch = f"batch_size={micro * world.size}"
-                config = compose("pretrain", [*MODELS[model], *ENGINES[name], batch, *words])
+                own = [*words, *ENGINES[name]]
+                config = compose("pretrain", [*MODELS[model], *own, batch])
                 assert isinstance(config, PretrainConfig)
-                cell = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": words}
+                cell = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": own}
                 if isinstance(world, SimulatedWorld):
                     cell |= {"gpus": 1, "simulated": world.size}
                 try:

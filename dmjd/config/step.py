@@ -44,6 +44,7 @@ class EngineConfig:
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
     ``blocks_per_unit`` (fsdp, hsdp): consecutive blocks whose parameters are gathered, and gradients reduced, at once.
+    ``bucket_mb`` (ddp): MiB of gradients reduced at once; left out, 400 on one host and 25 across hosts.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
     ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
     JSON file of DeepSpeed's keys that are not ours to decide.
@@ -59,6 +60,7 @@ class EngineConfig:
     compile: str = choice("none", "block", "model")
     reshard_after_forward: bool = True
     blocks_per_unit: int = positive(4)
+    bucket_mb: int | None = number(None, least=1)
     replicas: int | None = number(None, least=1)
     offload_optimizer: bool = False
     deepspeed_config: str | None = None

@@ -63,4 +63,4 @@ def build_engine(
     apply(objective.model, engine)
     if world.size == 1:
         return SingleEngine(objective, optim, world.device, precision)
-    return DDPEngine(objective, optim, world, precision)
+    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb)

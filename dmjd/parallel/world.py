@@ -28,6 +28,7 @@ SHARDED = ("fsdp", "hsdp")
 _OPTIONS = {
     "reshard_after_forward": SHARDED,
     "blocks_per_unit": SHARDED,
+    "bucket_mb": ("ddp",),
     "replicas": ("hsdp",),
     "offload_optimizer": tuple(deepspeed_config.STAGES),
     "deepspeed_config": tuple(deepspeed_config.STAGES),
