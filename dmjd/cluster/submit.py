@@ -6,6 +6,7 @@ it: what is in the run folder is what runs, and it can be submitted again as it 
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -40,6 +41,10 @@ OPTIONS = {
 
 WARM = ("warm=true", "warm=false")
 """The word of preflight that is none of the run's."""
+
+KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
+"""Of Slurm's variables around us, what says where Slurm is. sbatch hands the others on, and a job that is submitted
+from within a job of an array would requeue that one, or stop when that one's time is over."""
 
 _SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
 """Where sbatch's variable is not named as its option is."""
@@ -93,34 +98,44 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
     options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
     own = [word for word in words if word.partition("=")[0] not in OPTIONS]
+    for key, value in options.items():
+        if not value.strip() or "\n" in value:
+            raise ConfigError(f"{key} needs a value of one line, got {value!r}")
+    if "/" in options.get("name", ""):
+        raise ConfigError(f"name={options['name']}: a job's log is named after it, so take a name without a slash")
     site = read_site(_site_file(options["site"])) if "site" in options else {}
     template = launchers_dir() / "slurm" / f"{verb}.sbatch"
     header = _header(template.read_text())
     header.update(_site_header(site))
-    if "exclusive" in header:
-        header["gpus-per-node"] = site.get("DMJD_GPUS", header.get("gpus-per-node", "1"))
-    nodes = _count(options, "nodes", int(header["nodes"] or 1))
-    gpus = _count(options, "gpus", int(header.get("gpus-per-node") or 1))
+    kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
+    trains = verb in ("pretrain", "preflight")
+    nodes = _count(options, "nodes", header["nodes"])
+    gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if trains else 1)
     chain = _count(options, "chain", 1)
+    if not trains and nodes * gpus > 1:
+        raise ConfigError(f"{verb} works on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
     first = re.match(r"\d*", options.get("array", "0"))
-    trains = verb in ("pretrain", "preflight")
-    said = [word.replace("%a", (first.group() if first else "") or "0") for word in own if word not in WARM]
+    index = (first.group() if first else "") or "0"
+    said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
     config = compose("pretrain" if trains else verb, said)
     if trains:
-        _check_batch(config, nodes * gpus)
-        if nodes * gpus > 1 and not any(word.startswith("engine=") for word in own):
+        processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
+        _check_batch(config, processes)
+        if processes > 1 and not any(word.startswith("engine=") for word in own):
             own.insert(0, "engine=ddp")
-    folder = _folder(config, own, array="array" in options)
+    folder = _folder(config, array="array" in options)
     header.update(
         {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
     )
-    header["nodes"], header["gpus-per-node"] = str(nodes), str(gpus)
+    header["nodes"], header["gpus-per-node"] = str(nodes), f"{kind}:{gpus}" if kind else str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
     header["chdir"] = str(Path.cwd())  # where words name files, whoever submits the script from wherever
     header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
+    if verb == "pretrain":  # an experiment may name it, and a word in quotes or with ${...} is not what it says
+        exports["DMJD_RUN"] = config.run
     # Into the script, so that it stays what it is when the site's file changes.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
     container = site.get("DMJD_CONTAINER")
@@ -153,10 +168,12 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     job = plan(verb, words, snapshot(job.folder / "code"))
     path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
     replace_file(path, job.script)
+    around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith("SLURM_")}
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
-        done = subprocess.run(["sbatch", "--parsable", *dependency, str(path)], capture_output=True, text=True)
+        command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
+        done = subprocess.run(command, env=around, capture_output=True, text=True)
         if done.returncode:
             sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
             raise ConfigError(f"Slurm refuses {path}: {done.stderr.strip()}{sent}")
@@ -165,8 +182,24 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
 
 
 def read_site(path: Path) -> dict[str, str]:
-    """The ``NAME=value`` lines of a site file."""
-    return dict(re.findall(r"^([A-Z][A-Z0-9_]*)=(.*)$", path.read_text(), re.MULTILINE))
+    """The ``NAME=value`` lines of a site file.
+
+    Raises:
+        ConfigError: naming a line that is something else, which lib.sh would pass over.
+    """
+    site = {}
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"site={path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'].*)", line.rstrip(), re.ASCII)
+        if match is None:
+            raise ConfigError(f"line {number} of {path} must be NAME=value, without quotes or export; got {line!r}")
+        site[match.group(1)] = match.group(2)
+    return site
 
 
 def _site_file(name: str) -> Path:
@@ -200,28 +233,31 @@ def _check_batch(config: Any, processes: int) -> None:
         )
 
 
-def _count(options: Mapping[str, str], key: str, default: int) -> int:
+def _count(options: Mapping[str, str], key: str, default: int | str | None) -> int:
     text = options.get(key, str(default))
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit() and int(text)):
         raise ConfigError(f"{key} must be a whole number above 0, got {text!r}")
     return int(text)
 
 
-def _folder(config: Any, words: Sequence[str], array: bool) -> Path:
-    """Where job files go: the run folder, that of the checkpoint, or for an array the words' with "array" for %a."""
+def _folder(config: Any, array: bool) -> Path:
+    """Where job files go: the run folder, for an array with "array" for its %a, or that of the checkpoint."""
     named = getattr(config, "run", None)
     if named is None:
         path = Path(config.checkpoint)
-        above = next((folder for folder in (path, *path.parents) if (folder / "checkpoints").is_dir()), None)
-        if above is None:
+        folder = next((above for above in (path, *path.parents) if (above / "checkpoints").is_dir()), None)
+        if folder is None:
             raise ConfigError(f"checkpoint={path} is neither a run folder with checkpoints nor in one")
-        return above
-    if array:
-        named = next((word[4:] for word in reversed(words) if word.startswith("run=")), "")
-        if "%a" not in named:
-            raise ConfigError(f"an array's jobs need a folder each: write run={named or 'runs/NAME'}-%a")
-        named = named.replace("%a", "array")
-    return Path(named)
+    elif array and "%a" not in named:
+        raise ConfigError(f"an array's jobs need a folder each: write run={named}-%a")
+    else:
+        folder = Path(named.replace("%a", "array" if array else "0"))
+    if re.search(r"\\|\n|%\d*[AabJjNnstux]", str(folder.absolute())):
+        raise ConfigError(
+            f"{str(folder.absolute())!r} holds a backslash, a line break or one of Slurm's patterns such as %j: a job "
+            "could not write its log there; name another folder (%a is the index of an array)"
+        )
+    return folder
 
 
 def _render(template: str, header: Mapping[str, str | None], exports: Mapping[str, str], words: Sequence[str]) -> str:

@@ -23,16 +23,19 @@ die() {
 : "${SLURM_JOB_ID:?is set inside a job: submit this script with sbatch, or use dmjd submit}"
 : "${DMJD_LAUNCHERS:?names the launchers folder}"
 if [[ -n ${DMJD_SITE:-} ]]; then
+    [[ -r $DMJD_SITE ]] || die "DMJD_SITE=$DMJD_SITE is not a file that can be read here; dmjd submit takes shipped names"
     # Plain NAME=value lines, without a shell's quotes. What was set for this job outranks them.
-    while IFS='=' read -r name value; do
-        export "$name=${!name:-$value}"
-    done < <(grep -E '^[A-Z][A-Z0-9_]*=' "$DMJD_SITE" | grep -v '^SBATCH_')
+    while IFS= read -r line || [[ -n $line ]]; do
+        [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= && $line != SBATCH_* ]] || continue
+        name=${line%%=*} value=${line#*=}
+        export "$name=${!name:-${value%"${value##*[![:space:]]}"}}"
+    done <"$DMJD_SITE"
 fi
 
-# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
-# told to stop leaves with 1 even when every rank saved and left with 0.
+# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. `%a` in a word is the index of an array's job.
+# The exit code says little: an agent that was told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head end
+    local head end words=("${@//%a/${SLURM_ARRAY_TASK_ID:-0}}")
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
@@ -45,7 +48,7 @@ launch() {
     fi
     export SLURM_JOB_END_TIME
 
-    local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
+    local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "${words[@]}")
     # From 22.05 to 23.02 srun does not inherit the number of processors.
     local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
         --kill-on-bad-exit=1 --wait=60)
@@ -61,12 +64,12 @@ launch() {
     esac
     # In the background, so that this shell hears signals while it waits.
     "${srun[@]}" "${agent[@]}" &
-    local step=$! code=0
-    while kill -0 "$step" 2>/dev/null; do
+    local step=$! code
+    while true; do
         code=0
         wait "$step" || code=$?
+        kill -0 "$step" 2>/dev/null || return "$code"
     done
-    return "$code"
 }
 
 # Run a verb that ends by itself and is simply done again if it did not.
@@ -76,19 +79,20 @@ run_once() {
 }
 
 # Train, and see to it that training goes on: the marker that a run leaves tells why it ended, the checkpoints whether
-# it got anywhere. `%a` in a word is the index of an array's job.
+# it got anywhere.
 train() {
-    local verb=$1 words=() word
-    shift
-    for word in "$@"; do words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}"); done
-    RUN=$(value_of run "runs/$verb" "${words[@]}")
+    # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
+    RUN=${DMJD_RUN:-$(value_of run "$@")}
+    [[ -n ${DMJD_RUN:-} || (-n $RUN && $RUN != *[\"\'\$]*) ]] ||
+        die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
+    RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-0}}
     mkdir -p "$RUN" || die "run=$RUN is not a folder that can be written to; name another"
     # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
     CANCELLED=
     trap 'CANCELLED=yes' TERM
     trap : USR1 # is for the ranks, and would end this shell
 
-    local before idle
+    local before idle log
     before=$(committed_step)
     idle=$(idle_launches "$before")
     if ((idle >= ${DMJD_IDLE_LIMIT:-3})); then
@@ -99,15 +103,17 @@ train() {
         exit 0
     fi
     mkdir -p "$RUN/slurm"
+    log=$(known StdOut)
+    log=${log//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
-        "$(date -u +%FT%TZ)" "$(known StdOut)" >>"$RUN/slurm/launches.jsonl"
+        "$(date -u +%FT%TZ)" "${log//\"/\\\"}" >>"$RUN/slurm/launches.jsonl"
     say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
     rm -f "$RUN/STOP_REASON" "$RUN/slurm/last_word"
     DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
     export DMJD_LAST_WORD
     local code=0
-    launch "$verb" "${words[@]}" || code=$?
+    launch "$@" || code=$?
     settle "$before" "$code"
 }
 
@@ -193,10 +199,10 @@ known() {
     scontrol show job "$(job_name)" 2>/dev/null | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ [A-Za-z:]*=.*//' || true
 }
 
-# value_of KEY DEFAULT WORD...: the value that the words give to a key, of which the last counts.
+# value_of KEY WORD...: the value that the words give to a key, of which the last counts; nothing if they give none.
 value_of() {
-    local key=$1 value=$2 word
-    shift 2
+    local key=$1 value='' word
+    shift
     for word in "$@"; do [[ $word != "$key="* ]] || value=${word#*=}; done
     echo "$value"
 }

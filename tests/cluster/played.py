@@ -20,7 +20,7 @@ case "$1 $2" in
     "show job")
         echo "   Requeue=1 Restarts=${PLAY_RESTARTS:-${SLURM_RESTART_COUNT:-0}} BatchFlag=1"
         echo "   StartTime=2026-11-28T05:00:00 EndTime=${PLAY_END-2026-11-28T06:00:00} Deadline=N/A"
-        echo "   StdOut=/logs/job 7.out" ;;
+        printf '   StdOut=%s\n' "${PLAY_LOG-/logs/job 7.out}" ;;
 esac
 """
 

@@ -64,6 +64,31 @@ def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) 
     assert said[said.index("/images/dmjd.sif") + 1] == "bash"
 
 
+def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp_path: Path) -> None:
+    site = tmp_path / "site.env"
+    site.write_bytes(b"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER=/images/dmjd.sif")
+    slurm = PlayedSlurm(tmp_path)
+    done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE=str(site), PLAY='echo "<$KEY> <$http_proxy>"', http_proxy="")
+    assert done.returncode == 0, done.stderr
+    assert "<a=b=> <http://proxy:3128>" in done.stdout
+    assert "/images/dmjd.sif" in slurm.asked("srun")
+    done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE="h100")
+    assert done.returncode == 2
+    assert "DMJD_SITE=h100 is not a file" in done.stderr
+
+
+def test_a_task_of_an_array_has_its_own_words_whatever_the_verb(tmp_path: Path) -> None:
+    slurm = PlayedSlurm(tmp_path)
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    assert slurm.play("linprobe.sbatch", "checkpoint=runs/seed-%a", **task).returncode == 0
+    assert slurm.asked("srun")[-1] == "checkpoint=runs/seed-2"
+
+
+def test_a_step_that_ends_before_it_is_looked_at_has_failed(tmp_path: Path) -> None:
+    gone = {"BASH_FUNC_kill%%": "() { false; }"}  # what kill -0 says of it by then
+    assert PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY="exit 3", **gone).returncode == 3
+
+
 @pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
 def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
     play = 'echo "ends ${SLURM_JOB_END_TIME:-none}"'

@@ -106,6 +106,34 @@ def test_a_marker_of_an_earlier_launch_says_nothing_of_this_one(launches: Launch
     assert "stopped at step 5 (began at 5): killed" in launches().stdout
 
 
+def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
+    slurm = PlayedSlurm(tmp_path)
+    marker = json.dumps({"reason": "finished", "detail": "all"}, indent=1)
+    play = f"echo '{marker}' >runs/lr=1-2/STOP_REASON"
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
+        done = slurm.play("pretrain.sbatch", *words, PLAY=play, DMJD_RUN="runs/lr=1-%a", **task)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "finished, all" in done.stdout
+    assert "requeue" not in slurm.asked("scontrol")
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["lr=1-2"]
+
+
+@pytest.mark.parametrize("words", [["experiment=demo"], ["run='a b'"], ["run=runs/${seed}"]])
+def test_by_hand_the_run_has_to_be_named_plainly(tmp_path: Path, words: list[str]) -> None:
+    slurm = PlayedSlurm(tmp_path)
+    done = slurm.play("pretrain.sbatch", *words)
+    assert done.returncode == 2
+    assert "must hold run=FOLDER, without quotes" in done.stderr
+    assert slurm.asked("srun") == []
+
+
+def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launches) -> None:
+    log = 'C:\\a "b".out'
+    assert launches("finished", step=5, PLAY_LOG=log).returncode == 0
+    assert json.loads((launches.run / "slurm/launches.jsonl").read_text())["log"] == log
+
+
 def test_a_cancelled_job_does_not_come_back(launches: Launches) -> None:
     done = launches("signal", step=5, more="kill -TERM $PPID")
     assert done.returncode == 143

@@ -51,6 +51,76 @@ def test_a_site_and_words_fill_the_script(tmp_path: Path) -> None:
     assert not (tmp_path / "a run").exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "run"),
+    [
+        ("seed=3", "runs/mae_vit_base"),  # as the experiment has it
+        ("run='runs/lr=1e-3, x'", "runs/lr=1e-3, x"),
+        ("run=runs/${mask.pattern}-${seed}", "runs/uniform-0"),
+        ("run=runs/75%", "runs/75%"),
+    ],
+)
+def test_the_job_is_told_where_the_run_is(word: str, run: str) -> None:
+    job = plan("pretrain", ["experiment=mae_vit_base", "gpus=1", word])
+    assert f"export DMJD_RUN={shlex.quote(run)}\n" in job.script
+    assert job.folder == Path(run)
+    assert header(job.script)["output"] == f"{Path.cwd()}/{run}/slurm/%x-%j.out"
+
+
+def test_an_array_is_told_by_its_index_where_each_run_is() -> None:
+    words = ["experiment=mae_vit_base", "gpus=1", "array=3-4", "seed=%a", "run='runs/lr=1 %a'"]
+    job = plan("pretrain", words)
+    assert "export DMJD_RUN='runs/lr=1 %a'\n" in job.script
+    assert job.folder == Path("runs/lr=1 array")
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ('SBATCH_PARTITION="gpu"', "line 1 of SITE must be NAME=value, without quotes or export"),
+        ("# ours\n\nexport DMJD_GPUS=4", "line 3 of SITE must be NAME=value"),
+        ("DMJD_GPUS=eight", "DMJD_GPUS must be a whole number above 0, got 'eight'"),
+    ],
+)
+def test_a_site_that_a_job_would_read_otherwise(tmp_path: Path, lines: str, sentence: str) -> None:
+    site = tmp_path / "mine.env"
+    site.write_text(lines + "\n")
+    with pytest.raises(ConfigError, match=re.escape(sentence.replace("SITE", str(site)))):
+        plan("pretrain", [f"site={site}", "experiment=demo"])
+    site.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        plan("pretrain", [f"site={site}", "experiment=demo"])
+
+
+def test_kinds_of_gpus_and_lines_of_other_systems(tmp_path: Path) -> None:
+    site = tmp_path / "mine.env"
+    site.write_bytes(b"SBATCH_GPUS_PER_NODE=a100:4 \r\nhttp_proxy=http://proxy:3128\r\nDMJD_PROCESSES=2\r\n")
+    words = [f"site={site}", f"run={tmp_path}/run", "experiment=demo", "batch_size=6"]
+    script = plan("pretrain", words).script
+    assert header(script)["gpus-per-node"] == "a100:4"
+    assert "export http_proxy=http://proxy:3128\n" in script
+    assert header(plan("pretrain", [*words, "gpus=2"]).script)["gpus-per-node"] == "a100:2"
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    probe = plan("linprobe", [f"site={site}", f"checkpoint={tmp_path}/run"])
+    assert header(probe.script)["gpus-per-node"] == "a100:1"
+
+
+def test_variables_of_the_job_that_submits_do_not_reach_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f"#!/bin/sh\nenv >{tmp_path}/around\necho '7;cluster'\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "SLURM_CONF", "SBATCH_PARTITION"):
+        monkeypatch.setenv(name, "5")
+    said = submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])
+    assert said[-1].startswith("submitted: 7; ")
+    around = (tmp_path / "around").read_text()
+    assert set(re.findall(r"^((?:SLURM|SBATCH)\w+)=", around, re.MULTILINE)) == {"SLURM_CONF", "SBATCH_PARTITION"}
+
+
 def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> None:
     words = ["nodes=2", "gpus=4", f"run={tmp_path}/run", "experiment=demo", "batch_size=128", "warm=true"]
     job = plan("preflight", words)
@@ -89,7 +159,13 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
         ("pretrain", ("nodes=two",), "nodes must be a whole number above 0, got 'two'"),
         ("pretrain", ("epocs=3",), "did you mean epochs"),
         ("pretrain", ("nodes=3", "batch_size=128"), "batch_size=128 is not divisible by"),
-        ("pretrain", ("array=0-3", "gpus=1"), "write run=runs/NAME-%a"),
+        ("pretrain", ("array=0-3", "gpus=1"), "write run=runs/pretrain-%a"),
+        ("pretrain", ("nodes=²",), "nodes must be a whole number above 0, got '²'"),
+        ("pretrain", ("time=",), "time needs a value of one line, got ''"),
+        ("pretrain", ("account=a\n#SBATCH --mem=1",), "account needs a value of one line"),
+        ("pretrain", ("name=a/b", "gpus=1"), "name=a/b: a job's log is named after it"),
+        ("pretrain", ("run=runs/%j", "gpus=1"), "one of Slurm's patterns such as %j"),
+        ("linprobe", ("nodes=2", "checkpoint=nowhere"), "linprobe works on one GPU"),
         ("pretrain", ("array=0-3", "chain=2"), "chain and array do not go together"),
         ("linprobe", ("checkpoint=nowhere",), "neither a run folder with checkpoints nor in one"),
     ],
