@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
 import shutil
@@ -10,12 +11,14 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmjd.cluster import flight
-from dmjd.cluster.heartbeat import PHASES, Beat, read_heartbeats
+from dmjd.cluster.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
 from dmjd.errors import ConfigError
 
 STALE_SECONDS = 60.0
@@ -23,6 +26,9 @@ STALE_SECONDS = 60.0
 
 CLOCK_SKEW_SECONDS = 10.0
 """By so much a node's clock may be behind that of the node on which a launch began."""
+
+LOG_BYTES = 200_000
+"""So much of a log's end is read."""
 
 PATTERNS = (
     (
@@ -96,18 +102,21 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     """Everything there is to say of a run, the most telling first.
 
     Raises:
-        ConfigError: if ``run`` is no run folder. DataError: if a heartbeat is damaged.
+        ConfigError: if ``run`` is no run folder.
     """
     if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
     now = time.time() if now is None else now
-    launch = _last_launch(run)
+    beats, launches, stop = read_heartbeats(run), _launches(run), _stop(run)
+    refused = "" if "step" in stop else _refused_beside(run, beats)
+    if refused:
+        stop, launches = {}, [each for each in launches if each["job"] != launches[-1]["job"]]
+    launch = launches[-1] if launches else None
     job = launch["job"] if launch else None
     state = _slurm_state(job) if job else None
-    stop = _stop(run)
     # What ranks said in an earlier launch tells nothing of one that starts.
-    began = datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp() if launch else 0.0
-    beats = [beat for beat in read_heartbeats(run) if beat.time >= began - CLOCK_SKEW_SECONDS]
+    began = max(_began(launch), _recorded(run)) - CLOCK_SKEW_SECONDS
+    beats = [beat for beat in beats if beat.time >= began]
     running = state is None or state.startswith("RUNNING")
     findings = []
     if stop:
@@ -121,11 +130,14 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         findings.append(Finding("it is starting: no rank has been heard of yet", _PHASE_ADVICE["start"]))
     elif not beats:
         findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
+    findings += _unreadable(run)
+    if refused:
+        findings.append(Finding(f"another launch was refused meanwhile: {refused}", "nothing, if this one shall go on"))
     if state:
         findings.append(Finding(f"Slurm: job {job} is {state}", _SLURM_ADVICE.get(state.split()[0], "")))
     findings += [
         Finding(sentence, "look at that rank's node; the other ranks are its victims")
-        for sentence in flight.explain(flight.read_stands(run))
+        for sentence in flight.explain(flight.read_stands(run, began))
     ]
     log = _log_of_last_launch(run, launch)
     if log is not None:
@@ -148,16 +160,40 @@ _SLURM_ADVICE = {
 
 def _stop(run: Path) -> dict[str, Any]:
     """What the last launch left: its marker, or else its last word, of a launch that never became a run."""
-    path, word = run / "STOP_REASON", run / "slurm" / "last_word"
+    path = run / "STOP_REASON"
+    if path.is_file():
+        try:
+            marker = json.loads(path.read_text())
+        except ValueError:
+            return {}
+        return marker if isinstance(marker, dict) and marker.keys() >= {"reason", "detail", "next"} else {}
+    reason, _, detail = _last_word(run).partition(": ")
+    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"} if reason else {}
+
+
+def _last_word(run: Path) -> str:
+    path = run / "slurm" / "last_word"
+    return path.read_text(errors="replace").strip() if path.is_file() else ""
+
+
+def _refused_beside(run: Path, beats: Sequence[Beat]) -> str:
+    """The last word of a launch, if ranks of another were heard of after it: two jobs had been submitted for a run."""
+    word = _last_word(run)
+    when = (run / "slurm" / "last_word").stat().st_mtime if word else 0.0
+    return word if any(beat.time > when for beat in beats) else ""
+
+
+def _began(launch: Mapping[str, Any] | None) -> float:
+    return datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp() if launch else 0.0
+
+
+def _recorded(run: Path) -> float:
+    """When the last launch that became a run did so, by whatever it was started."""
+    path = run / "provenance.json"
     try:
-        if path.is_file():
-            return json.loads(path.read_text())
-    except ValueError:
-        return {}
-    if not word.is_file():
-        return {}
-    reason, _, detail = word.read_text().strip().partition(": ")
-    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"}
+        return datetime.fromisoformat(json.loads(path.read_text())["started"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def _ended(stop: Mapping[str, Any]) -> Finding:
@@ -191,9 +227,13 @@ def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterato
     """The ranks' signs of life, and the state of those that have gone quiet."""
     ages = {beat.rank: now - beat.time for beat in beats}
     last = max(beats, key=lambda beat: beat.time)
-    if ages[last.rank] < STALE_SECONDS and max(ages.values()) < STALE_SECONDS:
+    if all(-CLOCK_SKEW_SECONDS < age < STALE_SECONDS for age in ages.values()):
         yield Finding(f"it is running: step {last.step}, {last.phase}, {len(beats)} rank(s)")
         return
+    ahead = -ages[last.rank] >= CLOCK_SKEW_SECONDS
+    if ahead:
+        what = f"the clock of {last.host} is {-ages[last.rank]:.0f} s ahead of the one here, or one of them was set"
+        yield Finding(what, "look again in a minute: a run that goes on is at another step by then")
     suspects = []
     states = process_states(beats, job)
     for beat in beats:
@@ -214,7 +254,7 @@ def _alive_or_not(beats: Sequence[Beat], now: float, job: str | None) -> Iterato
         elif state == "Z":
             suspects.append(Finding(f"{where}, has ended and is a zombie", "scancel the job and submit again"))
     if not suspects:
-        suspects = [_furthest_behind(beats, ages)]
+        suspects = [Finding(_last_of(last)) if ahead else _furthest_behind(beats, ages)]
     yield from suspects
 
 
@@ -256,27 +296,48 @@ def process_states(beats: Sequence[Beat], job: str | None) -> dict[int, str]:
     hosts: dict[str, list[Beat]] = defaultdict(list)
     for beat in beats:
         hosts[beat.host].append(beat)
-    states: dict[int, str] = {}
-    for host, there in hosts.items():
-        look = ["sh", "-c", _LOOK, "sh", *(str(beat.pid) for beat in there)]
-        if host != platform.node():
-            if job is None or shutil.which("srun") is None:
-                continue
-            # Steps are exclusive: without --overlap this one would wait for the training to end.
-            look = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={host}", "--nodes=1", "--ntasks=1", *look]
-        try:
-            done = subprocess.run(look, capture_output=True, text=True, timeout=30)
-        except subprocess.TimeoutExpired:
-            continue
-        seen = dict(line.split() for line in done.stdout.splitlines())
-        states.update({beat.rank: seen[str(beat.pid)] for beat in there if str(beat.pid) in seen})
-    return states
+    # All at once: each that does not answer takes its time.
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        seen = pool.map(lambda host: _states_on(host, [beat.pid for beat in hosts[host]], job), hosts)
+        return {
+            beat.rank: states[beat.pid]
+            for host, states in zip(hosts, seen, strict=True)
+            for beat in hosts[host]
+            if beat.pid in states
+        }
 
 
-def _last_launch(run: Path) -> dict[str, Any] | None:
-    path = run / "slurm" / "launches.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return json.loads(lines[-1]) if lines else None
+def _states_on(host: str, pids: Sequence[int], job: str | None) -> dict[int, str]:
+    look = ["sh", "-c", _LOOK, "sh", *map(str, pids)]
+    if host != platform.node():
+        if job is None or shutil.which("srun") is None:
+            return {}
+        # Slurm knows a node by its short name. Steps are exclusive: without --overlap this one would wait for the
+        # training to end.
+        node = host.partition(".")[0]
+        look = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={node}", "--nodes=1", "--ntasks=1", *look]
+    try:
+        done = subprocess.run(look, capture_output=True, text=True, errors="replace", timeout=30)
+    except subprocess.TimeoutExpired:
+        return {}
+    # A site's scripts around a step may say something as well.
+    return {int(pid): state for pid, state in re.findall(r"^(\d+) (\w+)$", done.stdout, re.MULTILINE)}
+
+
+def _unreadable(run: Path) -> Iterator[Finding]:
+    lost = sorted({*ranks_heard_of(run)} - {beat.rank for beat in read_heartbeats(run)})
+    if lost:
+        what = f"what rank(s) {', '.join(map(str, lost))} said last is damaged, as by a node or a disk that died"
+        yield Finding(what, "nothing: the next launch writes it anew")
+
+
+def _launches(run: Path) -> list[dict[str, Any]]:
+    """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
+    path, launches = run / "slurm" / "launches.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            launches.append(json.loads(line))
+    return launches
 
 
 def _slurm_state(job: str) -> str | None:
@@ -303,7 +364,9 @@ def _log_of_last_launch(run: Path, launch: Mapping[str, Any] | None) -> tuple[st
     logs += [named] if named.is_file() else []
     if not logs:
         return None
-    text = logs[-1].read_text(errors="replace")[-200_000:]
+    with logs[-1].open("rb") as file:  # which NCCL_DEBUG=INFO makes gigabytes of
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        text = file.read().decode(errors="replace")
     # The batch script begins each launch with this line.
     begin = max((match.start() for match in re.finditer(r"^\S+ dmjd: job \S+ on ", text, re.MULTILINE)), default=0)
     return logs[-1].name, text[begin:]

@@ -29,12 +29,16 @@ class Stand:
     completed: bool
 
 
-def read_stands(run: Path) -> list[Stand]:
-    """From ``run/flight/rank_N``; a file that is no such record is passed over."""
+def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
+    """From ``run/flight/rank_N``; a file that is no such record is passed over.
+
+    Args:
+        since: seconds since 1970; older records are of an earlier launch.
+    """
     stands = []
     for path in sorted((run / FLIGHT).glob("rank_*")):
         match = re.search(r"rank_(\d+)$", path.name)
-        entries = _entries(path)
+        entries = _entries(path) if path.stat().st_mtime >= since else []
         last: dict[str, dict[str, Any]] = {}
         for entry in entries:
             group = _group(entry)
@@ -82,7 +86,7 @@ class _Plain(pickle.Unpickler):
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
         record = _Plain(io.BytesIO(path.read_bytes())).load()
-    except (OSError, pickle.UnpicklingError, EOFError, ValueError, IndexError, KeyError, AttributeError):
+    except Exception:  # of damaged bytes a pickle makes errors of any kind
         return []
     entries = record.get("entries", []) if isinstance(record, dict) else []
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("collective_seq_id"), int)]

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from dmjd.errors import DataError
 from dmjd.files import replace_file
 
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
@@ -90,27 +89,34 @@ class Heartbeat:
 
 def forget_ranks(run: Path, first: int) -> None:
     """Remove what ranks from ``first`` on said in a launch of more processes."""
-    for beat in read_heartbeats(run):
-        if beat.rank >= first:
-            _path(run, beat.rank).unlink(missing_ok=True)
+    for rank in ranks_heard_of(run):
+        if rank >= first:
+            _path(run, rank).unlink(missing_ok=True)
+
+
+def ranks_heard_of(run: Path) -> list[int]:
+    """Those that have a file, whatever is in it."""
+    names = sorted(path.stem.partition("-")[2] for path in (run / FOLDER).glob("rank-*.json"))
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def read_heartbeats(run: Path) -> list[Beat]:
     """The last beat of each rank, by rank; empty if the run never had any.
 
-    Raises:
-        DataError: if a file is damaged, which an interrupted write does not do.
+    A damaged file is passed over. An interrupted write leaves none, but a node that loses its power may leave an empty
+    one, and the launch after it must not be refused for that.
     """
-    return [_read(path) for path in sorted((run / FOLDER).glob("rank-*.json"))]
+    beats = (_read(_path(run, rank)) for rank in ranks_heard_of(run))
+    return [beat for beat in beats if beat is not None]
 
 
 def _path(run: Path, rank: int) -> Path:
     return run / FOLDER / f"rank-{rank:05d}.json"
 
 
-def _read(path: Path) -> Beat:
+def _read(path: Path) -> Beat | None:
     try:
         values = json.loads(path.read_text())
         return Beat(**{item.name: values[item.name] for item in fields(Beat)})
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is not a heartbeat: {error!r}; remove it") from None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import re
 import signal
 import subprocess
 import time
@@ -154,6 +155,89 @@ def launched(run: Path, ago: float, job: str = "7") -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def test_what_cannot_be_read_does_not_keep_the_doctor_from_the_rest(run: Path) -> None:
+    beat(run, 0, ago=1)
+    (run / "heartbeat" / "rank-00003.json").write_text("")
+    launched(run, ago=500)
+    with (run / "slurm" / "launches.jsonl").open("a") as file:
+        file.write('{"of": "7", "jo')
+    found = said(run)
+    assert "it is running: step 7" in found
+    assert "what rank(s) 3 said last is damaged" in found
+
+
+@pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig'])
+def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: str) -> None:
+    (run / "STOP_REASON").write_text(left)
+    assert "it left no word of its end" in said(run)
+    (run / "STOP_REASON").unlink()
+    (run / "slurm" / "last_word").write_text("")
+    assert "it left no word of its end" in said(run)
+
+
+@pytest.mark.parametrize("behind", [3600, 86400])
+def test_a_clock_that_is_ahead_is_not_taken_for_a_sign_of_life(
+    run: Path, process: subprocess.Popen[bytes], behind: int
+) -> None:
+    process.kill()
+    process.wait()
+    beat(run, 0, ago=-behind)
+    beat(run, 1, ago=-behind, pid=process.pid)
+    found = said(run)
+    assert "it is running" not in found
+    assert f"the clock of {HERE} is {behind} s ahead of the one here" in found
+    assert f"rank 1 (process {process.pid} on {HERE}), last heard of in step of step 7, is gone" in found
+
+
+def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
+    launched(run, ago=500, job="7")
+    launched(run, ago=100, job="9")
+    word = run / "slurm" / "last_word"
+    word.write_text("error: run=run is in use by process 3 on n1\n")
+    os.utime(word, (time.time() - 90, time.time() - 90))
+    beat(run, 0, ago=1)
+    found = said(run)
+    assert "it is running: step 7" in found
+    assert "job 7 is RUNNING" in found
+    assert "another launch was refused meanwhile: error: run=run is in use by process 3 on n1" in found
+    assert "it ended" not in found
+    assert "job 9" not in found
+
+
+def test_nodes_are_asked_by_their_short_names_and_may_say_more_than_they_are_asked(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm_says("RUNNING", monkeypatch)
+    launched(run, ago=500)
+    for rank in range(3):
+        beat(run, rank, host=f"n{rank}.cluster.site", pid=100 + rank)
+    srun = tmp_path / "bin" / "srun"
+    srun.parent.mkdir()
+    srun.write_text(
+        f"""#!/bin/bash
+echo "$@" >>{tmp_path}/asked
+echo "Welcome to this cluster"
+echo
+while [ $# -gt 1 ]; do shift; done
+if [ $1 = 101 ]; then echo "101 T"; else echo "$1 S"; fi
+"""
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
+    assert "rank 1 (process 101 on n1.cluster.site), last heard of in step of step 7, is stopped" in said(run)
+    assert sorted(re.findall(r"--nodelist=(\S+)", (tmp_path / "asked").read_text())) == ["n0", "n1", "n2"]
+
+
+def test_a_log_of_any_size_is_read_from_its_end(run: Path) -> None:
+    log = run / "slurm" / "job-1.out"
+    with log.open("wb") as file:
+        file.truncate(2**40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n2026-11-28T06:46:20Z dmjd: not requeued: 3 launches in a row ended at step 5\n")
+    assert "its job was not requeued: 3 launches" in said(run)
+
+
 def slurm_says(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_slurm_state", lambda job: state)
 
@@ -282,6 +366,17 @@ def test_the_rank_that_never_entered_a_collective(run: Path, tmp_path: Path) -> 
     assert "never entered by rank 1 (last in number 2)" in said(run)
 
 
+def test_a_record_of_an_earlier_launch_says_nothing_of_this_one(run: Path) -> None:
+    (run / "flight").mkdir()
+    for rank in range(2):
+        entry = {"collective_seq_id": 3 - rank, "profiling_name": "nccl:all_reduce", "state": "started", "pg_id": 0}
+        (run / "flight" / f"rank_{rank}").write_bytes(pickle.dumps({"entries": [entry]}))
+    assert "never entered by rank 1" in said(run)
+    when = datetime.fromtimestamp(time.time() + 60, timezone.utc).isoformat(timespec="seconds")
+    (run / "provenance.json").write_text(json.dumps({"started": when}))
+    assert "never entered" not in said(run)
+
+
 class _Trap:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
         return os.mkdir, ("trapped",)
@@ -293,6 +388,8 @@ def test_a_record_cannot_run_code(run: Path, tmp_path: Path, monkeypatch: pytest
     (run / "flight" / "rank_0").write_bytes(pickle.dumps({"entries": [_Trap()]}))
     assert flight.read_stands(run) == []
     assert not (tmp_path / "trapped").exists()
+    (run / "flight" / "rank_0").write_bytes(b"]NNs.")
+    assert flight.read_stands(run) == []
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dmjd.cluster.heartbeat import FOLDER, Beat, Heartbeat, forget_ranks, read_heartbeats
-from dmjd.errors import DataError
+from dmjd.cluster.heartbeat import FOLDER, Beat, Heartbeat, forget_ranks, ranks_heard_of, read_heartbeats
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -96,9 +96,26 @@ def test_ranks_of_a_larger_launch_are_forgotten(tmp_path: Path) -> None:
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [0, 1]
 
 
-def test_no_run_has_no_heartbeats_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["", "{}", '{"rank": 0, "st'])
+def test_what_a_node_without_power_leaves_is_passed_over_and_forgotten_like_any_other(
+    tmp_path: Path, left: str
+) -> None:
     assert read_heartbeats(tmp_path) == []
-    (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "rank-00000.json").write_text("{}")
-    with pytest.raises(DataError, match=r"rank-00000\.json is not a heartbeat"):
-        read_heartbeats(tmp_path)
+    with Heartbeat(tmp_path, 1) as heartbeat:
+        heartbeat.beat(0, "start", 0, 0)
+    for rank in (0, 2):
+        (tmp_path / FOLDER / f"rank-{rank:05d}.json").write_text(left)
+    assert [beat.rank for beat in read_heartbeats(tmp_path)] == [1]
+    forget_ranks(tmp_path, 2)
+    assert ranks_heard_of(tmp_path) == [0, 1]
+
+
+def test_a_launch_is_not_refused_for_it(
+    finished_run: Path, tmp_path: Path, tiny: Callable[..., list[str]], dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    (run / FOLDER / "rank-00000.json").write_text("")
+    code, out, error = dmjd("pretrain", *tiny(run))
+    assert code == 0, error
+    assert "finished" in out
+    assert [beat.phase for beat in read_heartbeats(run)] == ["stop"]
