@@ -37,7 +37,8 @@ class PretrainConfig:
     The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
     ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
     ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
-    auto: ``time_margin`` seconds before its Slurm job ends; null: never.
+    auto: ``time_margin`` seconds before its Slurm job ends; null: never. A Slurm job waits ``lock_wait`` seconds for
+    another process that holds the run folder, such as one on a node that was cut off.
     ``profile=steps:10-14`` has torch's profiler watch these steps, on rank 0 or on all ``profile_ranks``.
     ``memory_history`` keeps the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
@@ -65,6 +66,7 @@ class PretrainConfig:
     guard: GuardConfig = field(default_factory=GuardConfig)
     time_budget: str | None = "auto"
     time_margin: float = number(300.0, least=0)
+    lock_wait: float = number(300.0, least=0)
     online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
     tensorboard: bool = False
     wandb: str | None = naming(None, "a project, or be null for none")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import platform
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 from dmjd.errors import ConfigError, StorageError
 
@@ -16,9 +19,18 @@ class FolderGone(StorageError):
     """The run's folder was removed, and what stands in its place may be another run's."""
 
 
+POLL_SECONDS = 1.0
+
+logger = logging.getLogger("dmjd")
+
+
 @contextmanager
-def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
+def only_run_in(folder: Path, lock_wait: float = 0.0) -> Iterator[Callable[[], None]]:
     """Hold ``folder`` for this process; the kernel lets go of it however the process ends.
+
+    Args:
+        lock_wait: seconds that a job of Slurm waits for another process to let go. It may be one on a node that was cut
+            off, and there is nobody to submit the job again. Elsewhere the answer comes at once.
 
     Yields:
         A check that it is still the folder that is held; raises FolderGone.
@@ -37,11 +49,7 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
                 )
 
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise ConfigError(f"run={folder} is in use by {holder}; stop it, or name another folder") from error
+            _acquire(file, folder, lock_wait if "SLURM_JOB_ID" in os.environ else 0.0)
         except OSError as error:
             raise StorageError(f"run={folder}: this file system cannot lock files ({error.strerror})") from error
         # A forked loader worker shares the lock and outlives a killed run by seconds.
@@ -50,3 +58,23 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()
         yield check
+
+
+def _acquire(file: IO[str], folder: Path, seconds: float) -> None:
+    began, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            if time.monotonic() - began >= seconds:
+                waited = f", after {seconds:.0f} s too" if seconds else ""
+                raise ConfigError(
+                    f"run={folder} is in use by {holder}{waited}; stop it, or name another folder"
+                ) from error
+        if not told:
+            logger.warning("run=%s is in use by %s; waiting up to %.0f s for it to end", folder, holder, seconds)
+            told = True
+        time.sleep(POLL_SECONDS)

@@ -208,7 +208,7 @@ class Pretraining:
         return weights_at(self.config.init, "init")
 
     def _lock(self, stack: ExitStack) -> None:
-        self._check_folder = stack.enter_context(only_run_in(self.run.create()))
+        self._check_folder = stack.enter_context(only_run_in(self.run.create(), self.config.lock_wait))
 
     def play(self) -> None:
         """The whole run, from where it stands to its end or to where it is asked to stop."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from dmjd.train import checkpoint
+from dmjd.errors import ConfigError
+from dmjd.train import checkpoint, lock
 from tests.runs import NO_PICTURES, checkpoints, telling
 
 Words = Callable[..., list[str]]
@@ -83,6 +87,54 @@ def test_a_folder_in_use_is_refused_and_left_alone(
         first.kill()
         first.join()
     assert dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))[0] == 0, "the kernel let go of the lock"
+
+
+def test_a_job_waits_for_whoever_still_holds_its_folder(
+    tmp_path: Path, tiny: Words, dmjd: Command, launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = launch(["pretrain", *tiny(tmp_path / "run", "epochs=50", "checkpoint_every=1000")])
+    polls: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        polls.append(seconds)
+        if len(polls) == 3:  # the node that was cut off is found, and its processes end
+            first.kill()
+            first.join()
+
+    try:
+        for _ in range(200):
+            first.join(0.1)
+            if (tmp_path / "run" / "log.jsonl").is_file():
+                break
+        monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        code, _, errors = dmjd("pretrain", *tiny(tmp_path / "run", "epochs=1"))
+    finally:
+        first.kill()
+        first.join()
+    assert code == 0
+    assert polls == [lock.POLL_SECONDS] * 3
+    assert f"is in use by process {first.pid}" in errors
+    assert errors.count("waiting up to 300 s for it to end") == 1
+
+
+def test_a_job_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with lock.only_run_in(tmp_path):
+        for job, wait, said in (("7", 40.0, "after 40 s too"), ("7", 0.0, ""), (None, 40.0, "")):
+            if job is None:
+                monkeypatch.delenv("SLURM_JOB_ID")
+            else:
+                monkeypatch.setenv("SLURM_JOB_ID", job)
+            clock[0] = 0.0
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .*{said}"):
+                lock.only_run_in(tmp_path, wait).__enter__()
+            assert clock[0] == (40.0 if said else 0.0)
 
 
 def between_checkpoints(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
