@@ -288,7 +288,8 @@ def _last_word() -> Iterator[None]:
         if path and not getattr(error, "told", False):
             from dmjd.train.cause import cause
 
-            with suppress(FileExistsError), Path(path).open("x") as file:  # the first word is the cause of the others
+            # The first word is the cause of the others. A disk that takes none may be what the error tells of.
+            with suppress(OSError), Path(path).open("x") as file:
                 file.write(": ".join(cause(error, int(os.environ.get("RANK", "0")))) + "\n")
         raise
 

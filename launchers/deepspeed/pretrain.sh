@@ -7,6 +7,10 @@
 set -euo pipefail
 [[ " $*" == *" engine="* ]] || set -- engine=zero2 "$@"
 options=(--master_port "${PORT:-29500}")
+[[ -z ${HOSTFILE:-} || -r $HOSTFILE ]] || { # without which DeepSpeed would take this host alone
+    echo "error: HOSTFILE=$HOSTFILE is not a file that can be read; see launchers/deepspeed/hostfile.example" >&2
+    exit 2
+}
 [[ -z ${HOSTFILE:-} ]] || options+=(--hostfile "$HOSTFILE")
 [[ -z ${PROCESSES:-} ]] || options+=(--num_gpus "$PROCESSES")
 # --no_local_rank: the launcher would add a word of its own to each process's; LOCAL_RANK says the same.

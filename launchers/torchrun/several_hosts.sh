@@ -10,10 +10,13 @@
 # for those that have left.
 set -euo pipefail
 : "${HOSTS:?the number of hosts}" "${HEAD:?one of the hosts, as the others reach it}"
-PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)}
+PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)} || {
+    echo "error: nvidia-smi lists no GPUs here; PROCESSES=2, for one, starts as many without" >&2
+    exit 2
+}
 PORT=${PORT:-29400}
 [[ " $*" == *" engine="* ]] || set -- engine=ddp "$@"
-if [[ -n ${HOST:-} ]]; then
+if [[ ${HOST:-} =~ ^[0-9]+$ ]]; then # tcsh and some systems keep the host's name in it
     meet=(--rdzv-backend=static --node-rank="$HOST" --master-addr="$HEAD" --master-port="$PORT")
 else
     meet=(--rdzv-backend=c10d --rdzv-id=dmjd --rdzv-endpoint="$HEAD:$PORT")

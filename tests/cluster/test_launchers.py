@@ -97,6 +97,51 @@ def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path,
     assert f"ends {end}\n" in done.stdout
 
 
+def start(launcher: str, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A launcher whose programs are played: python and deepspeed print their words, nvidia-smi has no driver."""
+    for name, body in {
+        "python": 'printf "%s\\n" "$@"',
+        "deepspeed": 'printf "%s\\n" "$@"',
+        "nvidia-smi": "exit 9",
+    }.items():
+        program = folder / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(0o755)
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", str(LAUNCHERS / launcher), *words],
+        env={**os.environ, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(("host", "way"), [("login1", "c10d"), ("", "c10d"), ("1", "static")])
+def test_a_shell_that_keeps_the_hosts_name_in_host_does_not_number_hosts(tmp_path: Path, host: str, way: str) -> None:
+    done = start("torchrun/several_hosts.sh", tmp_path, "x=y", HOSTS="2", HEAD="n1", PROCESSES="1", HOST=host)
+    assert done.returncode == 0, done.stderr
+    assert f"--rdzv-backend={way}" in done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("launcher", ["one_host.sh", "several_hosts.sh"])
+def test_a_host_without_gpus_says_so(tmp_path: Path, launcher: str) -> None:
+    done = start(f"torchrun/{launcher}", tmp_path, "x=y", HOSTS="2", HEAD="n1")
+    assert done.returncode == 2
+    assert done.stderr == "error: nvidia-smi lists no GPUs here; PROCESSES=2, for one, starts as many without\n"
+    assert done.stdout == ""
+
+
+def test_a_hostfile_that_is_not_there_is_not_this_host_alone(tmp_path: Path) -> None:
+    done = start("deepspeed/pretrain.sh", tmp_path, "x=y", HOSTFILE=f"{tmp_path}/hosts")
+    assert done.returncode == 2
+    assert f"HOSTFILE={tmp_path}/hosts is not a file" in done.stderr
+    (tmp_path / "hosts").write_text("# ours\nn1 slots=8\n")
+    done = start("deepspeed/pretrain.sh", tmp_path, "x=y", HOSTFILE=f"{tmp_path}/hosts")
+    assert done.stdout.split()[:5] == ["--no_local_rank", "--master_port", "29500", "--hostfile", f"{tmp_path}/hosts"]
+
+
 @pytest.mark.slow
 def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     environment = {

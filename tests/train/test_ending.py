@@ -134,3 +134,8 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
     word.unlink()
     say(ConfigError("data.root=/x is not a folder"))
     assert word.read_text() == "error: data.root=/x is not a folder\n"
+    # Where there is no place for it, the error is still the one that is told.
+    say(RuntimeError("no such device"))
+    monkeypatch.setenv("DMJD_LAST_WORD", str(tmp_path / "removed" / "word"))
+    with pytest.raises(RuntimeError, match="no such device"):
+        dmjd("pretrain")
