@@ -176,7 +176,8 @@ def _preflight(words: Sequence[str]) -> None:
 
     warm = "warm=true" in words
     config = compose("pretrain", [word for word in words if word not in WARM])
-    from dmjd.cluster.preflight import preflight, report
+    from dmjd.cluster.checks import report
+    from dmjd.cluster.preflight import preflight
 
     checks = preflight(config, warm)
     failed = [check.name for check in checks if check.fix]

@@ -6,23 +6,28 @@ holds all of it against what the run needs, and says for each thing that is miss
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from threading import Thread
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 import dmjd
+from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import build_dataset, training_batches
+from dmjd.data.build import training_batches, training_source
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import UserError
 from dmjd.ops import build_info
@@ -32,13 +37,13 @@ from dmjd.parallel.world import SHARDED, World, alone, join_world
 from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
 
-GIB = 2**30
 PREFETCH = 2
 """Batches that torch's loader has ready for each worker."""
-CLOCK_SKEW_SECONDS = 2.0
-LEAST_GB_PER_SECOND = {"one node": 5.0, "several nodes": 1.0}
-"""Of NCCL. NVLink and InfiniBand give ten times as much; less than this is a socket where a faster way was meant."""
-SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+ALL_REDUCE_SECONDS = 60.0
+"""By then NCCL has found its ways between any number of nodes, or never will."""
+SMI_SECONDS = 20.0
+UNKNOWN_COLUMN = 2
+"""Exit code of an nvidia-smi that calls something otherwise, which is no fault of a node."""
 _GPU_COLUMNS = (
     "index",
     "ecc.errors.uncorrected.volatile.total",
@@ -47,66 +52,24 @@ _GPU_COLUMNS = (
 )
 
 
-class Check(NamedTuple):
-    """``fix`` is empty where all is well."""
-
-    name: str
-    found: str
-    fix: str = ""
-
-
-@dataclass
-class Facts:
-    """What one rank sees.
-
-    data: the identity of the data set, and ``data_error`` why it has none; ``data_seconds`` to read a first batch.
-    clock: seconds since 1970 at the moment all ranks are together.
-    shm_free: bytes. disk_error: why the run folder cannot be written to or locked. gpus: a dict of each, from the
-        first rank of a node.
-    """
-
-    rank: int
-    host: str
-    versions: dict[str, str] = field(default_factory=dict)
-    data: str = ""
-    data_error: str = ""
-    data_seconds: float = 0.0
-    clock: float = 0.0
-    shm_free: int = 0
-    disk_free: int = 0
-    disk_error: str = ""
-    gpus: list[dict[str, str]] = field(default_factory=list)
-    gigabytes_per_second: float | None = None
-
-
-@dataclass(frozen=True)
-class Need:
-    """What the run asks of its nodes, in bytes."""
-
-    checkpoint: int
-    checkpoints: int
-    shm: int
-    nccl: bool
-
-
 def measure(config: PretrainConfig, world: World) -> list[Facts]:
     """The facts of every rank, on every rank. Collective."""
     facts = Facts(world.rank, platform.node(), _versions())
     began = time.monotonic()
     try:
-        dataset = build_dataset(config.data, "train")
+        dataset = training_source(config.data)
         facts.data = dataset.fingerprint if isinstance(dataset, ShardDataset) else f"{len(dataset)} images"
         training_batches(config.data, dataset, config.batch_size, config.seed, world.rank, world.size).load(0)
-    except UserError as error:
+    except (UserError, OSError) as error:  # a disk that is gone has errors of its own
         facts.data_error = str(error)
     facts.data_seconds = time.monotonic() - began
     facts.shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     facts.disk_free, facts.disk_error = _disk(Path(config.run), world)
     if world.local_rank == 0 and shutil.which("nvidia-smi"):
-        facts.gpus = _gpus()
+        facts.gpus, facts.gpu_error = _gpus()
     world.gather(None)  # together once more: whoever had a slow disk is here now
     facts.clock = time.time()
-    facts.gigabytes_per_second = _bandwidth(world)
+    facts.gigabytes_per_second, facts.all_reduce_error = _all_reduce(world)
     return [Facts(**fields) for fields in world.gather(asdict(facts))]
 
 
@@ -121,106 +84,6 @@ def need(config: PretrainConfig, world: World, parameters: int) -> Need:
         shm=batch * config.workers * (PREFETCH + 1) * world.local_size,
         nccl=world.device.type == "cuda",
     )
-
-
-def judge(facts: Sequence[Facts], needed: Need) -> list[Check]:
-    """The facts held against the need, check by check."""
-    return [
-        _judge_versions(facts),
-        _judge_data(facts),
-        _judge_shm(facts, needed),
-        _judge_disk(facts, needed),
-        _judge_clocks(facts),
-        _judge_gpus(facts),
-        _judge_bandwidth(facts, needed),
-    ]
-
-
-def _judge_versions(facts: Sequence[Facts]) -> Check:
-    for name, value in facts[0].versions.items():
-        other = next((fact for fact in facts if fact.versions.get(name) != value), None)
-        if other is not None:
-            found = f"{name} is {value} on {facts[0].host} and {other.versions.get(name, 'absent')} on {other.host}"
-            return Check(
-                "versions", found, "one environment for all nodes: a container, or a disk that all of them see"
-            )
-    return Check("versions", ", ".join(f"{name} {value}" for name, value in facts[0].versions.items()))
-
-
-def _judge_data(facts: Sequence[Facts]) -> Check:
-    broken = next((fact for fact in facts if fact.data_error), None)
-    if broken is not None:
-        fix = f"make data.root readable on {broken.host} as it is elsewhere; dmjd shards verify checks a shard set"
-        return Check("data", f"rank {broken.rank} on {broken.host}: {broken.data_error}", fix)
-    other = next((fact for fact in facts if fact.data != facts[0].data), None)
-    if other is not None:
-        found = f"{facts[0].data} on {facts[0].host}, {other.data} on {other.host}"
-        return Check("data", found, "data.root must be the same data on every node")
-    slowest = max(facts, key=lambda fact: fact.data_seconds)
-    return Check("data", f"{facts[0].data[:24]}, the first batch in {slowest.data_seconds:.1f} s at the slowest rank")
-
-
-def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:
-    least = min(facts, key=lambda fact: fact.shm_free)
-    found = f"{least.shm_free / GIB:.1f} GiB free on {least.host}, {needed.shm / GIB:.2f} GiB needed"
-    if least.shm_free >= needed.shm:
-        return Check("/dev/shm", found)
-    return Check("/dev/shm", found, "fewer workers, or a larger /dev/shm (docker: --ipc=host or --shm-size)")
-
-
-def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
-    broken = next((fact for fact in facts if fact.disk_error), None)
-    if broken is not None:
-        return Check(
-            "run folder", f"{broken.host}: {broken.disk_error}", "name a folder on a disk that all nodes share"
-        )
-    least = min(facts, key=lambda fact: fact.disk_free)
-    wanted = needed.checkpoint * needed.checkpoints
-    found = f"{least.disk_free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB for {needed.checkpoints} checkpoints"
-    if least.disk_free >= wanted:
-        return Check("run folder", found)
-    return Check("run folder", found, "free some space, name another disk with run=, or lower keep_checkpoints")
-
-
-def _judge_clocks(facts: Sequence[Facts]) -> Check:
-    first, last = (pick(facts, key=lambda fact: fact.clock) for pick in (min, max))
-    skew = last.clock - first.clock
-    if skew <= CLOCK_SKEW_SECONDS:
-        return Check("clocks", f"{skew:.2f} s apart at most")
-    fix = "tell the administrators (chrony, ntp): time budgets, signs of life and caches go by the clock"
-    return Check("clocks", f"{last.host} is {skew:.1f} s ahead of {first.host}", fix)
-
-
-def _judge_gpus(facts: Sequence[Facts]) -> Check:
-    seen = 0
-    for fact in facts:
-        for gpu in fact.gpus:
-            seen += 1
-            name, where = (
-                f"GPU {gpu['index']} of {fact.host}",
-                f"leave {fact.host} out (sbatch --exclude) and report it",
-            )
-            errors = gpu["ecc.errors.uncorrected.volatile.total"]
-            if errors.isdigit() and int(errors):
-                return Check("GPUs", f"{name} has had {errors} uncorrectable memory error(s)", where)
-            slow = [reason for reason in SLOWDOWNS if gpu[f"clocks_throttle_reasons.{reason}"] == "Active"]
-            if slow:
-                return Check("GPUs", f"{name} is slowed down ({', '.join(slow)})", where)
-            if gpu["memory.used"].isdigit() and int(gpu["memory.used"]) > 8192:
-                fix = "somebody else's process is on it: ask for whole nodes (--exclusive)"
-                return Check("GPUs", f"{name} has {gpu['memory.used']} MiB in use", fix)
-    return Check("GPUs", f"{seen} looked at, no memory errors, none slowed down" if seen else "none to be looked at")
-
-
-def _judge_bandwidth(facts: Sequence[Facts], needed: Need) -> Check:
-    speeds = [fact.gigabytes_per_second for fact in facts if fact.gigabytes_per_second is not None]
-    if not speeds:
-        return Check("all-reduce", "one process has nobody to talk to")
-    kind = "one node" if len({fact.host for fact in facts}) == 1 else "several nodes"
-    found = f"{min(speeds):.2f} GB/s over {len(facts)} ranks on {kind}"
-    if not needed.nccl or min(speeds) >= LEAST_GB_PER_SECOND[kind]:
-        return Check("all-reduce", found)
-    return Check("all-reduce", found, "NCCL_DEBUG=INFO tells which way it takes; set NCCL_SOCKET_IFNAME, NCCL_IB_HCA")
 
 
 def _versions() -> dict[str, str]:
@@ -247,28 +110,59 @@ def _disk(run: Path, world: World) -> tuple[int, str]:
     error = world.on_main(lambda: _outcome(put))
     if error:
         return 0, error
-    problem = "" if (run / ".preflight").is_file() else f"{run} does not show what rank 0 has written there"
+    free = 0
+
+    def look() -> None:
+        nonlocal free
+        (run / ".preflight").read_bytes()
+        free = shutil.disk_usage(run).free
+
+    error = _outcome(look)
     world.gather(None)
     world.on_main(lambda: (run / ".preflight").unlink(missing_ok=True))
-    return shutil.disk_usage(run).free if not problem else 0, problem
+    return free, f"what rank 0 has written there is not seen: {error}" if error else ""
 
 
-def _outcome(act: Callable[[], str]) -> str:
+def _outcome(act: Callable[[], object]) -> str:
     try:
         act()
     except OSError as error:
-        return f"{error.filename or 'the run folder'} cannot be written to and locked ({error.strerror})"
+        return f"{error.filename or 'the run folder'} cannot be written to, locked and read ({error.strerror})"
     return ""
 
 
-def _gpus() -> list[dict[str, str]]:
+def _gpus() -> tuple[list[dict[str, str]], str]:
+    """What nvidia-smi knows of each, or why it does not: of a GPU that has fallen off its bus it never answers."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_COLUMNS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi does not answer within {SMI_SECONDS:.0f} s"
+    if done.returncode == UNKNOWN_COLUMN:
+        return [], ""
+    if done.returncode:
+        return [], f"nvidia-smi fails: {' '.join((done.stdout + done.stderr).split())}"
     rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [dict(zip(_GPU_COLUMNS, row, strict=True)) for row in rows if len(row) == len(_GPU_COLUMNS)]
+    return [dict(zip(_GPU_COLUMNS, row, strict=True)) for row in rows if len(row) == len(_GPU_COLUMNS)], ""
+
+
+def _all_reduce(world: World) -> tuple[float | None, str]:
+    """:func:`_bandwidth`, or why there is none. It has a thread of its own, for NCCL may never come back."""
+    outcome: list[float | None] = []
+    error: list[RuntimeError] = []
+
+    def act() -> None:
+        try:
+            outcome.append(_bandwidth(world))
+        except RuntimeError as failure:
+            error.append(failure)
+
+    thread = Thread(target=act, name="all-reduce", daemon=True)
+    thread.start()
+    thread.join(ALL_REDUCE_SECONDS)
+    if thread.is_alive():
+        return None, f"{HANGS} within {ALL_REDUCE_SECONDS:.0f} s"
+    return (None, " ".join(str(error[0]).split())[:300]) if error else (outcome[0], "")
 
 
 def _bandwidth(world: World) -> float | None:
@@ -279,25 +173,14 @@ def _bandwidth(world: World) -> float | None:
     values, rounds = torch.ones((64 if cuda else 4) * 2**20, device=world.device), 10 if cuda else 2
     dist.all_reduce(values)
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(world.device)
     began = time.monotonic()
     for _ in range(rounds):
         dist.all_reduce(values)
     if cuda:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(world.device)
     sent = 2 * (world.size - 1) / world.size * values.nbytes * rounds
     return sent / (time.monotonic() - began) / 1e9
-
-
-def report(checks: Sequence[Check]) -> str:
-    """A line a check, and below each that fails what to do."""
-    width = max(len(check.name) for check in checks)
-    lines = []
-    for check in checks:
-        lines.append(f"{'FAILS' if check.fix else 'ok':5}  {check.name:{width}}  {check.found}")
-        if check.fix:
-            lines.append(f"{'':7}{'':{width}}  fix: {check.fix}")
-    return "\n".join(lines)
 
 
 def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
@@ -308,15 +191,28 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
     """
     prepare_environment(Path(config.run))
     world = join_world(select_device(config.engine.device), config.engine)
+    broken = False
     try:
         tokenizer = build_tokenizer(config)
         parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
-        checks = judge(measure(config, world), need(config, world, parameters))
-        if warm:
+        facts = measure(config, world)
+        checks = judge(facts, need(config, world, parameters))
+        broken = any(fact.all_reduce_error for fact in facts)
+        if warm and not broken:
             checks.append(_warm(config, world))
         return checks
     finally:
-        world.close()
+        if broken:
+            atexit.register(_leave)
+        else:
+            world.close()
+
+
+def _leave() -> NoReturn:
+    """End in spite of a collective that does not, which neither closing its group nor the interpreter's end would."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2)
 
 
 def _warm(config: PretrainConfig, world: World) -> Check:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from dmjd.cluster.preflight import GIB, Facts, Need, judge, need, report
+from dmjd.cluster import preflight
+from dmjd.cluster.checks import GIB, Facts, Need, judge, report
+from dmjd.cluster.preflight import need
 from dmjd.compose import compose
 from dmjd.parallel.world import World
 
@@ -64,6 +71,16 @@ def test_all_is_well() -> None:
         ("GPUs", "GPU 3 of n2 has had 2", replace(OTHER, gpus=[{**GPU, "ecc.errors.uncorrected.volatile.total": "2"}])),
         ("GPUs", "slowed down", replace(OTHER, gpus=[{**GPU, "clocks_throttle_reasons.hw_slowdown": "Active"}])),
         ("GPUs", "40000 MiB in use", replace(OTHER, gpus=[{**GPU, "memory.used": "40000"}])),
+        (
+            "GPUs",
+            "n2: nvidia-smi fails: no driver",
+            replace(OTHER, gpus=[], gpu_error="nvidia-smi fails: no driver"),
+        ),
+        (
+            "all-reduce",
+            "rank 1 on n2: NCCL error",
+            replace(OTHER, gigabytes_per_second=None, all_reduce_error="NCCL error"),
+        ),
         ("all-reduce", "0.50 GB/s over 2 ranks on several nodes", replace(OTHER, gigabytes_per_second=0.5)),
     ],
 )
@@ -108,3 +125,100 @@ def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -
     assert "data.root=/nowhere is not a folder" in done.stdout
     assert done.stderr.count("error: 1 check(s) failed: data") == 1
     assert "ok     compilation" in done.stdout
+
+
+def test_what_is_amiss_everywhere_is_no_nodes_fault() -> None:
+    (data,) = [
+        check for check in judge([replace(WELL, data_error="x"), replace(OTHER, data_error="x")], NEED) if check.fix
+    ]
+    assert "on every node" in data.fix
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [("exec sleep 60", "does not answer within"), ("echo no driver; exit 9", "no driver"), ("exit 2", "")],
+)
+def test_a_gpu_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, says: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(preflight, "SMI_SECONDS", 0.5)
+    gpus, error = preflight._gpus()
+    assert gpus == []
+    assert says in error
+    assert bool(says) == bool(error)
+    assert [check.fix for check in judge([replace(WELL, gpus=[], gpu_error=error)], replace(NEED, nccl=False))] == [
+        ""
+    ] * 7
+
+
+FAULTS = {
+    "an all-reduce that one rank never enters": (
+        {1: "import torch.distributed as dist\ndist.all_reduce = lambda *words: None"},
+        r"FAILS  all-reduce  rank 0 on \S+: it does not end within 3 s",
+    ),
+    "a network that refuses": (
+        {
+            1: "import torch.distributed as dist\ndef refuse(*words): raise RuntimeError('NCCL: no route to host')\n"
+            "dist.all_reduce = refuse"
+        },
+        r"FAILS  all-reduce  rank 1 on \S+: NCCL: no route to host",
+    ),
+    "a run folder that is gone on one node": (
+        {
+            1: "import shutil\ndef gone(path): raise OSError(116, 'Stale file handle', 'runs/x')\n"
+            "shutil.disk_usage = lambda path: gone(path) if 'run' in str(path) else kept(path)"
+        },
+        r"FAILS  run folder  \S+: what rank 0 has written there is not seen: runs/x .*Stale file handle",
+    ),
+    "data that are gone on one node": (
+        {1: "def gone(*words): raise OSError(116, 'Stale file handle', '/data')\npreflight.training_source = gone"},
+        r"FAILS  data        rank 1 on \S+: \[Errno 116\] Stale file handle: '/data'",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_of_one_rank_does_not_keep_the_rest_from_being_told(
+    fault: str, tmp_path: Path, tiny: Callable[..., list[str]], launch_world: Callable[..., Any]
+) -> None:
+    preludes, line = FAULTS[fault]
+    prelude = f"""
+import shutil
+kept = shutil.disk_usage
+from dmjd.cluster import preflight
+preflight.ALL_REDUCE_SECONDS = 3.0
+sys.stdout = open({str(tmp_path / "said")!r}, "a")
+"""
+    ranks = launch_world(2, ["preflight", *tiny(tmp_path / "run", "engine=ddp")], prelude, preludes)
+    try:
+        for process in ranks:
+            process.join(120)
+        assert [process.exitcode for process in ranks] == [2, 2]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    said = (tmp_path / "said").read_text()
+    assert re.search(line, said), said
+    assert said.count("FAILS") == 1
+    assert said.count("\nok ") + said.startswith("ok ") == 6
+
+
+def test_a_stream_is_read_as_the_run_will_read_it(
+    tmp_path: Path, tiny: Callable[..., list[str]], dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    with tarfile.open(tmp_path / "some.tar", "w") as tar:
+        for number in range(16):
+            content = io.BytesIO()
+            Image.new("RGB", (16, 16), (number, 0, 0)).save(content, "png")
+            member = tarfile.TarInfo(f"{number}.png")
+            member.size = content.tell()
+            content.seek(0)
+            tar.addfile(member, content)
+    words = tiny(tmp_path / "run", "data=stream", f"data.root={tmp_path}/some.tar", "data.samples=16", "batch_size=8")
+    code, out, error = dmjd("preflight", *words, "data.image_size=[8,8]")
+    assert code == 0, out + error
+    assert "16 images, the first batch in" in out
