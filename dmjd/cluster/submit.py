@@ -126,6 +126,11 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         if processes > 1 and not any(word.startswith("engine=") for word in own):
             own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
+    container = site.get("DMJD_CONTAINER")
+    if verb == "pretrain" and container is None and (folder / "config.yaml").is_file():
+        from dmjd.train.run_folder import RunFolder  # torch takes seconds to come, and most runs are new
+
+        RunFolder(folder).check(config)
     header.update(
         {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
     )
@@ -138,7 +143,6 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         exports["DMJD_RUN"] = config.run
     # Into the script, so that it stays what it is when the site's file changes.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
-    container = site.get("DMJD_CONTAINER")
     if container is None and "DMJD_PYTHON" not in site:
         exports["DMJD_PYTHON"] = sys.executable
     if container is None and code is not None:

@@ -175,6 +175,17 @@ def test_mistakes_are_met_before_the_queue(verb: str, words: tuple[str, ...], se
         plan(verb, words)
 
 
+def test_words_that_the_run_folder_refuses_are_met_before_the_queue(
+    finished_run: Path, tiny: Callable[..., list[str]]
+) -> None:
+    words = tiny(finished_run, "gpus=1")
+    assert plan("pretrain", words).folder == finished_run
+    with pytest.raises(ConfigError, match=r"was started with seed=0 and now seed=1 is asked for"):
+        plan("pretrain", [*words, "seed=1"])
+    with pytest.raises(ConfigError, match="has checkpoints and resume=never"):
+        plan("pretrain", [*words, "resume=never"])
+
+
 def test_without_slurm_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="no sbatch here"):
