@@ -180,8 +180,9 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
         done = subprocess.run(command, env=around, capture_output=True, text=True)
         if done.returncode:
             sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
-            raise ConfigError(f"Slurm refuses {path}: {done.stderr.strip()}{sent}")
-        ids.append(done.stdout.strip().split(";")[0])
+            said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
+            raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
+        ids.append(done.stdout.strip().splitlines()[-1].split(";")[0])  # behind what a site's sbatch has to say
     return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, look with dmjd doctor {job.folder}"]
 
 

@@ -245,18 +245,18 @@ def test_four_nodes_without_names(site: Site) -> None:
 def test_jobs_of_an_array_whose_time_is_over_requeue_themselves_alone(site: Site) -> None:
     # Their time is over as soon as they have begun, until they are given more.
     words = ("nodes=1", "gpus=1", "time=10", "time_margin=600", "array=0-1", "seed=%a", "epochs=2")
-    (array,) = site.submit(*words, f"run={site.folder}/seed-%a", run="unused")
+    (array,) = site.submit(*words, f"run='{site.folder}/seed=%a'", run="unused")
     jobs = f"{array}_0", f"{array}_1"
     for job in jobs:
         site.cluster.wait(job, lambda job=job: site.cluster.job(job)["Restarts"] == "1")  # type: ignore[misc]
         site.cluster("scontrol", "update", f"JobId={job}", "TimeLimit=60")
-    for job, run in zip(jobs, ("seed-0", "seed-1"), strict=True):
+    for job, run in zip(jobs, ("seed=0", "seed=1"), strict=True):
         assert site.cluster.wait(job) == "COMPLETED"
         first, second = site.launches(run)
         assert (first["job"], second["job"]) == (job, job)
         assert 0 < second["step"] < 22
         assert "time, its time is over" in Path(second["log"]).read_text()
-    logs = [(site.folder / f"seed-{seed}" / "log.jsonl").read_bytes() for seed in range(2)]
+    logs = [(site.folder / f"seed={seed}" / "log.jsonl").read_bytes() for seed in range(2)]
     assert logs[0] != logs[1]
 
 

@@ -105,14 +105,48 @@ def test_kinds_of_gpus_and_lines_of_other_systems(tmp_path: Path) -> None:
     assert header(probe.script)["gpus-per-node"] == "a100:1"
 
 
-def test_variables_of_the_job_that_submits_do_not_reach_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def play_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``play_sbatch(body)``: what sbatch does, as a shell has it."""
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+    def play(body: str) -> None:
+        program = tmp_path / "bin" / "sbatch"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{body}\n")
+        program.chmod(0o755)
+
+    return play
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "echo 'sbatch: error: invalid partition: x' >&2; echo 'sbatch: error: failed' >&2; exit 1",
+            "sbatch: error: failed",
+        ),
+        ("exit 9", "sbatch left with 9 and no word"),
+    ],
+)
+def test_what_slurm_refuses_is_one_line(
+    body: str,
+    says: str,
+    tmp_path: Path,
+    play_sbatch: Callable[[str], None],
+    dmjd: Callable[..., tuple[int, str, str]],
 ) -> None:
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(f"#!/bin/sh\nenv >{tmp_path}/around\necho '7;cluster'\n")
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    play_sbatch(f"if [ -e {tmp_path}/first ]; then {body}; else touch {tmp_path}/first; echo 7; fi")
+    code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=3")
+    assert code == 2
+    assert error.count("\n") == 1
+    assert error.endswith(f"{says}; submitted so far: 7\n")
+
+
+def test_variables_of_the_job_that_submits_do_not_reach_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
+) -> None:
+    play_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "SLURM_CONF", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, "5")
     said = submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])
