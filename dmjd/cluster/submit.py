@@ -57,6 +57,7 @@ class Job:
     script: the whole of it.
     folder: of the run it belongs to, or of an array's jobs together.
     chain: how many times.
+    look: how to see what became of it.
     notes: what the user should know before.
     """
 
@@ -64,6 +65,7 @@ class Job:
     script: str
     folder: Path
     chain: int
+    look: str
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -153,7 +155,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     notes = [f"container: {container}, with the dmjd that is in it"] if container else []
     notes += [f"code: {code}"] if code is not None else []
-    return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, notes)
+    look = f"look with dmjd doctor {shlex.quote(config.run)}" if verb == "pretrain" else "its log tells the rest"
+    return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, look, notes)
 
 
 def submit(verb: str, words: Sequence[str]) -> list[str]:
@@ -183,7 +186,7 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
             said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
             raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
         ids.append(done.stdout.strip().splitlines()[-1].split(";")[0])  # behind what a site's sbatch has to say
-    return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, look with dmjd doctor {job.folder}"]
+    return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
 
 
 def read_site(path: Path) -> dict[str, str]:

@@ -72,6 +72,7 @@ def test_an_array_is_told_by_its_index_where_each_run_is() -> None:
     job = plan("pretrain", words)
     assert "export DMJD_RUN='runs/lr=1 %a'\n" in job.script
     assert job.folder == Path("runs/lr=1 array")
+    assert job.look == "look with dmjd doctor 'runs/lr=1 %a'", "in the array's own folder is nothing to be seen"
 
 
 @pytest.mark.parametrize(
