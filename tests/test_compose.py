@@ -223,5 +223,5 @@ def test_help_has_every_key_and_every_option(verb: str) -> None:
 def test_science_and_orchestration_are_all_the_keys() -> None:
     orchestration = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints"}
     orchestration |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
-    orchestration |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}
+    orchestration |= {"checkpoint_async", "profile", "profile_ranks", "memory_history", "lock_wait"}
     assert {field.name for field in fields(PretrainConfig)} == {*SCIENCE} | orchestration
