@@ -1,9 +1,9 @@
-"""One engine with one model on batches of one size: how fast it steps, what it holds, how long it is kept by saves."""
+"""One engine with one model on batches of one size: how fast it steps, what it holds, how long saves keep it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import islice
@@ -32,89 +32,97 @@ LR, WEIGHT_DECAY = 1e-4, 0.05
 
 
 class Cell:
-    """One engine with one model on batches of one size, ready to step.
+    """The engine, ready to step, and what it is measured with.
 
     Args:
-        kind: of the batches, one of ``INPUTS``.
-        steps: the most that will be asked for.
+        config: whose ``data`` are the shards, where batches are to come from some.
+        micro: images of a GPU.
+        throughput: of the model on these GPUs.
     """
 
-    def __init__(self, config: PretrainConfig, world: World, micro: int, kind: str, steps: int) -> None:
+    def __init__(self, config: PretrainConfig, world: World, micro: int, throughput: Throughput) -> None:
         torch.manual_seed(0)
         torch._dynamo.reset()  # else a second batch size would compile for sizes in general
+        self._config, self._world, self._micro, self._throughput = config, world, micro, throughput
+        self._clock = Stopwatch()
         grid, data = token_grid(config), config.data
         spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-        self.engine: Engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
+        self._engine: Engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
         if isinstance(world, SimulatedWorld):
-            answer_buckets(self.engine)
+            answer_buckets(self._engine)
+        self._gathers = config.engine.name in (*SHARDED, "zero3")
         self._prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
-        self._upload = uploader(kind, world.device)
-        self.clock = Stopwatch()
-        self.feed = batches(kind, config, world, micro, steps)
 
-    def steps(self, count: int, times: StepTimes) -> list[torch.Tensor]:
+    def measure(self, kind: str, save: Path | None = None) -> dict[str, Any]:
+        """Losses of some steps, and the speed and memory of those after the warm-up. Collective.
+
+        Args:
+            kind: of the batches, one of ``INPUTS``.
+            save: a folder for the checkpoints of :func:`measure_saves`.
+        """
+        world, cuda = self._world, self._world.device.type == "cuda"
+        count = WARMUP + STEPS + IDLE_STEPS + (SAVES * BESIDE_SAVE if save else 0)
+        upload = uploader(kind, world.device)
+        with closing(batches(kind, self._config, world, self._micro, count)) as feed:
+            steps = partial(self._steps, feed, upload)
+            losses = steps(WARMUP, StepTimes(world.device))
+            started, _ = self._clock.lap()
+            if cuda:
+                torch.cuda.reset_peak_memory_stats()
+            times = StepTimes(world.device)
+            losses += steps(STEPS, times)
+            seconds, waited = self._clock.lap()
+            peaks = world.gather(torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
+            speed = self._throughput.row(self._micro * world.size * STEPS, seconds, waited)
+            result = {
+                "images_per_second_per_gpu": speed["images_per_second"] / world.size,
+                "views_per_second_per_gpu": speed["views_per_second"] / world.size,
+                "mfu_percent": speed.get("mfu_percent"),
+                "step_ms": 1000 * seconds / STEPS,
+                **spread(times, speed["data_wait_percent"], self._gathers, world),
+                "host_ms": 1000 * median(self._host_seconds(feed, upload)),
+                "peak_gib": peaks,
+                "start_seconds": started,
+            }
+            if save is not None:
+                train = partial(steps, BESIDE_SAVE, StepTimes(world.device))
+                result["save"] = measure_saves(self._engine, world, save, train)
+        curve = world.mean(torch.stack(losses)).tolist()
+        self._clock.lap()
+        return result if isinstance(world, SimulatedWorld) else result | {"losses": curve}
+
+    def close(self) -> None:
+        """Release the engine. Collective."""
+        self._engine.close()
+
+    def _steps(
+        self, feed: Iterator[Batch], upload: Callable[[Batch], Batch], count: int, times: StepTimes
+    ) -> list[torch.Tensor]:
         """Losses of ``count`` further steps, which the device has done by then."""
-        losses = [self._step(self._upload(batch), times) for batch in islice(self.clock.waiting(self.feed), count)]
-        synchronize(self.engine.device)
+        losses = [self._step(upload(batch), times) for batch in islice(self._clock.waiting(feed), count)]
+        synchronize(self._world.device)
         return losses
 
-    def host_seconds(self, count: int) -> Iterator[float]:
+    def _host_seconds(self, feed: Iterator[Batch], upload: Callable[[Batch], Batch]) -> Iterator[float]:
         """Seconds until the host has told an idle device all of a step."""
-        for batch in islice(self.feed, count):
-            uploaded = self._upload(batch)
-            synchronize(self.engine.device)
+        for batch in islice(feed, IDLE_STEPS):
+            uploaded = upload(batch)
+            synchronize(self._world.device)
             begin = time.perf_counter()
-            self._step(uploaded, StepTimes(self.engine.device))
+            self._step(uploaded, StepTimes(self._world.device))
             yield time.perf_counter() - begin
-        synchronize(self.engine.device)
+        synchronize(self._world.device)
 
     def _step(self, batch: Batch, times: StepTimes) -> torch.Tensor:
         times.begin()
         prepared = self._prepare(batch, 0)
-        with self.engine.micro_batch(last=True):
-            losses = self.engine.module(*prepared.inputs)
+        with self._engine.micro_batch(last=True):
+            losses = self._engine.module(*prepared.inputs)
             times.forward()
-            self.engine.backward(losses.total)
-        self.engine.step(LR, WEIGHT_DECAY)
+            self._engine.backward(losses.total)
+        self._engine.step(LR, WEIGHT_DECAY)
         times.end()
         return losses.total.detach()
-
-
-def measure(
-    config: PretrainConfig, world: World, micro: int, kind: str, save: Path | None, throughput: Throughput
-) -> dict[str, Any]:
-    """Losses of all steps, and the speed and memory of those after the warm-up."""
-    begin = time.perf_counter()
-    count = WARMUP + STEPS + IDLE_STEPS + (SAVES * BESIDE_SAVE if save else 0)
-    cell = Cell(config, world, micro, kind, count)
-    with closing(cell.feed):
-        losses = cell.steps(WARMUP, StepTimes(world.device))
-        started = time.perf_counter() - begin
-        if world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        times = StepTimes(world.device)
-        cell.clock.lap()
-        losses += cell.steps(STEPS, times)
-        seconds, waited = cell.clock.lap()
-        peaks = world.gather(torch.cuda.max_memory_allocated() / 2**30 if world.device.type == "cuda" else None)
-        speed = throughput.row(micro * world.size * STEPS, seconds, waited)
-        gathers = config.engine.name in (*SHARDED, "zero3")
-        result = {
-            "images_per_second_per_gpu": speed["images_per_second"] / world.size,
-            "views_per_second_per_gpu": speed["views_per_second"] / world.size,
-            "mfu_percent": speed.get("mfu_percent"),
-            "step_ms": 1000 * seconds / STEPS,
-            **spread(times, speed["data_wait_percent"], gathers, world),
-            "host_ms": 1000 * median(cell.host_seconds(IDLE_STEPS)),
-            "peak_gib": peaks,
-            "start_seconds": started,
-        }
-        if save is not None:
-            train = partial(cell.steps, BESIDE_SAVE, StepTimes(world.device))
-            result["save"] = measure_saves(cell.engine, world, save, train)
-    curve = world.mean(torch.stack(losses)).tolist()
-    cell.engine.close()
-    return result if isinstance(world, SimulatedWorld) else result | {"losses": curve}
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,8 +8,9 @@ One launch walks all cells with one compiler cache, and rank 0 appends a line af
 GPU, for models that do not bring a number of their own. Further words are those of `dmjd pretrain`, for every cell.
 
 Batches are the same for every engine: synthetic and on the device already, or uploaded from pinned memory as a run
-does it, or read from shards (``workers=N``); a FOLDER that is not there is made, of photographs. ``--save`` adds how
-long checkpoints keep the training, and needs room for two of them.
+does it, or read from shards (``workers=N``); a FOLDER that is not there is made, of photographs. Of several inputs each
+has a row, of one engine that goes on; ``start_seconds`` are until it has done ten steps on this input. ``--save`` adds,
+to the first, how long checkpoints keep the training, and needs room for two of them.
 
 ``host_ms`` is how long a step keeps the host where it finds an idle device: close to ``step_ms``, the host is the
 bound. (Without the idle device it tells nothing: the host waits wherever its launches fill the device's queue.)
@@ -31,17 +32,20 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
-from cell import measure
+from cell import Cell
 from inputs import INPUTS, provide_shards
 from scaling import summary
 from simulated_world import SimulatedWorld, simulate_world
 
 from dmjd.compose import compose
 from dmjd.config import EngineConfig, PretrainConfig
+from dmjd.data.decode import jpeg_decoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.world import World, join_world
 from dmjd.train.throughput import Throughput
@@ -100,15 +104,14 @@ def main() -> None:
             walk(options, words, simulate_world(device, int(size)))
 
 
-def plan(options: argparse.Namespace) -> list[tuple[str, int, str, str]]:
-    """Model, images of a GPU, engine and input of every cell."""
+def plan(options: argparse.Namespace) -> list[tuple[str, int, str]]:
+    """Model, images of a GPU, and engine of every cell."""
     models = [model.partition(":") for model in options.models.split(",")]
     return [
-        (model, int(size), engine, kind)
+        (model, int(size), engine)
         for model, _, own in models
         for size in (own or options.micro).split(",")
         for engine in options.engines.split(",")
-        for kind in options.input.split(",")
     ]
 
 
@@ -119,36 +122,56 @@ def engine_words(name: str, world: World) -> tuple[str, ...]:
 
 
 def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
-    """Measure every cell, and leave the world."""
+    """Measure every cell, append its rows as they come, and leave the world."""
     cells = plan(options)
+    shards: list[str] = []  # not stored with the other words: they name a folder of this machine
     if options.shards is not None:
-        provide_shards(options.shards, max(micro for _, micro, *_ in cells) * world.size, world)
+        shards = ["data=shards", f"data.root={options.shards}"]
+        provide_shards(options.shards, max(micro for _, micro, _ in cells) * world.size, world)
     throughputs: dict[str, Throughput] = {}  # of each model once, since FLOPs are counted
-    for model, micro, name, kind in cells:
+    for model, micro, name in cells:
         own = [*words, *engine_words(name, world)]
-        source = ["data=shards", f"data.root={options.shards}"] if kind == "shards" else []  # a path is not stored
-        config = compose("pretrain", [*MODELS[model], *own, *source, f"batch_size={micro * world.size}"])
+        config = compose("pretrain", [*MODELS[model], *own, *shards, f"batch_size={micro * world.size}"])
         assert isinstance(config, PretrainConfig)
         if model not in throughputs:
             throughputs[model] = Throughput.of(config, world)
-        cell = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro}
-        cell |= {"input": kind, "words": own}
+        named = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": own}
         if isinstance(world, SimulatedWorld):
-            cell |= {"gpus": 1, "simulated": world.size}
-        try:
-            cell |= measure(config, world, micro, kind, options.save, throughputs[model])
-        except torch.OutOfMemoryError as error:  # on every rank alike: they hold the same
-            cell["out_of_memory"] = str(error).splitlines()[0]
+            named |= {"gpus": 1, "simulated": world.size}
+        if world.device.type == "cuda":
+            named["card"] = torch.cuda.get_device_name()
+        named |= {"torch": torch.__version__, "date": date.today().isoformat()}
+        for row in measure(config, world, micro, throughputs[model], options):
+            if world.is_main:
+                append(options.output, named | row)
         gc.collect()
         if world.device.type == "cuda":
             torch.cuda.empty_cache()
-            cell["card"] = torch.cuda.get_device_name()
-        cell |= {"torch": torch.__version__, "date": date.today().isoformat()}
-        if world.is_main:
-            with options.output.open("a") as file:
-                file.write(json.dumps(cell) + "\n")
-            print({key: value for key, value in cell.items() if key not in ("losses", "words", "ranks")}, flush=True)
     world.close()
+
+
+def measure(
+    config: PretrainConfig, world: World, micro: int, throughput: Throughput, options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """What there is to say of one engine, a row for each input; the last says so if memory ended."""
+    kinds = options.input.split(",")
+    row: dict[str, Any] = {"input": kinds[0]}
+    try:
+        cell = Cell(config, world, micro, throughput)
+        for kind in kinds:
+            row = {"input": kind}
+            if kind == "shards":
+                row |= {"workers": config.workers, "decoder": jpeg_decoder()}
+            yield row | cell.measure(kind, options.save if kind == kinds[0] else None)
+        cell.close()
+    except torch.OutOfMemoryError as error:  # on every rank alike: they hold the same
+        yield row | {"out_of_memory": str(error).splitlines()[0]}
+
+
+def append(file: Path, row: dict[str, Any]) -> None:
+    with file.open("a") as lines:
+        lines.write(json.dumps(row) + "\n")
+    print({key: value for key, value in row.items() if key not in ("losses", "words", "ranks")}, flush=True)
 
 
 if __name__ == "__main__":

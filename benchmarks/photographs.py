@@ -40,7 +40,7 @@ def photograph_of(number: int) -> bytes:
 
 def write_shards(folder: Path, images: int) -> None:
     """Shards of ``images`` photographs at ``folder``; of more than :data:`DIFFERENT`, many are the same."""
-    workers = available_workers()
+    workers = min(16, available_workers())  # each of which has modules to import before it is of any use
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as scratch:
         source = Path(scratch, "photograph")
