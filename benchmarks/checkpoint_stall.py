@@ -39,7 +39,9 @@ def measure_saves(engine: Engine, world: World, parent: Path, train: Callable[[]
                 saves[way] = [_save(engine, world, saver, step, train), _save(engine, world, saver, step + 1, train)]
             finally:
                 saver.close()
-        saves["gib"] = world.on_main(lambda: sum(path.stat().st_size for path in folder.rglob("*"))) / 2**30
+        saves["gib"] = (
+            world.on_main(lambda: sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())) / 2**30
+        )
     except UserError as error:
         return saves | {"refused": str(error)}
     finally:
