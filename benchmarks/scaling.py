@@ -101,7 +101,7 @@ def _saves(rows: Sequence[Row], shared: Sequence[str]) -> str:
     for way in ("async", "sync"):
         for index, which in enumerate(("first", "second")):
             stalls = [_get(row["save"], way, [{}] * 2)[index].get("stall_ms") for row in rows]
-            cells = [ABSENT if stall is None else f"{stall:.0f}" for stall in stalls]
+            cells = ["refused" if stall is None else f"{stall:.0f}" for stall in stalls]
             columns.append(Column(f"{which} {way} stall, ms", cells))
     sizes = [_get(row["save"], "gib") for row in rows]
     columns.append(Column("checkpoint, GiB", [ABSENT if size is None else f"{size:.2f}" for size in sizes]))
@@ -189,7 +189,7 @@ def _words(row: Row) -> dict[str, str]:
 
 def _common_words(rows: Sequence[Row]) -> list[str]:
     """Words that all rows were asked for, if an engine then had to go without one of them or not."""
-    asked = [set(row["words"]) for row in rows]
+    asked = [{word for word in row["words"] if not word.startswith("engine=")} for row in rows]
     return sorted(set.intersection(*asked)) if asked else []
 
 
