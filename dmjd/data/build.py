@@ -169,7 +169,7 @@ def _is_path(location: str) -> bool:
 def _build(config: DataConfig, split: Split) -> ImageDataset:
     if config.name == "shards":
         return _shards(config, split)
-    if config.root is not None and not Path(config.root).expanduser().is_dir():
+    if config.root is not None and not Path(config.root).is_dir():
         raise DataError(f"data.root={config.root} is not a folder")
     if config.name == "fashion_mnist":
         return FashionMnist(config.root, split, config.pad)
@@ -202,7 +202,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
             "data.check=decode is for folders, since shards are checked when they are built; "
             f"to check them again: dmjd shards verify {config.root} decode=true"
         )
-    root = config.root if is_remote(config.root) else str(Path(config.root).expanduser())
+    root = config.root if is_remote(config.root) else str(Path(config.root))
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:
@@ -228,7 +228,7 @@ def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
             f"{largest / GIB:.3g} GiB"
         )
     # TMPDIR is what a scheduler sets to the disk of a node.
-    folder = Path(config.cache).expanduser() if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
+    folder = Path(config.cache) if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
     return ShardCache(folder, budget)
 
 
