@@ -41,6 +41,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from dmjd.data import decode
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import StepBatches
@@ -51,7 +52,7 @@ from dmjd.data.shards.local import OpenFiles
 from dmjd.data.shards.plan import shard_plan
 from dmjd.masking import MaskSpec
 
-BATCH, CROP, GRID = 64, (224, 224), (14, 14)
+BATCH, CROP, GRID = 64, RandomResizedCrop((224, 224)), (14, 14)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 COPIES = 10
 LINKS = 30_000
@@ -81,7 +82,7 @@ def write_images(root: Path, count: int) -> float:
 def mae_transform() -> Callable[[Image.Image], torch.Tensor]:
     return transforms.Compose(
         [
-            transforms.RandomResizedCrop(CROP, scale=(0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomResizedCrop(CROP.size, CROP.scale, interpolation=transforms.InterpolationMode.BICUBIC),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
             transforms.Normalize(MEAN, STD),

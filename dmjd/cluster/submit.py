@@ -19,7 +19,7 @@ from typing import Any
 
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
-from dmjd.files import replace_file
+from dmjd.files import at_home, replace_file
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
 
@@ -91,6 +91,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     """
     if verb not in verbs():
         raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
+    words = [_at_home(word) for word in words]
     options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
     own = [word for word in words if word.partition("=")[0] not in OPTIONS]
     site = read_site(_site_file(options["site"])) if "site" in options else {}
@@ -167,6 +168,12 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
 def read_site(path: Path) -> dict[str, str]:
     """The ``NAME=value`` lines of a site file."""
     return dict(re.findall(r"^([A-Z][A-Z0-9_]*)=(.*)$", path.read_text(), re.MULTILINE))
+
+
+def _at_home(word: str) -> str:
+    """A script's shell reads the words too, and in a container they would mean another home."""
+    key, equals, value = word.partition("=")
+    return key + equals + at_home(value)
 
 
 def _site_file(name: str) -> Path:

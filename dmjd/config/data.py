@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmjd.config.fields import choice, number, numbers, numbers_or_none, positive
+from dmjd.config.fields import choice, number, numbers, numbers_or_none, path, positive
 
 
 @dataclass
@@ -19,13 +19,13 @@ class DataConfig:
     """
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
-    root: str | None = None
+    root: str | None = path(between="::")
     image_size: list[int] = numbers(224, 224, length=2, least=1)
     channels: int = positive(3)
     pad: int = number(0, least=0)
     check: str = choice("header", "none", "decode")
     max_bad_percent: float = number(1.0, least=0, most=100)
-    cache: str | None = None
+    cache: str | None = path()
     cache_gib: float = positive(100.0)
     samples: int | None = number(None, least=1)
     shuffle_buffer: int = positive(1000)

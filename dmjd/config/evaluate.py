@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, number, positive
+from dmjd.config.fields import choice, number, path, positive
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -17,9 +17,9 @@ class EncoderConfig:
     model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
     """
 
-    checkpoint: str = "???"
+    checkpoint: str = path("???")
     model: PretrainConfig | None = None
-    output: str | None = None
+    output: str | None = path()
     weights: str = choice("trained", "untrained", "ema")
 
 
@@ -79,8 +79,8 @@ class ExportConfig(EncoderConfig):
 class ConsolidateConfig:
     """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
 
-    checkpoint: str = "???"
-    output: str | None = None
+    checkpoint: str = path("???")
+    output: str | None = path()
 
 
 # Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
@@ -96,8 +96,8 @@ class ConvertConfig:
     expect. ``unknown``: what to do with names that the source's layout does not have.
     """
 
-    input: str = "???"
-    output: str = "???"
+    input: str = path("???")
+    output: str = path("???")
     source: str = choice("auto", *_LAYOUTS)
     to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
     grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})

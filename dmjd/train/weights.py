@@ -38,7 +38,7 @@ def weights_at(name: str, key: str) -> Path:
     Raises:
         CheckpointError: if there is neither.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
     return path if path.is_file() else checkpoint.resolve(path, key)
 
 

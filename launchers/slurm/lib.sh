@@ -80,7 +80,11 @@ run_once() {
 train() {
     local verb=$1 words=() word
     shift
-    for word in "$@"; do words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}"); done
+    for word in "$@"; do
+        # bash has done this where it was typed, zsh has not, and a container may have another home than this shell.
+        [[ ${word#*=} != \~/* ]] || word="${word%%=*}=$HOME/${word#*=\~/}"
+        words+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+    done
     RUN=$(value_of run "runs/$verb" "${words[@]}")
     mkdir -p "$RUN" || die "run=$RUN is not a folder that can be written to; name another"
     # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
