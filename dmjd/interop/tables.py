@@ -42,7 +42,8 @@ def with_positions(
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
     relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
-    for name, width_of in ((POSITIONS, "encoder.norm.weight"), (DECODER_POSITIONS, "decoder.norm.weight")):
+    last_norm = "encoder.fc_norm.weight" if "encoder.fc_norm.weight" in weights else "encoder.norm.weight"
+    for name, width_of in ((POSITIONS, last_norm), (DECODER_POSITIONS, "decoder.norm.weight")):
         table = weights.pop(name, None)
         if table is None:
             if name not in stored or relative or width_of not in weights:
@@ -56,7 +57,7 @@ def with_positions(
             width = weights[width_of]
             weights[name] = _fixed(at, width.shape[0], prefix).to(width.dtype)
             continue
-        table = align_positions(table, prefix, old)
+        table = align_positions(name, table, prefix, old)
         grid = old or square(table.shape[1] - prefix)
         assert grid is not None, "align_positions has checked it"
         if name in stored or not _is_fixed(table, grid, prefix):

@@ -85,20 +85,22 @@ def depth_of(state: Mapping[str, Tensor]) -> int:
 
 def square(count: int) -> Grid | None:
     """(s, s) with s * s = count, or None."""
-    side = math.isqrt(count)
-    return (side, side) if side * side == count else None
+    side = math.isqrt(max(0, count))
+    return (side, side) if side and side * side == count else None
 
 
-def align_positions(table: Tensor, prefix: int, grid: Grid | None) -> Tensor:
-    """``[1, rows, D]`` with a row for each of ``prefix`` tokens, whether or not the file has it.
+def align_positions(name: str, table: Tensor, prefix: int, grid: Grid | None) -> Tensor:
+    """``[1, rows, D]``, called ``name``, with a row for each of ``prefix`` tokens, whether or not the file has it.
 
     A cls token without a row gets one of zeros, which is what leaving it out computes; a row without a cls token goes.
 
     Raises:
         CheckpointError: if the rows are no grid: neither ``grid`` nor, if that is None, a square one.
     """
+    if table.ndim != 3 or table.shape[0] != 1:
+        raise CheckpointError(f"{name} is of shape {list(table.shape)}, not [1, rows, width]")
     rows = table.shape[1]
-    counts = {grid[0] * grid[1]} if grid else {count for count in (rows, rows - 1) if count and square(count)}
+    counts = {grid[0] * grid[1]} if grid else {count for count in (rows, rows - 1) if square(count)}
     if rows - prefix in counts:
         return table
     if prefix and rows in counts:
@@ -106,7 +108,7 @@ def align_positions(table: Tensor, prefix: int, grid: Grid | None) -> Tensor:
     if not prefix and rows - 1 in counts:
         return table[:, 1:].clone()
     wanted = f"a grid of {grid[0]}x{grid[1]}" if grid else "a square grid; name another with source_grid=[h,w]"
-    raise CheckpointError(f"pos_embed has {rows} rows, which are not {wanted}")
+    raise CheckpointError(f"{name} has {rows} rows, which are not {wanted}")
 
 
 def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor:
@@ -138,7 +140,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 
 def grid_of_bias_table(table: Tensor) -> Grid | None:
-    """The square grid of a ViT's bias table, or None."""
+    """The square grid of a ViT's bias table ``[rows, heads]``, or None."""
     span = square(table.shape[0] - CLS_ROWS)
     return ((span[0] + 1) // 2, (span[0] + 1) // 2) if span and span[0] % 2 else None
 
