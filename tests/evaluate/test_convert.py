@@ -127,6 +127,16 @@ def test_rows_of_no_square_grid_need_a_name(tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "out.pth")["pos_embed"], state["pos_embed"])
 
 
+@pytest.mark.parametrize("grid", [(3, 4), (3, 5)])  # with the cls token's, (3, 5) has the rows of a square
+def test_tables_of_the_grid_that_is_asked_for_stay(tmp_path: Path, grid: tuple[int, int]) -> None:
+    rows = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
+    state = draw(states.beit(shared=False)) | {"pos_embed": torch.randn(1, 1 + grid[0] * grid[1], DIM)}
+    state |= {name: torch.randn(rows, TABLE[1]) for name in state if name.endswith("bias_table")}
+    words = ("to=beit", f"grid=[{grid[0]},{grid[1]}]")
+    run(stored(tmp_path / "beit.pth", state), tmp_path / "out.pth", *words)
+    same_bits(read_state(tmp_path / "out.pth"), state)
+
+
 @pytest.mark.parametrize("shape", [(), (TOKENS, DIM), (2, TOKENS, DIM), (1, GRID, GRID, DIM), (1, 0, DIM)])
 def test_positions_of_another_shape_are_one_sentence(tmp_path: Path, shape: tuple[int, ...]) -> None:
     source = stored(tmp_path / "vit.pth", draw(states.timm_vit()) | {"pos_embed": torch.ones(shape)})
@@ -138,7 +148,7 @@ def test_positions_of_another_shape_are_one_sentence(tmp_path: Path, shape: tupl
 
 def test_a_bias_table_of_no_grid_is_one_sentence(tmp_path: Path) -> None:
     state = draw(states.beit()) | {"rel_pos_bias.relative_position_bias_table": torch.ones(2, TABLE[1])}
-    with pytest.raises(CheckpointError, match=r"has 2 rows, of no square grid"):
+    with pytest.raises(CheckpointError, match=r"a bias table of 2 rows is not of a grid of 6x6; .*source_grid"):
         run(stored(tmp_path / "beit.pth", state), tmp_path / "out.pth", "to=beit", "grid=[6,6]")
 
 
