@@ -26,7 +26,6 @@ from dmjd.interop.names import (
     missing,
     summary,
 )
-from dmjd.interop.official import RENAMED
 from dmjd.interop.tensors import channels_first, channels_last, join_qv_bias, split_qv_bias
 
 State = Mapping[str, Tensor]
@@ -173,9 +172,17 @@ _FINE_TUNED = (r"^classifier\.", "head.")
 
 
 def _official(vocabulary: Sequence[str]) -> Names:
-    rules = [(f"^{re.escape(ours)}", theirs) for theirs, ours in RENAMED.items()]
-    rules += [(r"^decoder\.pos_embed$", "decoder_pos_embed"), _TOP, _FINE_TUNED]
-    return _renamed([*vocabulary, *CLASSIFIER], *rules)
+    """MAE's, ConvMAE's and DMJD's, which differ from ours in names alone."""
+    return _renamed(
+        [*vocabulary, *CLASSIFIER],
+        (r"^decoder\.mask_token$", "mask_token"),
+        (r"^decoder\.", "decoder_"),
+        (r"^head\.", "decoder_pred."),
+        (r"^visible_branch\.projector\.", "proj_embed."),
+        (r"^visible_branch\.predictor\.", "predictor.0."),
+        _TOP,
+        _FINE_TUNED,
+    )
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:

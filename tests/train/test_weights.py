@@ -21,7 +21,6 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import knn, linprobe
-from dmjd.interop.official import to_official
 from dmjd.models.objective import Objective
 from dmjd.models.positions import sincos_positions
 from dmjd.train import loop
@@ -30,6 +29,7 @@ from dmjd.train.consolidate import consolidate
 from dmjd.train.weights import load_weights
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, Case
+from tests.interop.official_files import to_official
 from tests.models.test_official_equality import build, inputs, recorded, terms
 
 State = dict[str, Tensor]
@@ -174,9 +174,7 @@ def rerandomised(objective: Objective) -> Objective:
 def test_a_whole_official_file_gives_the_official_losses(case: Case, tmp_path: Path) -> None:
     """Every branch is read: the losses are those that the official code recorded, and no parameter is left."""
     objective = rerandomised(build(case))
-    model = objective.model
-    assert model.decoder is not None
-    shapes = to_official(model.state_dict(), model.encoder.positions, model.decoder.positions)
+    shapes = to_official(objective.model)
     official = {name: torch.from_numpy(cases.parameter(name, tuple(value.shape))) for name, value in shapes.items()}
     official |= {name: shapes[name] for name in ("pos_embed", "decoder_pos_embed")}
     said = load_weights(objective, stored(tmp_path / "official.pth", official))
