@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import io
 import os
 import tempfile
 import time
@@ -35,13 +34,14 @@ from typing import Any
 import numpy as np
 import torch
 import webdataset
+from photographs import photograph
 from PIL import Image
-from skimage import data
 from timing import Table, device_name
 from torchvision import transforms
 from torchvision.datasets import ImageFolder as TorchvisionFolder
 
 from dmjd.data import decode
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import StepBatches
@@ -52,26 +52,12 @@ from dmjd.data.shards.local import OpenFiles
 from dmjd.data.shards.plan import shard_plan
 from dmjd.masking import MaskSpec
 
-BATCH, CROP, GRID = 64, (224, 224), (14, 14)
+BATCH, CROP, GRID = 64, RandomResizedCrop((224, 224)), (14, 14)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-NOISE, QUALITY = 10.0, 95
 COPIES = 10
 LINKS = 30_000
 
 Epoch = Callable[[], Iterable[Any]]
-
-
-def photograph(rng: np.random.Generator) -> bytes:
-    height, width = (375, 500) if rng.random() < 0.75 else (500, 375)
-    source = Image.fromarray(getattr(data, str(rng.choice(["astronaut", "coffee", "chelsea", "rocket"])))())
-    scale = max(height / source.height, width / source.width) * rng.uniform(1, 1.4)
-    source = source.resize((int(source.width * scale) + 1, int(source.height * scale) + 1), Image.Resampling.LANCZOS)
-    left, top = (int(rng.integers(0, room + 1)) for room in (source.width - width, source.height - height))
-    pixels = np.asarray(source.crop((left, top, left + width, top + height)))
-    file = io.BytesIO()
-    noisy = np.clip(pixels + rng.normal(0, NOISE, pixels.shape), 0, 255).astype(np.uint8)
-    Image.fromarray(noisy).save(file, "JPEG", quality=QUALITY)
-    return file.getvalue()
 
 
 def write_images(root: Path, count: int) -> float:
@@ -96,7 +82,7 @@ def write_images(root: Path, count: int) -> float:
 def mae_transform() -> Callable[[Image.Image], torch.Tensor]:
     return transforms.Compose(
         [
-            transforms.RandomResizedCrop(CROP, scale=(0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomResizedCrop(CROP.size, CROP.scale, interpolation=transforms.InterpolationMode.BICUBIC),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
             transforms.Normalize(MEAN, STD),

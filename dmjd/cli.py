@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
+from dmjd.files import at_home
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -78,7 +79,7 @@ def _report(words: Sequence[str]) -> None:
 
     keys = ("baseline", "output")
     runs = [word for word in words if word.partition("=")[0] not in keys]
-    options = {key: value for key, _, value in (word.partition("=") for word in words) if key in keys}
+    options = {key: at_home(value) for key, _, value in (word.partition("=") for word in words) if key in keys}
     if not runs or (len(runs) == 1 and options):
         raise ConfigError(
             "dmjd report takes one run folder, or several to compare: dmjd report RUN RUN [baseline=RUN] [output=DIR]"

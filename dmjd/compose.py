@@ -31,6 +31,7 @@ from dmjd.config import (
     PlanConfig,
     PretrainConfig,
     check_fields,
+    expand_paths,
 )
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
@@ -97,12 +98,18 @@ def compose(verb: str, overrides: Sequence[str]) -> Any:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
-        config: Any = OmegaConf.to_object(composed)
+        config = _configuration(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_sentence(error)) from error
     if described:
         config.model = compose("pretrain", described)
     check_fields(config)
+    return config
+
+
+def _configuration(composed: Any) -> Any:
+    config: Any = OmegaConf.to_object(composed)
+    expand_paths(config)
     return config
 
 
@@ -124,7 +131,7 @@ def to_yaml(config: Any) -> str:
 def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
     """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``."""
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(text)))
+        return _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(text)))
     except (OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
 
@@ -143,6 +150,8 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
     chosen: set[str] = set()
     words = []
     for word in overrides:
+        if word.partition("=")[2].startswith("~"):  # at the front of a value it is a path's, and no symbol of Hydra's
+            word = _as_text(word)
         try:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
@@ -167,9 +176,15 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
                 raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
             if leaf in (str, str | None) and not isinstance(override.value(), str | None):
                 # Text stays as it was typed: 3.10 names a folder, not the number 3.1.
-                word = f"{key}={json.dumps(word.partition('=')[2])}"
+                word = _as_text(word)
         words.append(word)
     return words
+
+
+def _as_text(word: str) -> str:
+    """``KEY=VALUE`` with the value in quotes."""
+    key, _, value = word.partition("=")
+    return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _leaf_type(schema: type, key: str) -> Any:

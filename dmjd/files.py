@@ -1,9 +1,17 @@
-"""Files that a reader never meets half written. Knows nothing but the standard library."""
+"""Names of files, and files that a reader never meets half written. Knows nothing but the standard library."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+
+def at_home(path: str) -> str:
+    """``path`` with the home that ``~`` or ``~USER`` at its front stands for; as it is where there is no such user.
+
+    Shells do this to ``run=~/x`` or leave it, each by rules of its own, and none does it to ``data.root=~/x``.
+    """
+    return os.path.expanduser(path)
 
 
 def standing_place(path: Path) -> Path:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from dataclasses import asdict, fields
 
 import pytest
@@ -134,6 +135,8 @@ BAD_WORDS = {
     "epochs": ["'epochs'", "key=value"],
     "--epochs=3": ["--epochs=3", "key=value"],
     "run=a(b": ["'run=a(b'"],
+    "run=~nobody-here/a": ["run=~nobody-here/a", "no user nobody-here", "./~nobody-here/a"],
+    "seed=~3": ["seed", "~3"],
     "": ["key=value"],
     "=3": ["=3", "key=value"],
 }
@@ -161,6 +164,35 @@ def test_a_value_that_needs_quotes_is_told_so(word: str) -> None:
 def test_a_text_stays_as_it_was_typed(value: str) -> None:
     assert compose("pretrain", [f"run={value}"]).run == value
     assert compose("pretrain", [f"data.root={value}"]).data.root == value
+
+
+def test_a_tilde_is_a_home_wherever_a_path_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for word in ("run=~/a b", "run='~/a b'", 'run="~/a b"'):
+        assert compose("pretrain", [word]).run == "/home/me/a b"
+    keys = ("init", "data.cache", "data.root", "target.weights", "engine.deepspeed_config")
+    config = compose("pretrain", [f"{key}=~/{key}" for key in keys])
+    assert [operator.attrgetter(key)(config) for key in keys] == [f"/home/me/{key}" for key in keys]
+    knn = compose("knn", ["checkpoint=~/run", "output=~", "data=shards", "data.root=~/shards", "experiment=demo"])
+    assert (knn.checkpoint, knn.output, knn.data.root) == ("/home/me/run", "/home/me", "/home/me/shards")
+    convert = compose("convert", ["input=~/é.pth", "output=~/b"])
+    assert (convert.input, convert.output) == ("/home/me/é.pth", "/home/me/b")
+    assert from_yaml(PretrainConfig, "data: {root: ~/images}").data.root == "/home/me/images"
+
+
+@pytest.mark.parametrize(
+    ("root", "meant"),
+    [
+        ("~/{0..3}.tar::~/4.tar", "/home/me/{0..3}.tar::/home/me/4.tar"),
+        ("pipe:cat ~/{0..3}.tar", "pipe:cat ~/{0..3}.tar"),
+        ("https://host/~me/{0..3}.tar", "https://host/~me/{0..3}.tar"),
+        ("images/~", "images/~"),
+        ("./~/x", "./~/x"),
+    ],
+)
+def test_a_tilde_elsewhere_is_left_alone(monkeypatch: pytest.MonkeyPatch, root: str, meant: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose("pretrain", [f"data.root='{root}'"]).data.root == meant
 
 
 def test_an_evaluation_needs_its_checkpoint() -> None:

@@ -27,7 +27,7 @@ import dmjd
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import training_batches, training_source
+from dmjd.data.build import training_batches, training_crop, training_source
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import UserError
 from dmjd.ops import build_info
@@ -75,8 +75,8 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
 
 def need(config: PretrainConfig, world: World, parameters: int) -> Need:
     """What a run of a model of so many parameters needs: float32 weights and two moments, and an average of them."""
-    height, width = config.data.image_size
-    batch = config.batch_size // world.size * height * width * config.data.channels
+    pixels = sum(height * width for height, width in training_crop(config.data).sizes)
+    batch = config.batch_size // world.size * pixels * config.data.channels
     states = 3 + (config.ema_decay is not None)
     return Need(
         checkpoint=4 * parameters * states,
@@ -228,7 +228,7 @@ def _warm(config: PretrainConfig, world: World) -> Check:
             world if sharded else alone(world.device),
         )
         part = config.batch_size // world.size // config.engine.accumulation
-        batch = Batch.empty(part, config.data.image_size, config.data.channels).to(engine.device)
+        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(engine.device)
         prepare = Preparation(
             spec,
             token_grid(config),

@@ -20,7 +20,7 @@ from typing import Any
 
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
-from dmjd.files import replace_file
+from dmjd.files import at_home, replace_file
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
 
@@ -98,6 +98,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     """
     if verb not in verbs():
         raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
+    words = [_at_home(word) for word in words]
     options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
     own = [word for word in words if word.partition("=")[0] not in OPTIONS]
     for key, value in options.items():
@@ -208,6 +209,12 @@ def read_site(path: Path) -> dict[str, str]:
             raise ConfigError(f"line {number} of {path} must be NAME=value, without quotes or export; got {line!r}")
         site[match.group(1)] = match.group(2)
     return site
+
+
+def _at_home(word: str) -> str:
+    """A script's shell reads the words too, and in a container they would mean another home."""
+    key, equals, value = word.partition("=")
+    return key + equals + at_home(value)
 
 
 def _site_file(name: str) -> Path:

@@ -7,7 +7,7 @@ Values that depend on each other are checked by :mod:`dmjd.train.builders`, whic
 
 from dmjd.config.data import DataConfig
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, ExportConfig, KnnConfig, LinprobeConfig
-from dmjd.config.fields import check_fields
+from dmjd.config.fields import check_fields, expand_paths
 from dmjd.config.model import (
     BackboneConfig,
     ConvStagesConfig,
@@ -44,4 +44,5 @@ __all__ = [
     "VisibleBranchConfig",
     "WindowsConfig",
     "check_fields",
+    "expand_paths",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, number, positive
+from dmjd.config.fields import choice, number, numbers, path, positive
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -17,9 +17,9 @@ class EncoderConfig:
     model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
     """
 
-    checkpoint: str = "???"
+    checkpoint: str = path("???")
     model: PretrainConfig | None = None
-    output: str | None = None
+    output: str | None = path()
     weights: str = choice("trained", "untrained", "ema")
 
 
@@ -51,7 +51,7 @@ class LinprobeConfig(ScoreConfig):
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
     ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once. Crops are
-    the run's own, ``data.crop_scale``; MAE's probe has ``data.crop_scale=[0.08,1]``.
+    those of MAE's probe, ``crop_scale`` of an image's area, however large the run's own were.
     """
 
     epochs: int = positive(90)
@@ -59,6 +59,7 @@ class LinprobeConfig(ScoreConfig):
     base_lr: float = positive(0.1)
     batch_size: int = positive(16384)
     augment: bool = True
+    crop_scale: list[float] = numbers(0.08, 1.0, length=2, above=0, most=1)
     seed: int = number(0, least=0, below=2**32)
     workers: int = number(8, least=0)
     device: str = choice("auto", "cpu", "cuda")
@@ -79,8 +80,8 @@ class ExportConfig(EncoderConfig):
 class ConsolidateConfig:
     """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
 
-    checkpoint: str = "???"
-    output: str | None = None
+    checkpoint: str = path("???")
+    output: str | None = path()
 
 
 # Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
@@ -96,8 +97,8 @@ class ConvertConfig:
     expect. ``unknown``: what to do with names that the source's layout does not have.
     """
 
-    input: str = "???"
-    output: str = "???"
+    input: str = path("???")
+    output: str = path("???")
     source: str = choice("auto", *_LAYOUTS)
     to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
     grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})

@@ -9,6 +9,7 @@ from dataclasses import field, fields, is_dataclass
 from typing import Any
 
 from dmjd.errors import ConfigError
+from dmjd.files import at_home
 
 
 def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
@@ -19,6 +20,14 @@ def choice(default: str, *others: str, refused: Mapping[str, str] | None = None)
 def naming(default: str | None, of: str) -> Any:
     """Text that is not blank, or None where the type allows it; ``of`` ends the sentence "... must name"."""
     return field(default=default, metadata={"names": of})
+
+
+def path(default: str | None = None, of: str | None = None, between: str = "") -> Any:
+    """A path on this machine, or what stands for one; ``~`` at its front is somebody's home (:func:`expand_paths`).
+
+    ``of`` as for :func:`naming`; ``between``: what stands between paths where there may be more than one.
+    """
+    return field(default=default, metadata={"path": between} | ({} if of is None else {"names": of}))
 
 
 def number(default: Any, **bounds: float) -> Any:
@@ -41,6 +50,18 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
+def expand_paths(config: Any) -> None:
+    """Put homes in the place of ``~`` wherever a :func:`path` begins with it; neither URLs nor commands do."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if is_dataclass(value):
+            expand_paths(value)
+        elif "path" in item.metadata and value is not None:
+            between = item.metadata["path"]
+            paths = value.split(between) if between else [value]
+            setattr(config, item.name, between.join(map(at_home, paths)))
+
+
 def check_fields(config: Any, prefix: str = "") -> None:
     """Raise ConfigError for the first value outside its field's choices or bounds."""
     for item in fields(config):
@@ -54,6 +75,10 @@ def check_fields(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
             raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
+        if "path" in item.metadata and value is not None and value.startswith("~"):
+            raise ConfigError(
+                f"{key}={value}: there is no user {value[1:].partition('/')[0]}; ./{value} is a path of that name"
+            )
         length = item.metadata.get("length")
         if length is not None and value is not None and len(value) != length:
             raise ConfigError(f"{key} must hold {length} numbers, got {value}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, number, numbers, positive
+from dmjd.config.fields import choice, number, numbers, path, positive
 
 
 @dataclass
@@ -122,7 +122,7 @@ class TargetConfig:
     bins: int = positive(9)
     flavour: str = choice("dmjd", "maskfeat", "maskfeat_gauss", "skimage")
     unbiased: bool = True
-    weights: str | None = None
+    weights: str | None = path()
     model: str = "ViT-B-16-quickgelu"
     dim: int = positive(512)
     layer: int = -1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dmjd.accelerators import ACCELERATORS
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, naming, number, positive
+from dmjd.config.fields import choice, naming, number, path, positive
 from dmjd.config.model import BackboneConfig, MaskConfig, MethodConfig, TargetConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
@@ -43,7 +43,7 @@ class PretrainConfig:
     ``memory_history`` keeps the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
 
-    run: str = naming("runs/pretrain", "a folder")
+    run: str = path("runs/pretrain", of="a folder")
     seed: int = number(0, least=0, below=2**32)
     epochs: int = positive(800)
     batch_size: int = positive(1024)
@@ -57,7 +57,7 @@ class PretrainConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     workers: int = number(8, least=0)
     resume: str = choice("auto", "never")
-    init: str | None = None
+    init: str | None = path()
     log_every: int = positive(20)
     checkpoint_every: int = positive(1000)
     keep_checkpoints: int = positive(2)

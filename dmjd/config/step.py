@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, number, numbers, positive
+from dmjd.config.fields import choice, number, numbers, path, positive
 
 _FP16 = "needs a loss scale and skips steps to find one; bf16 has the range of fp32 and needs none"
 
@@ -63,7 +63,7 @@ class EngineConfig:
     bucket_mb: int | None = number(None, least=1)
     replicas: int | None = number(None, least=1)
     offload_optimizer: bool = False
-    deepspeed_config: str | None = None
+    deepspeed_config: str | None = path()
     start_timeout: float = positive(30.0)
     step_timeout: float = positive(10.0)
 

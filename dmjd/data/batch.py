@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmjd.data.dataset import Size
+
 
 class Batch(NamedTuple):
     """One step's unique images. A named tuple, so that torch's loader can pin it.
@@ -29,9 +31,8 @@ class Batch(NamedTuple):
         return Batch(*(change(field) for field in self))
 
     @classmethod
-    def empty(cls, count: int, size: Sequence[int], channels: int, second_size: Sequence[int] | None = None) -> Batch:
-        """``count`` black images of (height, width) ``size``, and ``second_size`` if any, all of them sample 0."""
-        sizes = (size,) if second_size is None else (size, second_size)
+    def empty(cls, count: int, sizes: Sequence[Size], channels: int) -> Batch:
+        """``count`` black images, all of them sample 0; ``sizes`` as :class:`dmjd.data.crops.RandomResizedCrop` has."""
         images, *second = (torch.zeros(count, *each, channels, dtype=torch.uint8) for each in sizes)
         return cls(images, torch.zeros(count, dtype=torch.int64), torch.full((count,), -1), *second)
 

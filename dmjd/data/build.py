@@ -10,6 +10,7 @@ from tempfile import gettempdir
 from typing import Literal, cast, overload
 
 from dmjd.config import DataConfig
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
 from dmjd.data.digits import Digits
 from dmjd.data.folder import Check, ImageFolder
@@ -67,6 +68,22 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
 
 
+def training_crop(config: DataConfig) -> RandomResizedCrop:
+    """How a run's images are cropped.
+
+    Raises:
+        ConfigError: if a crop range is none.
+    """
+    (height, width), second = config.image_size, config.second_size
+    return RandomResizedCrop(
+        size=(height, width),
+        scale=(config.crop_scale[0], config.crop_scale[1]),
+        ratio=(config.crop_ratio[0], config.crop_ratio[1]),
+        interpolation=config.interpolation,
+        second_size=None if second is None else (second[0], second[1]),
+    )
+
+
 @overload
 def training_batches(
     config: DataConfig, dataset: ImageDataset, batch_size: int, seed: int, rank: int = 0, world: int = 1
@@ -84,21 +101,9 @@ def training_batches(
         ConfigError: if the data set is smaller than a batch, ``world`` does not divide it, or a crop range is none; or
             if a stream has fewer tars than processes.
     """
-    (height, width), scale, ratio = config.image_size, config.crop_scale, config.crop_ratio
-    ranges = (scale[0], scale[1]), (ratio[0], ratio[1])
-    second = None if config.second_size is None else (config.second_size[0], config.second_size[1])
+    crop = training_crop(config)
     if isinstance(dataset, TarStream):
-        batches = StreamBatches(
-            dataset,
-            batch_size,
-            (height, width),
-            seed,
-            *ranges,
-            rank=rank,
-            world=world,
-            interpolation=config.interpolation,
-            second_size=second,
-        )
+        batches = StreamBatches(dataset, batch_size, crop, seed, rank, world)
         if rank == 0:
             _log.info(
                 "data.name=stream is not resumed exactly: a run that is started again sees other images than one left "
@@ -106,18 +111,7 @@ def training_batches(
             )
         return batches
     plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    return StepBatches(
-        dataset,
-        batch_size,
-        (height, width),
-        seed,
-        *ranges,
-        rank=rank,
-        world=world,
-        plan=plan,
-        interpolation=config.interpolation,
-        second_size=second,
-    )
+    return StepBatches(dataset, batch_size, crop, seed, rank, world, plan)
 
 
 def fetch_ahead(
@@ -175,7 +169,7 @@ def _is_path(location: str) -> bool:
 def _build(config: DataConfig, split: Split) -> ImageDataset:
     if config.name == "shards":
         return _shards(config, split)
-    if config.root is not None and not Path(config.root).expanduser().is_dir():
+    if config.root is not None and not Path(config.root).is_dir():
         raise DataError(f"data.root={config.root} is not a folder")
     if config.name == "fashion_mnist":
         return FashionMnist(config.root, split, config.pad)
@@ -208,7 +202,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
             "data.check=decode is for folders, since shards are checked when they are built; "
             f"to check them again: dmjd shards verify {config.root} decode=true"
         )
-    root = config.root if is_remote(config.root) else str(Path(config.root).expanduser())
+    root = config.root if is_remote(config.root) else str(Path(config.root))
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:
@@ -234,7 +228,7 @@ def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
             f"{largest / GIB:.3g} GiB"
         )
     # TMPDIR is what a scheduler sets to the disk of a node.
-    folder = Path(config.cache).expanduser() if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
+    folder = Path(config.cache) if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
     return ShardCache(folder, budget)
 
 

@@ -7,6 +7,7 @@ id), so a crop does not depend on the batch or the process that makes it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -16,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
+from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform
 
 Range = tuple[float, float]
@@ -23,70 +25,95 @@ Range = tuple[float, float]
 ATTEMPTS = 10
 
 
+@dataclass(frozen=True)
+class RandomResizedCrop:
+    """How training images are cropped: a random box of each, resampled to one size for all.
+
+    Args:
+        size: (height, width) of the crops.
+        scale: least and greatest area of a box, as parts of the image's.
+        ratio: least and greatest width / height of a box.
+        interpolation: "bicubic" or "bilinear", both antialiased.
+        second_size: (height, width) at which every crop is wanted again, for a target that reads another size; None for
+            none.
+
+    Raises:
+        ConfigError: if ``scale`` or ``ratio`` is no range.
+    """
+
+    size: Size
+    scale: Range = (0.2, 1.0)
+    ratio: Range = (3 / 4, 4 / 3)
+    interpolation: str = "bicubic"
+    second_size: Size | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            raise ConfigError(f"data.crop_scale must be 0 < least <= greatest <= 1, got {list(self.scale)}")
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            raise ConfigError(f"data.crop_ratio must be 0 < least <= greatest, got {list(self.ratio)}")
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        """``size``, and ``second_size`` if there is one: what :meth:`cut` makes of a box."""
+        return (self.size,) if self.second_size is None else (self.size, self.second_size)
+
+    def draw(self, sample_ids: Tensor, key: Tensor) -> CropDraws:
+        """The crops of samples int64 ``[B]`` under ``key``, of :func:`dmjd.ops.philox.make_key`."""
+        return CropDraws(self, sample_ids, key)
+
+    def cut(self, image: OpenImage, box: Box) -> tuple[Tensor, ...]:
+        """The pixels of ``box``, decoded once, at each of :attr:`sizes`; the second by Lanczos.
+
+        Args:
+            image: may halve the box while decoding, if it then still is as large as each size.
+            box: top, left, height, width, inside the image.
+
+        Returns:
+            uint8 ``[h, w, C]`` each; shares memory with ``image`` if nothing had to be resampled.
+
+        Raises:
+            BadImage: if the pixels cannot be decoded.
+        """
+        heights, widths = zip(*self.sizes, strict=True)
+        pixels = image.region(box, (max(heights), max(widths)))
+        first = _resize(pixels, self.size, self.interpolation)
+        return (first,) if self.second_size is None else (first, _lanczos(pixels, self.second_size))
+
+
 class CropDraws:
     """One random box per sample: area uniform in ``scale``, log aspect ratio uniform in ``ratio``, position uniform.
 
     The first of ten attempts that fits is taken; if none fits, the largest central box whose ratio is allowed. Attempt
     ``a`` uses words ``4 a .. 4 a + 3`` of the sample: area, ratio, top, left. The words are drawn for a batch at once,
-    the boxes when a header has told the size of an image.
-
-    Args:
-        sample_ids: int64 ``[B]``.
-        key: from :func:`dmjd.ops.philox.make_key`.
-        scale: least and greatest area, as parts of the image's.
-        ratio: least and greatest width / height.
+    the boxes when a header has told the size of an image. Arguments as for :meth:`RandomResizedCrop.draw`.
     """
 
-    def __init__(
-        self, sample_ids: Tensor, key: Tensor, scale: Range = (0.2, 1.0), ratio: Range = (3 / 4, 4 / 3)
-    ) -> None:
+    def __init__(self, crop: RandomResizedCrop, sample_ids: Tensor, key: Tensor) -> None:
         uniform = keyed_uniform(sample_ids, 4 * ATTEMPTS, key=key, domain=Domain.CROP)
         self._uniform = uniform.view(-1, ATTEMPTS, 4).numpy()
-        self._scale, self._ratio = scale, ratio
+        self._crop = crop
 
     def box(self, row: int, height: int, width: int) -> Box:
         """The box of sample ``sample_ids[row]`` in an image of ``height`` x ``width`` pixels, each at least 1."""
-        low, high = math.log(self._ratio[0]), math.log(self._ratio[1])
+        scale, ratio = self._crop.scale, self._crop.ratio
+        low, high = math.log(ratio[0]), math.log(ratio[1])
         for u_area, u_ratio, u_top, u_left in self._uniform[row].tolist():
-            area = height * width * (self._scale[0] + u_area * (self._scale[1] - self._scale[0]))
+            area = height * width * (scale[0] + u_area * (scale[1] - scale[0]))
             aspect = math.exp(low + u_ratio * (high - low))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
                 return math.floor(u_top * (height - h + 1)), math.floor(u_left * (width - w + 1)), h, w
-        h = max(1, min(height, round(width / self._ratio[0])))
-        w = max(1, min(width, round(height * self._ratio[1])))
+        h = max(1, min(height, round(width / ratio[0])))
+        w = max(1, min(width, round(height * ratio[1])))
         return (height - h) // 2, (width - w) // 2, h, w
 
+    def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
+        """The crop of sample ``sample_ids[row]`` from ``image``, as :meth:`RandomResizedCrop.cut` has it.
 
-def crop_and_resize(image: OpenImage, box: Box, size: Size, interpolation: str = "bicubic") -> Tensor:
-    """The pixels of ``box`` resampled to ``size`` by antialiased interpolation.
-
-    Args:
-        image: where they come from; may halve the box while decoding, if it then still is as large as ``size``.
-        box: top, left, height, width, inside the image.
-        size: (height, width) of the result.
-        interpolation: "bicubic" or "bilinear".
-
-    Returns:
-        uint8 ``[h, w, C]``; shares memory with ``image`` if nothing had to be resampled.
-
-    Raises:
-        BadImage: if the pixels cannot be decoded.
-    """
-    return _resize(image.region(box, size), size, interpolation)
-
-
-def training_view(
-    image: OpenImage, box: Box, size: Size, interpolation: str, second: Size | None
-) -> tuple[Tensor, ...]:
-    """As :func:`crop_and_resize`; where ``second`` is given also the same pixels at that size by Lanczos, decoded once.
-
-    What :meth:`dmjd.data.batch.Batch.of` takes of an image.
-    """
-    if second is None:
-        return (crop_and_resize(image, box, size, interpolation),)
-    pixels = image.region(box, (max(size[0], second[0]), max(size[1], second[1])))
-    return _resize(pixels, size, interpolation), _lanczos(pixels, second)
+        What :meth:`dmjd.data.batch.Batch.of` takes of an image.
+        """
+        return self._crop.cut(image, self.box(row, *image.size))
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:

@@ -54,7 +54,7 @@ class ImageFolder:
         max_bad_percent: float = 0.0,
     ) -> None:
         self.channels = channels
-        self._folder, classes = _find_split(Path(root).expanduser(), split)
+        self._folder, classes = _find_split(Path(root), split)
         paths = list(_walk(self._folder, "", ()))
         labels = _assign_labels(self._folder, paths, classes)
         # One buffer of bytes and where each path ends; a numpy string array would pad every path to the longest.

@@ -70,7 +70,7 @@ class FashionMnist(ArrayDataset):
     """
 
     def __init__(self, root: str | None, split: Split, pad: int = 2) -> None:
-        folder = DEBIAN_FOLDER if root is None else Path(root).expanduser()
+        folder = DEBIAN_FOLDER if root is None else Path(root)
         images_path = _locate(folder, f"{_PREFIX[split]}-images-idx3-ubyte")
         labels_path = _locate(folder, f"{_PREFIX[split]}-labels-idx1-ubyte")
         images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, evaluation_view, training_view
-from dmjd.data.dataset import ImageDataset, OpenImage
+from dmjd.data.crops import RandomResizedCrop, evaluation_view
+from dmjd.data.dataset import ImageDataset
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.stream.pipe import end_commands
 from dmjd.data.substitution import Substitution, read_sample
@@ -106,33 +106,24 @@ class StepBatches:
     Args:
         dataset: where images come from.
         batch_size: unique images per step, over all processes.
-        size: (height, width) of the crops.
+        crop: what is cut out of every image.
         seed: of the run, in ``[0, 2**32)``.
-        scale, ratio: as for :class:`dmjd.data.crops.CropDraws`.
         rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
         plan: of batches of this size; a :class:`Shuffle` if left out.
-        interpolation: as for :func:`dmjd.data.crops.crop_and_resize`.
-        second_size: (height, width) at which the batch holds the same crops again, for a target that reads another
-            size; None for none.
 
     Raises:
-        ConfigError: if the data set is smaller than a batch, ``world`` does not divide a batch, or ``scale`` or
-            ``ratio`` is no range.
+        ConfigError: if the data set is smaller than a batch, or ``world`` does not divide a batch.
     """
 
     def __init__(
         self,
         dataset: ImageDataset,
         batch_size: int,
-        size: tuple[int, int],
+        crop: RandomResizedCrop,
         seed: int,
-        scale: Range = (0.2, 1.0),
-        ratio: Range = (3 / 4, 4 / 3),
         rank: int = 0,
         world: int = 1,
         plan: Plan | None = None,
-        interpolation: str = "bicubic",
-        second_size: tuple[int, int] | None = None,
     ) -> None:
         assert 0 <= rank < world
         if not 1 <= batch_size <= len(dataset):
@@ -141,21 +132,13 @@ class StepBatches:
             )
         if batch_size % world:
             raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
-        if not 0 < scale[0] <= scale[1] <= 1:
-            raise ConfigError(f"the crop scale must be 0 < least <= greatest <= 1, got {scale[0]} and {scale[1]}")
-        if not 0 < ratio[0] <= ratio[1]:
-            raise ConfigError(f"the crop ratio must be 0 < least <= greatest, got {ratio[0]} and {ratio[1]}")
         self._plan = plan or Shuffle(len(dataset), batch_size)
         self.steps_per_epoch = self._plan.steps_per_epoch
         self._dataset = dataset
         part = batch_size // world
         self._columns = rank * part, (rank + 1) * part
-        self._size = size
+        self._crop = crop
         self._seed = seed
-        self._scale = scale
-        self._ratio = ratio
-        self._interpolation = interpolation
-        self._second_size = second_size
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
 
     def begin(self, step: int, workers: int) -> int:
@@ -177,18 +160,14 @@ class StepBatches:
         if self._order[0] != epoch:
             self._order = epoch, self._plan.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
-        draws = CropDraws(sample_ids, key, self._scale, self._ratio)
+        draws = self._crop.draw(sample_ids, key)
         samples = [
-            read_sample(self._dataset, index, self._seed, partial(self._view, draws, row))
+            read_sample(self._dataset, index, self._seed, partial(draws.cut, row))
             for row, index in enumerate(sample_ids.tolist())
         ]
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
         batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
         return batch, substitutions
-
-    def _view(self, draws: CropDraws, row: int, image: OpenImage) -> tuple[Tensor, ...]:
-        box = draws.box(row, *image.size)
-        return training_view(image, box, self._size, self._interpolation, self._second_size)
 
 
 class EvaluationBatches:

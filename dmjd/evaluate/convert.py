@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import SUFFIXES, read_state, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
-from dmjd.parallel.store import read_model
+from dmjd.parallel.store import is_consolidated, read_model
 from dmjd.train import checkpoint
 from dmjd.train.builders import token_grid
 
@@ -74,6 +75,8 @@ def _check_output(output: Path, source: Path) -> None:
         raise ConfigError(f"output={output} must end in one of {', '.join(SUFFIXES)}, which tells the format")
     if not output.parent.is_dir():
         raise ConfigError(f"output={output}: {output.parent} is not a folder; make it, or name another")
+    if not os.access(output.parent, os.W_OK):
+        raise ConfigError(f"output={output}: {output.parent} cannot be written to; name another folder")
     if output.is_dir():
         raise ConfigError(f"output={output} is a folder; name a file")
     if output.exists() and source.exists() and output.samefile(source):
@@ -88,8 +91,9 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
         folder = checkpoint.resolve(path, "input")
         source = folder / checkpoint.CONFIG
         trained = from_yaml(PretrainConfig, source.read_text(), source)
-        state = {name.removeprefix("model."): value for name, value in read_model(folder).items()}
-        return state, LAYOUTS["ours"], token_grid(trained)
+        return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
+    if is_consolidated(path):
+        return _model_in(path), LAYOUTS["ours"], grid
     state = read_state(path)
     if config.source != "auto":
         return state, LAYOUTS[config.source], grid
@@ -97,6 +101,11 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     same = f"; {', '.join(fitting[1:])} would be read alike" if len(fitting) > 1 else ""
     logger.info("%s: %s, by all of its %d names%s", path, layout.name, len(state), same)
     return state, layout, grid
+
+
+def _model_in(path: Path) -> dict[str, Tensor]:
+    """Weights of a checkpoint of ours, by the names of the layout."""
+    return {name.removeprefix("model."): value for name, value in read_model(path).items()}
 
 
 def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:

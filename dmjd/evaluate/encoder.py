@@ -64,7 +64,7 @@ class FrozenEncoder:
         """One vector per image, in order, without augmentation."""
         return extract_features(
             self.encoder,
-            evaluation_loader(dataset, batch_size, self.size, workers),
+            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct),
             mean=self.data.mean,
             std=self.data.std,
             pooling=pooling,

@@ -73,6 +73,8 @@ def export(config: ExportConfig) -> Path:
     }
     name = f"encoder-{config.weights}-step{frozen.step:08d}-{config.dtype}{SUFFIX}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
+    if path.exists() and path.samefile(frozen.path):
+        raise ConfigError(f"output={path} is the checkpoint, of which the encoder alone would be left; name another")
     standing = standing_place(frozen.run.path if config.output is None else path.parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,9 @@ def knn(config: KnnConfig) -> dict[str, Any]:
 
 def linprobe(config: LinprobeConfig) -> dict[str, Any]:
     """A linear classifier on frozen features; the record that was kept."""
+    least, greatest = config.crop_scale
+    if least > greatest:
+        raise ConfigError(f"crop_scale must be least <= greatest, got {config.crop_scale}")
     frozen = load_encoder(config)
     scores = _place_of_scores(config, frozen)
     train, test = frozen.dataset("train", config.train_images), frozen.dataset("test")
@@ -84,7 +88,7 @@ def linprobe(config: LinprobeConfig) -> dict[str, Any]:
         "lr": result.lr,
     }
     if config.augment:
-        settings |= _crops(frozen)
+        settings |= {"crop_scale": config.crop_scale, **_crops(frozen)}
     found = {"top1": result.top1, "final_loss": result.final_loss}
     return _record(frozen, scores, "linprobe", config.weights, found, settings)
 
@@ -95,7 +99,7 @@ def _cached(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) 
 
 
 def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
-    data = frozen.data
+    data = replace(frozen.data, crop_scale=config.crop_scale)
     # A chunk no larger than the data set, so that small ones are not refused; what it drops varies by epoch.
     chunk = min(FEATURE_BATCH, len(train))
     batches = training_batches(data, train, chunk, config.seed)
@@ -116,12 +120,12 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
 
 def _pixels(frozen: FrozenEncoder) -> dict[str, Any]:
     """Settings that tell what the encoder is shown."""
-    return {"data": frozen.source, "mean": frozen.data.mean, "std": frozen.data.std}
+    return {"data": frozen.source, **{key: getattr(frozen.data, key) for key in ("crop_pct", "mean", "std")}}
 
 
 def _crops(frozen: FrozenEncoder) -> dict[str, Any]:
-    """Settings that tell how images are augmented, which runs do differently."""
-    return {key: getattr(frozen.data, key) for key in ("crop_scale", "crop_ratio", "interpolation", "flip")}
+    """Settings that tell how images are augmented besides, which runs do differently."""
+    return {key: getattr(frozen.data, key) for key in ("crop_ratio", "interpolation", "flip")}
 
 
 def _place_of_scores(config: KnnConfig | LinprobeConfig, frozen: FrozenEncoder) -> RunFolder:

@@ -26,7 +26,6 @@ from dmjd.interop.names import (
     missing,
     summary,
 )
-from dmjd.interop.official import RENAMED
 from dmjd.interop.tensors import channels_first, channels_last, join_qv_bias, split_qv_bias
 
 State = Mapping[str, Tensor]
@@ -58,6 +57,7 @@ class Layout:
     qv_bias: whether q and v have biases of their own in place of the fused one: "never"; "always", in a ViT; or
         "beit", for one with relative position biases or layer scales, since that is another class there.
     after_reading, before_writing: shapes and places, on the state in its own names.
+    head: whether a head of our weights is one of this layout, apart from the decoder that it may stand on.
     """
 
     name: str
@@ -66,6 +66,7 @@ class Layout:
     qv_bias: str = "never"
     after_reading: Hook = _as_is
     before_writing: Hook = _as_is
+    head: Callable[[State], bool] = lambda weights: True
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither this layout's nor a known buffer's."""
@@ -108,13 +109,20 @@ class Layout:
             weights, of_keys = split_qv_bias(weights, "encoder.blocks.")
             left_out = [f"{name} of k, which softmax does not see" for name in of_keys]
         homeless = [name for name in weights if self._place(name) is None]
+        if not self.head(weights) or any(name.startswith("decoder.") for name in homeless):
+            # It reads something else here: a decoder's features, or what is no pixel.
+            homeless += [name for name in HEAD if name in weights and name not in homeless]
         needed = [name for name in homeless if needed_by_encoder(name)]
         if needed:
             raise CheckpointError(
                 f"the layout of {self.name} has no place for {summary(needed)}, without which the encoder computes "
                 "something else"
             )
-        placed = {place: value for name, value in weights.items() if (place := self._place(name)) is not None}
+        placed = {
+            place: value
+            for name, value in weights.items()
+            if name not in homeless and (place := self._place(name)) is not None
+        }
         return Written(self.before_writing(placed), left_out + homeless)
 
     def _ours(self, theirs: str) -> str | None:
@@ -164,9 +172,17 @@ _FINE_TUNED = (r"^classifier\.", "head.")
 
 
 def _official(vocabulary: Sequence[str]) -> Names:
-    rules = [(f"^{re.escape(ours)}", theirs) for theirs, ours in RENAMED.items()]
-    rules += [(r"^decoder\.pos_embed$", "decoder_pos_embed"), _TOP, _FINE_TUNED]
-    return _renamed([*vocabulary, *CLASSIFIER], *rules)
+    """MAE's, ConvMAE's and DMJD's, which differ from ours in names alone."""
+    return _renamed(
+        [*vocabulary, *CLASSIFIER],
+        (r"^decoder\.mask_token$", "mask_token"),
+        (r"^decoder\.", "decoder_"),
+        (r"^head\.", "decoder_pred."),
+        (r"^visible_branch\.projector\.", "proj_embed."),
+        (r"^visible_branch\.predictor\.", "predictor.0."),
+        _TOP,
+        _FINE_TUNED,
+    )
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -194,11 +210,22 @@ def _moved(name: str, by: int) -> str:
 
 
 def _reordered(state: dict[str, Tensor], order: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    embedding = state.get("encoder.patch_embed.proj.weight")
-    if embedding is None:  # a torn file, which reading refuses
+    if not _predicts_pixels(state, "decoder.0.weight"):  # of a torn file, which reading refuses, or another model
         return state
-    channels = embedding.shape[1]
+    channels = state[_EMBEDDING].shape[1]
     return {name: order(value, channels) if name.startswith("decoder.0.") else value for name, value in state.items()}
+
+
+_EMBEDDING = "encoder.patch_embed.proj.weight"
+
+
+def _predicts_pixels(state: State, head: str = "head.weight") -> bool:
+    """Whether a head has a row for every value of a token's pixels: merging doubles the side of one."""
+    embedding, weight = state.get(_EMBEDDING), state.get(head)
+    if embedding is None or embedding.ndim != 4 or weight is None or weight.ndim < 2:
+        return False
+    merged = sum(name.endswith(".downsample.reduction.weight") for name in state)
+    return weight.shape[0] == embedding[0].numel() * 4**merged
 
 
 _PREDICTOR_NORM = "pred_head.transforms.0.0."
@@ -270,6 +297,7 @@ LAYOUTS = {
             qv_bias="always",
             after_reading=_from_simmim,
             before_writing=_to_simmim,
+            head=_predicts_pixels,
         ),
         Layout(
             "beit",

@@ -17,7 +17,6 @@ from dmjd.interop.tensors import (
     resize_bias_table,
     resize_positions,
     share_bias_table,
-    square,
 )
 from dmjd.models.positions import sincos_positions
 
@@ -33,7 +32,7 @@ def with_positions(
     Args:
         stored: which of :data:`POSITIONS` and :data:`DECODER_POSITIONS` the target stores. Learned ones stay whichever
             they are, for whoever has no place for them to refuse.
-        old: the grid of the tables, (h, w) tokens; None for a square one.
+        old: the grid of the tables, (h, w) tokens; None for a square one, or else for ``new`` if it has as many.
         new: the grid that they are interpolated to; None for their own.
 
     Raises:
@@ -42,7 +41,8 @@ def with_positions(
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
     relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
-    for name, width_of in ((POSITIONS, "encoder.norm.weight"), (DECODER_POSITIONS, "decoder.norm.weight")):
+    last_norm = "encoder.fc_norm.weight" if "encoder.fc_norm.weight" in weights else "encoder.norm.weight"
+    for name, width_of in ((POSITIONS, last_norm), (DECODER_POSITIONS, "decoder.norm.weight")):
         table = weights.pop(name, None)
         if table is None:
             if name not in stored or relative or width_of not in weights:
@@ -56,9 +56,7 @@ def with_positions(
             width = weights[width_of]
             weights[name] = _fixed(at, width.shape[0], prefix).to(width.dtype)
             continue
-        table = align_positions(table, prefix, old)
-        grid = old or square(table.shape[1] - prefix)
-        assert grid is not None, "align_positions has checked it"
+        table, grid = align_positions(name, table, prefix, old, new)
         if name in stored or not _is_fixed(table, grid, prefix):
             weights[name] = resize_positions(table, prefix, grid, new or grid)
     return weights
@@ -96,10 +94,5 @@ def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None,
         return weights
     for name, table in weights.items():
         if name == SHARED_TABLE or (name.startswith("encoder.blocks.") and name.endswith(BIAS_TABLE)):
-            grid = old or grid_of_bias_table(table)
-            if grid is None:
-                raise CheckpointError(
-                    f"{name} has {table.shape[0]} rows, of no square grid; name it with source_grid=[h,w]"
-                )
-            weights[name] = resize_bias_table(table, grid, new)
+            weights[name] = resize_bias_table(table, old or grid_of_bias_table(table) or new, new)
     return weights

@@ -85,28 +85,37 @@ def depth_of(state: Mapping[str, Tensor]) -> int:
 
 def square(count: int) -> Grid | None:
     """(s, s) with s * s = count, or None."""
-    side = math.isqrt(count)
-    return (side, side) if side * side == count else None
+    side = math.isqrt(max(0, count))
+    return (side, side) if side and side * side == count else None
 
 
-def align_positions(table: Tensor, prefix: int, grid: Grid | None) -> Tensor:
-    """``[1, rows, D]`` with a row for each of ``prefix`` tokens, whether or not the file has it.
+def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None, new: Grid | None) -> tuple[Tensor, Grid]:
+    """The table called ``name`` as ``[1, prefix + h * w, D]``, whether or not it has rows for a prefix, and its grid.
 
     A cls token without a row gets one of zeros, which is what leaving it out computes; a row without a cls token goes.
 
+    Args:
+        prefix: 1 for a model with a cls token, else 0.
+        old: the grid. If it is None, the rows tell a square one, or else one of as many tokens as ``new``.
+
     Raises:
-        CheckpointError: if the rows are no grid: neither ``grid`` nor, if that is None, a square one.
+        CheckpointError: if the rows are no such grid.
     """
+    if table.ndim != 3 or table.shape[0] != 1:
+        raise CheckpointError(f"{name} is of shape {list(table.shape)}, not [1, rows, width]")
     rows = table.shape[1]
-    counts = {grid[0] * grid[1]} if grid else {count for count in (rows, rows - 1) if count and square(count)}
-    if rows - prefix in counts:
-        return table
-    if prefix and rows in counts:
-        return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1)
-    if not prefix and rows - 1 in counts:
-        return table[:, 1:].clone()
-    wanted = f"a grid of {grid[0]}x{grid[1]}" if grid else "a square grid; name another with source_grid=[h,w]"
-    raise CheckpointError(f"pos_embed has {rows} rows, which are not {wanted}")
+    for grid in (old,) if old else (square(rows - prefix), new, square(rows - 1 + prefix)):
+        if grid is None:
+            continue
+        tokens = grid[0] * grid[1]
+        if rows == prefix + tokens:
+            return table, grid
+        if prefix and rows == tokens:
+            return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1), grid
+        if not prefix and rows == 1 + tokens:
+            return table[:, 1:].clone(), grid
+    wanted = f"a grid of {old[0]}x{old[1]}" if old else "a square grid; name another with source_grid=[h,w]"
+    raise CheckpointError(f"{name} has {rows} rows, which are not {wanted}")
 
 
 def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor:
@@ -138,7 +147,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
 
 
 def grid_of_bias_table(table: Tensor) -> Grid | None:
-    """The square grid of a ViT's bias table, or None."""
+    """The square grid of a ViT's bias table ``[rows, heads]``, or None."""
     span = square(table.shape[0] - CLS_ROWS)
     return ((span[0] + 1) // 2, (span[0] + 1) // 2) if span and span[0] % 2 else None
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 ENGINES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
 
-_FLOAT = 4
+FLOAT = 4
+"""Bytes of a parameter, a gradient and a moment."""
+
 _SHARDED = {  # weights, gradients, optimizer state: whole (False) or one part of each GPU's
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -31,19 +33,19 @@ class StateBytes(NamedTuple):
     gathered: float
 
 
-def state_bytes(engine: str, parameters: int, largest_unit: int, gpus: int, gpus_per_node: int) -> StateBytes:
+def state_bytes(engine: str, parameters: int, largest_unit: int, shards: int) -> StateBytes:
     """Of a model with so many ``parameters``.
 
     Args:
-        engine: one of :data:`ENGINES`; "hsdp" shards within a node, the others over all GPUs.
+        engine: one of :data:`ENGINES`.
         largest_unit: the most parameters that are gathered at once, a block's or those of several.
+        shards: GPUs that share what ``engine`` divides: all, or those of one copy for "hsdp".
     """
-    shards = gpus_per_node if engine == "hsdp" else gpus
     weights, gradients, optimizer = (
-        parameters * _FLOAT * moments / (shards if sharded else 1)
+        parameters * FLOAT * moments / (shards if sharded else 1)
         for moments, sharded in zip((1, 1, 2), _SHARDED[engine], strict=True)
     )
     weights_parted, gradients_parted, _ = _SHARDED[engine]
     # Two units' weights are there while the next is fetched, and a unit's gradients until they are reduced.
     units = 2 * weights_parted + gradients_parted
-    return StateBytes(weights, gradients, optimizer, units * largest_unit * _FLOAT)
+    return StateBytes(weights, gradients, optimizer, units * largest_unit * FLOAT)

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dmjd.errors import ConfigError
 from dmjd.files import replace_file
 from dmjd.report.html import document, figure, heading, pairs
 from dmjd.report.run import Evaluation, Run, read_run
@@ -26,10 +27,15 @@ def write_report(run_path: str | Path) -> Path:
 
     Raises:
         DataError: if the folder is not a complete run folder.
+        ConfigError: if it cannot be written to.
     """
     run = read_run(run_path)
     path = Path(run_path) / "report.html"
-    replace_file(path, _page(run).encode())
+    page = _page(run)
+    try:
+        replace_file(path, page)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; of a copy of the folder it can be made") from error
     return path
 
 
@@ -130,7 +136,7 @@ def _score(trained: Evaluation | None, untrained: Evaluation | None) -> str:
         points = trained.top1 - untrained.top1
         gained, side = f"{points:+.2f}", "up" if points > 0 else "down" if points < 0 else ""
     after, before = (f"{each.top1:.2f}" if each else ABSENT for each in (trained, untrained))
-    step = escape(str(trained.step)) if trained else ABSENT
+    step = trained.step if trained else ABSENT
     label = f"<td>{escape(either.verb)}<small>{escape(settings)}</small></td>"
     return f'<tr>{label}<td>{after}</td><td>{before}</td><td class="{side}">{gained}</td><td>{step}</td></tr>'
 

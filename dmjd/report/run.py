@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +71,19 @@ class Run:
 
     def seconds_at(self, step: int) -> float | None:
         """Wall seconds when ``step`` was done, by a straight line between logged steps; None if none was logged."""
-        earlier, earlier_seconds = 0, 0.0
-        for row in self.timing:
-            if row.get("seconds") is None:
-                continue
-            if row["step"] > step:
-                share = (step - earlier) / (row["step"] - earlier)
-                return earlier_seconds + share * (row["seconds"] - earlier_seconds)
-            earlier, earlier_seconds = row["step"], row["seconds"]
-        return earlier_seconds or None
+        steps, seconds = self._clock
+        place = bisect_right(steps, step)  # a long run has 100 000 rows, and each asks
+        earlier, earlier_seconds = (steps[place - 1], seconds[place - 1]) if place else (0, 0.0)
+        if place == len(steps):
+            return earlier_seconds or None
+        share = (step - earlier) / (steps[place] - earlier)
+        return earlier_seconds + share * (seconds[place] - earlier_seconds)
+
+    @cached_property
+    def _clock(self) -> tuple[list[int], list[float]]:
+        """Steps and the seconds by then, of all rows that say."""
+        known = [row for row in self.timing if row.get("seconds") is not None]
+        return [row["step"] for row in known], [row["seconds"] for row in known]
 
 
 def read_run(path: str | Path) -> Run:
@@ -146,6 +153,15 @@ def _evaluation(file: Path) -> Evaluation:
         raise DataError(f"{file} is not an evaluation: it lacks {', '.join(missing)}")
     if values["weights"] not in ("trained", "untrained", "ema"):
         raise DataError(f"{file} has weights={values['weights']}; they are trained, untrained or ema")
+    # People write scores of their own beside ours, of fine-tuning say.
+    for key, fits, what in (
+        ("verb", isinstance(values["verb"], str), "a name"),
+        ("step", isinstance(values["step"], int), "a whole number"),
+        ("top1", isinstance(values["top1"], int | float) and math.isfinite(values["top1"]), "a number, in per cent"),
+        ("settings", isinstance(values.get("settings"), dict | None), "a mapping of names to values"),
+    ):
+        if not fits:
+            raise DataError(f"{file} has {key}={values[key]}; it must be {what}")
     return Evaluation(
         verb=values["verb"],
         weights=values["weights"],

@@ -14,7 +14,12 @@ from dmjd.report.words import look_up, plain
 _TITLES = {"knn": "kNN", "linprobe": "Lin.", "finetune": "Ft."}
 """Verb -> column title, in the order of the columns; ``Ft.`` is the paper's."""
 _FULL = {"knn": "k-nearest-neighbour", "linprobe": "linear-probing", "finetune": "fine-tuning"}
-_ONLINE_SETTINGS = ("pooling", "neighbours", "temperature", "train_images")
+_ONLINE_SETTINGS = {
+    **{key: ("online_knn", key) for key in ("pooling", "neighbours", "temperature", "train_images")},
+    "data": ("data", "name"),
+    **{key: ("data", key) for key in ("root", "image_size")},
+}
+"""Where the configuration says what an online score depends on; it is taken on the run's own data."""
 
 
 class Point(NamedTuple):
@@ -93,8 +98,7 @@ def _metric(evaluation: Evaluation) -> Metric:
 
 
 def _online_settings(run: Run) -> str:
-    section = look_up(run.config, ("online_knn",))
-    values = {key: look_up(section, (key,)) for key in _ONLINE_SETTINGS}
+    values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}
     return json.dumps({key: value for key, value in values.items() if value is not None}, sort_keys=True)
 
 

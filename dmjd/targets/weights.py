@@ -22,7 +22,7 @@ def weights_file(path: str | None, expected: str) -> Path:
     """
     if path is None:
         raise ConfigError(f"target.weights must name a file: {expected}")
-    file = Path(path).expanduser()
+    file = Path(path)
     if not file.is_file():
         raise ConfigError(f"target.weights={path} is not a file; expected is {expected}")
     return file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import fetch_ahead, training_batches, training_source
+from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.detour import Detour, DetourAhead
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
@@ -71,6 +71,6 @@ class Feed:
             )
         except UserError as error:
             requests.fail(error)
-            data, part = config.data, config.batch_size // world.size
+            sizes, part = training_crop(config.data).sizes, config.batch_size // world.size
             while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
-                yield Batch.empty(part, data.image_size, data.channels, data.second_size)
+                yield Batch.empty(part, sizes, config.data.channels)

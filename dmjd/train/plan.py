@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.config import PlanConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.apply import MODES, apply, units
+from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.memory import StepMemory, trace_step
-from dmjd.parallel.sharding import ENGINES, StateBytes, state_bytes
-from dmjd.parallel.world import SHARDED
+from dmjd.parallel.sharding import ENGINES, FLOAT, StateBytes, state_bytes
+from dmjd.parallel.world import SHARDED, replicas
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
 
@@ -105,18 +105,34 @@ class Plan:
 
     def state(self, engine: str) -> StateBytes:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
-        shared_by = self.config.gpus, min(self.config.gpus_per_node, self.config.gpus)
-        size = self.config.engine.blocks_per_unit if engine in SHARDED else 1
+        gpus, engine_config = self.config.gpus, self.config.engine
+        shards = (
+            gpus // replicas(engine_config, gpus, min(self.config.gpus_per_node, gpus)) if engine == "hsdp" else gpus
+        )
+        size = engine_config.blocks_per_unit if engine in SHARDED else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
-        return state_bytes(engine, self.parameters, largest, *shared_by)
+        return state_bytes(engine, self.parameters, largest, shards)
 
     def peak(self, engine: str, mode: str, images: int) -> float:
         """The most bytes that a GPU holds in a step with micro-batches of ``images``."""
         state, some = self.state(engine), self.activations[mode]
-        # On one GPU gradients come while activations go. Elsewhere buckets or shards for all of them are there before.
-        step = some.with_gradients(images) if engine == "single" else state.gradients + some.transient(images)
+        if engine == "single" or engine in SHARDED:
+            # Gradients come while activations go, and of what comes the GPU keeps its part alone.
+            kept = state.gradients / (FLOAT * self.parameters)
+            step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
+        else:  # the buckets of all of them, or the shards, are there before
+            step = state.gradients + some.transient(images)
         held = state.weights + state.optimizer + state.gathered
         return held + max(step + some.inputs(images), state.gradients)
+
+    def _uncopied(self, engine: str) -> int:
+        """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
+        if engine not in SHARDED or not self.config.engine.reshard_after_forward:
+            return 0
+        precision = select_precision(self.config.engine.precision, torch.device("cuda"))
+        if precision == torch.float32:
+            return 0
+        return precision.itemsize * sum(p.numel() for block in blocks(self._model) for p in block.parameters())
 
     def fit(self, engine: str, mode: str) -> Fit | None:
         """The largest micro-batch that fits a GPU and divides its part of the batch; None if one image is too much."""

@@ -79,6 +79,7 @@ class Requests:
         self._deadline = deadline
         self._stop, self._save = run / "stop", run / "save"
         self._asked: set[str] = set()
+        self._folders: set[Path] = set()  # in the place of files, of which the log has been told
         self._heard: dict[signal.Signals, float] = {}  # when each came first
         self._listening = ExitStack()
         self._error: UserError | None = None
@@ -124,7 +125,19 @@ class Requests:
         if self._deadline is not None and time.time() > self._deadline:
             self._asked.add("time")
         if step % POLL_STEPS == 0:
-            self._asked.update(name for name, path in (("file", self._stop), ("save", self._save)) if path.exists())
+            files = ("file", self._stop), ("save", self._save)
+            self._asked.update(name for name, path in files if self._file_at(path))
+
+    def _file_at(self, path: Path) -> bool:
+        """A folder may hold something, so a run does not remove it, and it would ask again for ever."""
+        if not path.exists():
+            return False
+        if not path.is_dir():
+            return True
+        if path not in self._folders:
+            self._folders.add(path)
+            logger.warning("%s is a folder, which asks for nothing; remove it and ask by a file: touch %s", path, path)
+        return False
 
     def agree(self, asked: Sequence[float]) -> None:
         """Take in what all ranks were asked for, as :meth:`asks` had it one step ago.
@@ -151,7 +164,8 @@ class Requests:
         if self._world.is_main:
             self._asked.discard("save")
             for path in [self._save] * self.saving + [self._stop] * (self.reason is not None):
-                path.unlink(missing_ok=True)
+                if not path.is_dir():
+                    path.unlink(missing_ok=True)
         self.saving = False
 
     def stopping(self) -> tuple[str, str]:

@@ -38,7 +38,9 @@ def weights_at(name: str, key: str) -> Path:
     Raises:
         CheckpointError: if there is neither.
     """
-    path = Path(name).expanduser()
+    path = Path(name)
+    if not path.exists():
+        raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
     return path if path.is_file() else checkpoint.resolve(path, key)
 
 
@@ -96,11 +98,11 @@ def _read(path: Path, encoder: Encoder) -> _File:
     state = read_state(path)
     try:
         layout, _ = detect(state)
-        weights = layout.read(state)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}; dmjd convert takes these words, and its file is read here") from error
     own, said = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}"
     try:
+        weights = layout.read(state)
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
         weights = with_positions(weights, {POSITIONS} & own, None, encoder.grid, "this model")

@@ -32,10 +32,21 @@ if [[ -n ${DMJD_SITE:-} ]]; then
     done <"$DMJD_SITE"
 fi
 
-# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. `%a` in a word is the index of an array's job.
-# The exit code says little: an agent that was told to stop leaves with 1 even when every rank saved and left with 0.
+# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job.
+read_words() {
+    local word
+    WORDS=()
+    for word in "$@"; do
+        # bash has done this where it was typed, zsh has not, and a container may have another home than this shell.
+        [[ ${word#*=} != \~/* ]] || word="${word%%=*}=$HOME/${word#*=\~/}"
+        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+    done
+}
+
+# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
+# told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head end words=("${@//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+    local head end
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
@@ -48,7 +59,7 @@ launch() {
     fi
     export SLURM_JOB_END_TIME
 
-    local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "${words[@]}")
+    local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # From 22.05 to 23.02 srun does not inherit the number of processors.
     local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
         --kill-on-bad-exit=1 --wait=60)
@@ -75,14 +86,16 @@ launch() {
 # Run a verb that ends by itself and is simply done again if it did not.
 run_once() {
     [[ $# -gt 1 ]] || die "name what $1 shall work on: sbatch $1.sbatch key=value ..."
-    launch "$@"
+    read_words "$@"
+    launch "${WORDS[@]}"
 }
 
 # Train, and see to it that training goes on: the marker that a run leaves tells why it ended, the checkpoints whether
 # it got anywhere.
 train() {
+    read_words "$@"
     # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
-    RUN=${DMJD_RUN:-$(value_of run "$@")}
+    RUN=${DMJD_RUN:-$(value_of run "${WORDS[@]}")}
     [[ -n ${DMJD_RUN:-} || (-n $RUN && $RUN != *[\"\'\$]*) ]] ||
         die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
     RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-0}}
@@ -113,7 +126,7 @@ train() {
     DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
     export DMJD_LAST_WORD
     local code=0
-    launch "$@" || code=$?
+    launch "${WORDS[@]}" || code=$?
     settle "$before" "$code"
 }
 

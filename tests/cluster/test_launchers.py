@@ -142,6 +142,15 @@ def test_a_hostfile_that_is_not_there_is_not_this_host_alone(tmp_path: Path) -> 
     assert done.stdout.split()[:5] == ["--no_local_rank", "--master_port", "29500", "--hostfile", f"{tmp_path}/hosts"]
 
 
+def test_a_home_that_a_shell_has_left_alone_is_one_folder_for_the_script_and_the_run(tmp_path: Path) -> None:
+    slurm, home = PlayedSlurm(tmp_path), tmp_path / "home"
+    words = ("init=~/a=~/b", "run=~/the run-%a", "data.root=pipe:cat ~/x.tar")
+    slurm.play("pretrain.sbatch", *words, HOME=str(home), SLURM_ARRAY_TASK_ID="3", PLAY="exit 1")
+    assert slurm.asked("srun")[-3:] == [f"init={home}/a=~/b", f"run={home}/the run-3", "data.root=pipe:cat ~/x.tar"]
+    assert (home / "the run-3/slurm/launches.jsonl").is_file()
+    assert not (tmp_path / "~").exists()
+
+
 @pytest.mark.slow
 def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     environment = {

@@ -22,6 +22,7 @@ from dmjd.cluster.checks import GIB, Facts, Need, judge, report
 from dmjd.cluster.preflight import need
 from dmjd.compose import compose
 from dmjd.parallel.world import World
+from tests.train.shrunken import write_clip
 
 ROOT = Path(__file__).parents[2]
 GPU = {
@@ -99,6 +100,22 @@ def test_the_need_of_a_run() -> None:
     height, width = config.data.image_size
     assert needed.shm == 2 * 3 * 3 * 32 * height * width * config.data.channels
     assert (needed.checkpoint, needed.checkpoints) == (16_000, 7)
+    config.data.second_size = [4, 6]
+    assert need(config, world, parameters=1000).shm == 2 * 3 * 3 * 32 * (height * width + 24) * config.data.channels
+
+
+def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
+    tmp_path: Path, image_folder: Path, tiny: Callable[..., list[str]], launch: Callable[..., Any]
+) -> None:
+    images = ("data=folder", f"data.root={image_folder}", "data.channels=3")
+    sizes = ("data.image_size=[32,32]", "data.second_size=[64,64]", "backbone.patch_size=8")
+    statistics = ("data.mean=[0.4,0.4,0.4]", "data.std=[0.3,0.3,0.3]", "data.check=none", "batch_size=16")
+    target = ("target=clip", f"target.weights={write_clip(tmp_path)}", "target.model=tiny-clip", "target.dim=20")
+    words = tiny(tmp_path / "run", *images, *sizes, *statistics, *target)
+    known = f"import open_clip; open_clip.add_model_config({str(tmp_path / 'tiny-clip.json')!r})"
+    process = launch(["preflight", "warm=true", *words], known)
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:

@@ -156,6 +156,17 @@ def test_variables_of_the_job_that_submits_do_not_reach_the_other(
     assert set(re.findall(r"^((?:SLURM|SBATCH)\w+)=", around, re.MULTILINE)) == {"SLURM_CONF", "SBATCH_PARTITION"}
 
 
+def test_a_script_has_a_home_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shell looks for the markers of the run in RUN, and would make a folder named ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.env").write_text("SBATCH_PARTITION=gpu\n")
+    for words, run, folder in ((("run=~/run",), "run", "run"), (("array=0-1", "run=~/run-%a"), "run-%a", "run-array")):
+        job = plan("pretrain", ["site=~/mine.env", "gpus=1", "experiment=demo", "data.root=~/images", *words])
+        assert f"set -- experiment=demo data.root={tmp_path}/images run={tmp_path}/{run}\n" in job.script
+        assert job.folder == tmp_path / folder
+        assert header(job.script)["partition"] == "gpu"
+
+
 def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> None:
     words = ["nodes=2", "gpus=4", f"run={tmp_path}/run", "experiment=demo", "batch_size=128", "warm=true"]
     job = plan("preflight", words)

@@ -9,8 +9,9 @@ from PIL import Image
 from skimage import data
 from torch import Tensor
 
-from dmjd.data.crops import ATTEMPTS, CropDraws, Range, crop_and_resize, evaluation_view
+from dmjd.data.crops import ATTEMPTS, RandomResizedCrop, Range, evaluation_view
 from dmjd.data.dataset import InMemory
+from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
 
 KEY = make_key(3, 1)
@@ -44,7 +45,7 @@ def draw_boxes(
     scale: Range = (0.2, 1.0),
     ratio: Range = (3 / 4, 4 / 3),
 ) -> Tensor:
-    draws = CropDraws(ids, key, scale, ratio)
+    draws = RandomResizedCrop((224, 192), scale, ratio).draw(ids, key)
     sizes = enumerate(zip(heights.tolist(), widths.tolist(), strict=True))
     return torch.tensor([draws.box(row, height, width) for row, (height, width) in sizes])
 
@@ -121,7 +122,7 @@ def test_resampling_is_pillows_bicubic(box: tuple[int, int, int, int], channels:
     top, left, height, width = box
     image = PHOTO[..., :channels]
     pillow = Image.fromarray(image.squeeze())
-    ours = crop_and_resize(InMemory(image), box, (224, 192))
+    (ours,) = RandomResizedCrop((224, 192)).cut(InMemory(image), box)
     assert (ours.dtype, ours.shape) == (torch.uint8, (224, 192, channels))
 
     cropped = pillow.crop((left, top, left + width, top + height)).resize((192, 224), Image.Resampling.BICUBIC)
@@ -132,10 +133,26 @@ def test_resampling_is_pillows_bicubic(box: tuple[int, int, int, int], channels:
 
 
 def test_a_box_of_the_right_size_is_only_cut_out() -> None:
-    np.testing.assert_array_equal(
-        crop_and_resize(InMemory(PHOTO), (5, 6, 224, 192), (224, 192)).numpy(), PHOTO[5:229, 6:198]
-    )
-    np.testing.assert_array_equal(crop_and_resize(InMemory(PHOTO), (0, 0, 512, 512), (512, 512)).numpy(), PHOTO)
+    for box in ((5, 6, 224, 192), (0, 0, 512, 512)):
+        top, left, height, width = box
+        (cut,) = RandomResizedCrop((height, width)).cut(InMemory(PHOTO), box)
+        np.testing.assert_array_equal(cut.numpy(), PHOTO[top : top + height, left : left + width])
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"scale": (0.0, 1.0)}, "data.crop_scale must be 0 < least <= greatest <= 1, got [0.0, 1.0]"),
+        ({"scale": (0.5, 0.4)}, "data.crop_scale must be"),
+        ({"scale": (0.5, 1.1)}, "data.crop_scale must be"),
+        ({"ratio": (0.0, 1.0)}, "data.crop_ratio must be"),
+        ({"ratio": (2.0, 1.0)}, "data.crop_ratio must be 0 < least <= greatest, got [2.0, 1.0]"),
+    ],
+)
+def test_what_is_no_range_is_refused(options: dict[str, Range], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RandomResizedCrop((224, 224), **options)  # type: ignore[arg-type]
+    assert sentence in str(caught.value)
 
 
 def test_the_evaluation_view_of_an_image_of_the_right_size_is_the_image() -> None:

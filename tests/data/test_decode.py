@@ -14,7 +14,7 @@ from PIL import Image
 from skimage import data
 
 from dmjd.data import decode
-from dmjd.data.crops import CropDraws, crop_and_resize
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import Box, InMemory, OpenImage, Pixels
 from dmjd.data.decode import open_image
 from dmjd.data.folder import ImageFolder
@@ -127,14 +127,18 @@ def test_a_phones_two_pictures_in_one_file_are_the_first_at_either_size(decoder:
 
 
 def test_a_halved_crop_looks_like_the_crop(decoder: str) -> None:
+    def cut(image: OpenImage, box: Box) -> torch.Tensor:
+        (pixels,) = RandomResizedCrop((224, 224)).cut(image, box)
+        return pixels.float()
+
     def view(box: Box) -> torch.Tensor:
-        return crop_and_resize(InMemory(pillow(file)), box, (224, 224)).float()
+        return cut(InMemory(pillow(file)), box)
 
     file, box = encode(PHOTO, quality=92), (20, 32, 450, 460)
-    halved = crop_and_resize(open_image(file, "photo", 3), box, (224, 224)).float()
+    halved = cut(open_image(file, "photo", 3), box)
     assert (halved - view(box)).abs().mean() < 2
     assert (halved - view((20, 33, 450, 460))).abs().mean() > 4  # of the crop one pixel beside it
-    assert torch.equal(crop_and_resize(open_image(file, "photo", 3), (21, 33, *box[2:]), (224, 224)).float(), halved)
+    assert torch.equal(cut(open_image(file, "photo", 3), (21, 33, *box[2:])), halved)
 
 
 def test_what_the_native_decoder_leaves_to_pillow_is_as_pillow_has_it(decoder: str) -> None:
@@ -252,33 +256,35 @@ def test_a_batch_of_jpegs_is_that_of_whole_images_cut_and_resized(decoder: str, 
         height, width = 70 + 9 * index, 150 - 5 * index
         (tmp_path / f"{index:02d}.jpg").write_bytes(encode(noisy(height, width, index), quality=90))
     folder = ImageFolder(str(tmp_path), "train", channels=3)
-    batches = StepBatches(folder, batch_size=6, size=(64, 64), seed=5, scale=(0.3, 1.0))
+    crop = RandomResizedCrop((64, 64), scale=(0.3, 1.0))
+    batches = StepBatches(folder, 6, crop, seed=5)
     for step in range(4):
         batch = batches[step]
-        draws = CropDraws(batch.sample_ids, make_key(5, step // 2), (0.3, 1.0))
+        draws = crop.draw(batch.sample_ids, make_key(5, step // 2))
         for row, index in enumerate(batch.sample_ids.tolist()):
             pixels = pillow(Path(folder.name(index)).read_bytes())
             top, left, height, width = draws.box(row, *pixels.shape[:2])
             if height >= 128 and width >= 128:
                 continue  # halved
-            crop = torch.from_numpy(pixels[top : top + height, left : left + width].copy())[None].permute(0, 3, 1, 2)
-            resized = F.interpolate(crop, (64, 64), mode="bicubic", antialias=True)
+            part = torch.from_numpy(pixels[top : top + height, left : left + width].copy())[None].permute(0, 3, 1, 2)
+            resized = F.interpolate(part, (64, 64), mode="bicubic", antialias=True)
             assert torch.equal(batch.images[row], resized[0].permute(1, 2, 0))
 
 
 def test_a_file_that_fails_after_its_header_is_replaced_with_the_crop_of_its_place(tmp_path: Path) -> None:
     for index in range(8):
         (tmp_path / f"{index}.jpg").write_bytes(encode(noisy(50 + index, 60, index)))
-    sound = StepBatches(ImageFolder(str(tmp_path), "train", channels=3), 8, (32, 32), seed=1)[0]
+    crop = RandomResizedCrop((32, 32))
+    sound = StepBatches(ImageFolder(str(tmp_path), "train", channels=3), 8, crop, seed=1)[0]
     cut = tmp_path / "3.jpg"
     cut.write_bytes(cut.read_bytes()[:-400])
     folder = ImageFolder(str(tmp_path), "train", channels=3, check="header")
     assert folder.bad == {}
-    batch, (item,) = StepBatches(folder, 8, (32, 32), seed=1).load(0)
+    batch, (item,) = StepBatches(folder, 8, crop, seed=1).load(0)
     assert (item.sample_id, item.bad.kind) == (3, "truncated")
     row = batch.sample_ids.tolist().index(3)
     image = open_image(Path(item.substitute).read_bytes(), "substitute", 3)
-    box = CropDraws(batch.sample_ids, make_key(1, 0)).box(row, *image.size)
-    assert torch.equal(batch.images[row], crop_and_resize(image, box, (32, 32)))
+    (pixels,) = crop.draw(batch.sample_ids, make_key(1, 0)).cut(row, image)
+    assert torch.equal(batch.images[row], pixels)
     others = batch.sample_ids != 3
     assert torch.equal(batch.images[others], sound.images[others])

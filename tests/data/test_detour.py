@@ -48,7 +48,7 @@ class Numbered:
         return workers
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
-        return Batch.empty(1, (1, 1), 1)._replace(sample_ids=torch.tensor([number])), ()
+        return Batch.empty(1, [(1, 1)], 1)._replace(sample_ids=torch.tensor([number])), ()
 
 
 class Told:

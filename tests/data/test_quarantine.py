@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import EvenSubset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import StepBatches, make_loader
@@ -178,7 +179,7 @@ def test_real_files_that_go_bad_before_and_after_the_start(tmp_path: Path, worke
     rng = np.random.default_rng(0)
     for number in range(24):
         Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(root / f"{number:02d}.jpg")
-    before = StepBatches(folder(root), 4, (16, 16), seed=1)
+    before = StepBatches(folder(root), 4, RandomResizedCrop((16, 16)), seed=1)
     sound = [before[step] for step in range(12)]
     whole = (root / "03.jpg").read_bytes()
     (root / "03.jpg").write_bytes(whole[:-60])  # only decoding notices
@@ -196,7 +197,7 @@ def test_real_files_that_go_bad_before_and_after_the_start(tmp_path: Path, worke
         15: "undecodable",
         16: "too small",
     }
-    damaged = StepBatches(dataset, 4, (16, 16), seed=1)
+    damaged = StepBatches(dataset, 4, RandomResizedCrop((16, 16)), seed=1)
     for got, expected in zip(make_loader(damaged, 0, 12, workers, False, held), sound, strict=True):
         assert torch.equal(got.sample_ids, expected.sample_ids)
         same = (got.images == expected.images).flatten(1).all(dim=1)

@@ -6,7 +6,7 @@ from PIL import Image
 
 from dmjd.config import DataConfig
 from dmjd.data.build import training_batches
-from dmjd.data.crops import CropDraws, crop_and_resize
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ArrayDataset, InMemory
 from dmjd.masking import MaskSpec
 from dmjd.ops import make_key
@@ -20,15 +20,17 @@ CONFIG = DataConfig(image_size=[32, 32], second_size=[16, 16], interpolation="bi
 
 def test_the_second_crop_is_the_same_box_by_lanczos() -> None:
     batch = training_batches(CONFIG, DATA, batch_size=4, seed=3)[1]
-    draws = CropDraws(batch.sample_ids, make_key(3, 1))
+    crop = RandomResizedCrop((32, 32), interpolation="bilinear")
+    draws = crop.draw(batch.sample_ids, make_key(3, 1))
     for row, index in enumerate(batch.sample_ids.tolist()):
         top, left, height, width = box = draws.box(row, 60, 50)
         image = Image.fromarray(PIXELS[index, top : top + height, left : left + width])
         expected = np.asarray(image.resize((16, 16), Image.Resampling.LANCZOS))
         np.testing.assert_array_equal(batch.second[row].numpy(), expected)
-        first = crop_and_resize(InMemory(PIXELS[index]), box, (32, 32), "bilinear")
+        (first,) = crop.cut(InMemory(PIXELS[index]), box)
         assert torch.equal(batch.images[row], first)
-        assert not torch.equal(first, crop_and_resize(InMemory(PIXELS[index]), box, (32, 32)))
+        (bicubic,) = RandomResizedCrop((32, 32)).cut(InMemory(PIXELS[index]), box)
+        assert not torch.equal(first, bicubic)
 
 
 def test_micro_batches_share_it_out_and_none_is_empty() -> None:

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.compose import compose
-from dmjd.config import KnnConfig
+from dmjd.config import ConsolidateConfig, KnnConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.convert import Converted, convert
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.interop.state_file import read_state, write_state
 from dmjd.models.positions import sincos_positions
+from dmjd.train.consolidate import consolidate
 from tests.interop import layout_states as states
-from tests.interop.layout_states import DIM, GRID, STATES, TABLE, State, draw
+from tests.interop.layout_states import DIM, GRID, STATES, TABLE, TOKENS, State, draw
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -126,6 +127,41 @@ def test_rows_of_no_square_grid_need_a_name(tmp_path: Path) -> None:
     assert torch.equal(read_state(tmp_path / "out.pth")["pos_embed"], state["pos_embed"])
 
 
+@pytest.mark.parametrize("grid", [(3, 4), (3, 5)])  # with the cls token's, (3, 5) has the rows of a square
+def test_tables_of_the_grid_that_is_asked_for_stay(tmp_path: Path, grid: tuple[int, int]) -> None:
+    rows = (2 * grid[0] - 1) * (2 * grid[1] - 1) + 3
+    state = draw(states.beit(shared=False)) | {"pos_embed": torch.randn(1, 1 + grid[0] * grid[1], DIM)}
+    state |= {name: torch.randn(rows, TABLE[1]) for name in state if name.endswith("bias_table")}
+    words = ("to=beit", f"grid=[{grid[0]},{grid[1]}]")
+    run(stored(tmp_path / "beit.pth", state), tmp_path / "out.pth", *words)
+    same_bits(read_state(tmp_path / "out.pth"), state)
+
+
+@pytest.mark.parametrize("shape", [(), (TOKENS, DIM), (2, TOKENS, DIM), (1, GRID, GRID, DIM), (1, 0, DIM)])
+def test_positions_of_another_shape_are_one_sentence(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    source = stored(tmp_path / "vit.pth", draw(states.timm_vit()) | {"pos_embed": torch.ones(shape)})
+    with pytest.raises(
+        CheckpointError, match=r"encoder\.pos_embed (is of shape \[.*\], not \[1, rows, width\]|has 0 rows)"
+    ):
+        run(source, tmp_path / "out.pth")
+
+
+def test_a_bias_table_of_no_grid_is_one_sentence(tmp_path: Path) -> None:
+    state = draw(states.beit()) | {"rel_pos_bias.relative_position_bias_table": torch.ones(2, TABLE[1])}
+    with pytest.raises(CheckpointError, match=r"a bias table of 2 rows is not of a grid of 6x6; .*source_grid"):
+        run(stored(tmp_path / "beit.pth", state), tmp_path / "out.pth", "to=beit", "grid=[6,6]")
+
+
+def test_a_fine_tuned_file_without_positions_gets_them_too(tmp_path: Path) -> None:
+    """Its last norm is called fc_norm; without a grid it would be a file that its own code cannot load."""
+    state = with_fixed_positions(draw(states.vit() | states.layer("fc_norm", DIM) | states.layer("head", 10, DIM)))
+    run(stored(tmp_path / "tuned.pth", state), tmp_path / "ours.pth", "to=ours")
+    with pytest.raises(CheckpointError, match=r"grid=\[14,14\]"):
+        run(tmp_path / "ours.pth", tmp_path / "mae.pth", "to=mae")
+    run(tmp_path / "ours.pth", tmp_path / "mae.pth", "to=mae", f"grid=[{GRID},{GRID}]")
+    same_bits(read_state(tmp_path / "mae.pth"), state)
+
+
 def test_tables_are_shared_or_not_as_asked(tmp_path: Path) -> None:
     state = draw(states.beit())
     shared = stored(tmp_path / "shared.pth", state)
@@ -152,6 +188,21 @@ def test_a_run_of_ours_becomes_maes_file(tmp_path: Path, finished_run: Path) -> 
     prefix = frozen.encoder.num_prefix_tokens
     assert torch.equal(found["pos_embed"][0, prefix:], sincos_positions(frozen.encoder.grid, frozen.encoder.embed_dim))
     assert "decoder_pos_embed" in found
+
+
+def test_a_consolidated_file_is_read_as_its_checkpoint_is(tmp_path: Path, finished_run: Path) -> None:
+    file = consolidate(ConsolidateConfig(checkpoint=str(finished_run), output=str(tmp_path / "whole.safetensors")))
+    run(file, tmp_path / "file.pth", "to=ours")
+    run(finished_run, tmp_path / "folder.pth", "to=ours")
+    same_bits(read_state(tmp_path / "file.pth"), read_state(tmp_path / "folder.pth"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(ConfigError, match=r"cannot be written to; name another folder"):
+        run(tmp_path / "gone.pth", tmp_path / "out.pth")
 
 
 def test_the_command_says_what_it_read_and_what_it_left(tmp_path: Path, dmjd: Command) -> None:

@@ -21,6 +21,7 @@ from dmjd.compose import compose, from_yaml
 from dmjd.config import KnnConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError, UserError
 from dmjd.evaluate import export as room
+from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.export import export, sidecar
 from dmjd.models.positions import sincos_positions
@@ -374,11 +375,22 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run: Path, monkeypatch: p
 
 
 def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="absent is not there"):
         exported(run / "absent")
     (run / "checkpoints" / STEP / "__0_0.distcp").write_bytes(b"damaged")
     with pytest.raises(CheckpointError, match="damaged"):
         exported(run)
+
+
+def test_the_file_that_is_exported_is_not_replaced(tmp_path: Path, tiny: Words, finished_run: Path) -> None:
+    """It may hold a decoder and a head, which an export leaves out."""
+    file = tmp_path / "whole.safetensors"
+    convert(compose("convert", [f"input={finished_run}", f"output={file}", "to=mae"]))
+    before = snapshot(tmp_path)
+    describing = [word for word in tiny(tmp_path) if word.startswith(("experiment", "backbone"))]
+    with pytest.raises(ConfigError, match=r"whole\.safetensors is the checkpoint"):
+        export(compose("export", [f"checkpoint={file}", f"output={file}", *describing]))
+    assert snapshot(tmp_path) == before
 
 
 # The command line

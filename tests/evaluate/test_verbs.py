@@ -56,6 +56,7 @@ def test_knn_keeps_its_record(run: Path) -> None:
         "temperature": 0.1,
         "train_images": 500,
         "data": "digits, 32x32",
+        "crop_pct": 1.0,
         "mean": [0.219],
         "std": [0.333],
     }
@@ -94,12 +95,13 @@ def test_linprobe_keeps_its_record(run: Path, augment: bool) -> None:
     assert name.startswith("linprobe-trained-step00000011-")
     assert json.loads((run / "evaluations" / name).read_text()) == record
     assert (record["verb"], record["weights"], record["step"]) == ("linprobe", "trained", 11)
-    crops = {"crop_scale": [0.5, 1.0], "crop_ratio": [0.75, 4 / 3], "interpolation": "bicubic", "flip": True}
+    crops = {"crop_scale": [0.08, 1.0], "crop_ratio": [0.75, 4 / 3], "interpolation": "bicubic", "flip": True}
     assert record["settings"] == {
         "pooling": "mean",
         "augment": augment,
         "train_images": 512 if augment else 600,
         "data": "digits, 32x32",
+        "crop_pct": 1.0,
         "mean": [0.219],
         "std": [0.333],
         "seed": 3,
@@ -191,7 +193,7 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
         ("warmup_epochs=2",),
         ("data=digits", "data.mean=[0.5]"),
         ("data=digits", "data.std=[0.5]"),
-        ("data=digits", "data.crop_scale=[0.08,1]"),
+        ("crop_scale=[0.5,1]",),
         ("data=digits", "data.crop_ratio=[1,1]"),
         ("data=digits", "data.flip=false"),
         ("data=digits", "data.interpolation=bilinear"),
@@ -205,7 +207,7 @@ def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path, words: tup
 
 
 def test_a_probe_without_augmentation_does_not_depend_on_crops(run: Path) -> None:
-    for words in ((), ("data.crop_scale=[0.08,1]", "data.flip=false")):
+    for words in ((), ("crop_scale=[0.5,1]", "data.flip=false")):
         evaluate("linprobe", run, *PROBE, "augment=false", "data=digits", *words)
     assert len(evaluations(run)) == 1
 
@@ -236,6 +238,23 @@ def test_other_data_of_the_same_kind_may_be_judged(run: Path, image_folder: Path
     assert record["top1"] == 100.0, "a ramp up and a ramp down are easily told apart"
     assert record["top5"] is None
     assert record["settings"]["train_images"] == 48
+
+
+def test_an_evaluation_sees_the_centre(run: Path, image_folder: Path) -> None:
+    grey = ("data=folder", f"data.root={image_folder}", "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]")
+    size = "data.image_size=[16,16]"
+    frozen = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu", *grey, size]))
+    assert frozen.data.crop_pct == 0.875
+    data = frozen.dataset("test")
+    pixels = torch.from_numpy(data.image(0)).permute(2, 0, 1)[None].float()
+    larger = torch.nn.functional.interpolate(pixels, (19, 19), mode="bicubic", antialias=True)  # 16 / 0.875, rounded up
+    centre = larger.round().clamp(0, 255)[:, :, 1:17, 1:17] / 255
+    with torch.no_grad():
+        expected = frozen.encoder((centre - 0.5) / 0.25).mean(dim=1)
+    assert torch.allclose(frozen.features(data, "mean", 1, workers=0).values[:1], expected, atol=1e-2)
+    scores = [evaluate("knn", run, *grey, size, "neighbours=3", *words) for words in ((), ("data.crop_pct=1",))]
+    assert [score["settings"]["crop_pct"] for score in scores] == [0.875, 1.0]
+    assert len(evaluations(run)) == 2
 
 
 @pytest.mark.parametrize(
@@ -277,6 +296,7 @@ def test_what_cannot_be_judged_is_refused_by_its_key(
         (["warmup_epochs=3"], ["warmup_epochs", "epochs=3"]),
         (["warmup_epochs=-1"], ["warmup_epochs", "-1"]),
         (["seed=-1"], ["seed", "-1"]),
+        (["crop_scale=[1,0.5]"], ["crop_scale", "[1.0, 0.5]"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -305,7 +325,7 @@ def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> No
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
     step = run / "checkpoints" / STEP
-    with pytest.raises(CheckpointError, match="is not a folder"):
+    with pytest.raises(CheckpointError, match="is not there"):
         evaluate("knn", run / "absent")
     with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         evaluate("knn", run / "pictures")

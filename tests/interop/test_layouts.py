@@ -175,6 +175,26 @@ def test_what_only_pretraining_needs_is_left_out_and_named() -> None:
     assert set(left_out) == {name for name in weights if name.startswith(("decoder.", "head."))}
 
 
+@pytest.mark.parametrize("target", ["simmim", "beit", "maskfeat"])
+def test_a_head_goes_with_the_decoder_that_it_stands_on(target: str) -> None:
+    """Else the file has a head of the decoder's width, which their models cannot load."""
+    state, weights = read("mae")
+    written, left_out = LAYOUTS[target].write(weights)
+    assert {name for name in weights if name.startswith(("decoder.", "head."))} <= set(left_out)
+    assert not [name for name, value in written.items() if torch.equal(value, state["decoder_pred.bias"])]
+
+
+def test_simmims_head_is_of_pixels_and_another_is_left_out() -> None:
+    _, weights = read("beit")
+    written, left_out = LAYOUTS["simmim"].write(weights)
+    assert set(left_out) == {"head.weight", "head.bias"}
+    assert not [name for name in written if name.startswith("decoder.")]
+    weights |= draw(states.layer("head", 3 * PATCH**2, DIM))
+    written, left_out = LAYOUTS["simmim"].write(weights)
+    assert not left_out
+    assert written["decoder.0.weight"].shape == (3 * PATCH**2, DIM, 1, 1)
+
+
 def test_a_summary_counts_what_differs_in_numbers_alone() -> None:
     names = [f"blocks.{index}.norm1.weight" for index in range(12)] + ["norm.weight"]
     assert summary(names) == "blocks.*.norm1.weight (12), norm.weight"

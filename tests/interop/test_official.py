@@ -4,16 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dmjd.compose import compose
-from dmjd.interop.official import from_official, to_official
 from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import ViTEncoder
 from dmjd.train.builders import build_objective
+from tests.interop.official_files import OFFICIAL, TABLES, from_official, to_official
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -140,7 +139,7 @@ def test_names_and_shapes_are_the_official_ones(
     config = compose("pretrain", [f"experiment={words[0]}", *words[1:]])
     with torch.device("meta"):
         model: Any = build_objective(config, 108 if config.target.name == "hog" else 768).model
-    official = to_official(model.state_dict(), model.encoder.positions, model.decoder.positions)
+    official = to_official(model)
     assert {name: tuple(value.shape) for name, value in official.items()} == shapes
     assert len(official) == tensors
     assert sum(value.numel() for value in official.values()) == values
@@ -183,11 +182,6 @@ def make_model(kind: str) -> MaskedImageModel:
     return model
 
 
-def written(model: MaskedImageModel) -> dict[str, Tensor]:
-    assert model.decoder is not None
-    return to_official(model.state_dict(), model.encoder.positions, model.decoder.positions)
-
-
 KINDS = pytest.mark.parametrize("kind", ["dmjd", "convmae", "mae"])
 
 
@@ -195,7 +189,7 @@ KINDS = pytest.mark.parametrize("kind", ["dmjd", "convmae", "mae"])
 def test_ours_to_theirs_and_back_is_the_same_bits(kind: str) -> None:
     model = make_model(kind)
     state = model.state_dict()
-    back = from_official(written(model))
+    back = from_official(to_official(model))
     assert list(back) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in back.items())
     other = make_model(kind)
@@ -206,21 +200,19 @@ def test_ours_to_theirs_and_back_is_the_same_bits(kind: str) -> None:
 
 @KINDS
 def test_theirs_to_ours_and_back_is_the_same_bits(kind: str) -> None:
-    official = {name: torch.randn_like(value) for name, value in written(make_model(kind)).items()}
-    prefix = int(kind == "mae")
-    for name in ("pos_embed", "decoder_pos_embed"):
-        official[name][:, :prefix] = 0
+    official = {name: torch.randn_like(value) for name, value in to_official(make_model(kind)).items()}
+    weights = OFFICIAL.read(official)
+    tables = {name: weights.pop(name) for name in TABLES}
     model = make_model(kind)
-    model.load_state_dict(from_official(official), strict=True)
-    tables = official["pos_embed"][0, prefix:], official["decoder_pos_embed"][0, prefix:]
-    again = to_official(model.state_dict(), *tables)
+    model.load_state_dict(weights, strict=True)
+    again = OFFICIAL.write(model.state_dict() | tables).state
     assert again.keys() == official.keys()
     assert all(torch.equal(value, official[name]) for name, value in again.items())
 
 
 @KINDS
 def test_positions_are_the_grids_with_a_row_of_zeros_for_a_cls_token(kind: str) -> None:
-    official = written(make_model(kind))
+    official = to_official(make_model(kind))
     for name, dim in (("pos_embed", 24), ("decoder_pos_embed", 16)):
         expected = sincos_positions((2, 3), dim)
         if kind == "mae":
@@ -237,14 +229,13 @@ def test_a_file_without_decoder_gives_the_encoder(kind: str) -> None:
     back = from_official(released)
     assert back.keys() == {f"encoder.{name}" for name in state}
     assert all(torch.equal(back[f"encoder.{name}"], value) for name, value in state.items())
-    alone = to_official(back, model.encoder.positions)
-    assert alone.keys() == released.keys()
+    assert OFFICIAL.write(OFFICIAL.read(released)).state.keys() == released.keys()
 
 
 def test_sources_are_left_as_they_were() -> None:
     model = make_model("dmjd")
-    state, official = model.state_dict(), written(model)
+    state, official = model.state_dict(), to_official(model)
     names, theirs = list(state), list(official)
-    to_official(state, model.encoder.positions)
-    from_official(official)
+    OFFICIAL.write(state)
+    OFFICIAL.read(official)
     assert (list(state), list(official)) == (names, theirs)

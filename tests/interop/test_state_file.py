@@ -5,9 +5,11 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -35,7 +37,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | N
 
 
 @pytest.mark.parametrize("container", ["model", "model_state", "state_dict", "module"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_containers_and_wrappers_are_taken_off(tmp_path: Path, container: str, prefix: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({"epoch": 3, container: {prefix + name: value for name, value in STATE.items()}}, path)
@@ -63,6 +65,23 @@ def test_options_of_a_training_run_do_not_hinder(tmp_path: Path) -> None:
     torch.save({"model": STATE, "args": argparse.Namespace(lr=0.1, out=Path("runs")), "config": config}, path)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path, weights_only=True)
+    same_bits(read_state(path), STATE)
+
+
+class Slotted:
+    """Pickled with a pair of states in place of a dict, as objects with slots are."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+def test_objects_that_are_no_dicts_do_not_hinder(tmp_path: Path) -> None:
+    """A numpy score as SimMIM's training keeps it, arrays as in mmengine's histories, objects with slots."""
+    path = tmp_path / "checkpoint.pth"
+    extras = {"max_accuracy": np.float64(81.5), "history": np.arange(3.0), "date": datetime(2020, 1, 1), "s": Slotted()}
+    torch.save({"model": STATE, **extras}, path)
     same_bits(read_state(path), STATE)
 
 
@@ -103,7 +122,7 @@ def test_an_old_file_with_other_classes_is_refused_in_a_sentence(tmp_path: Path)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("kept", [0, 0.5])
+@pytest.mark.parametrize("kept", [0, 0.01, 0.5, 0.99])
 def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) -> None:
     path = tmp_path / f"cut{suffix}"
     write_state(path, STATE, "model", {})
@@ -112,6 +131,29 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint") as caught:
         read_state(path)
     assert "\n" not in str(caught.value)
+    assert suffix == ".safetensors" or str(caught.value).endswith("it is cut off")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n",
+        b"<!DOCTYPE html>\n<title>404</title>",
+        pickle.dumps({"model": [1.0]}, protocol=4),
+    ],
+)
+def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "pointer.pth"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"pointer\.pth cannot .*: torch\.save did not write it$"):
+        read_state(path)
+
+
+def test_a_broken_pickle_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "broken.pth"
+    path.write_bytes(b"\x80\x02h\x07.")  # asks for an object that was never made
+    with pytest.raises(CheckpointError, match=r"broken\.pth cannot be read as a checkpoint: it is damaged"):
+        read_state(path)
 
 
 def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
@@ -122,8 +164,21 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list, not weights by name"):
         read_state(path)
+    torch.save(torch.nn.Linear(2, 2), path)
+    with pytest.raises(CheckpointError, match=r"it has nothing by name; of a module .* save the state_dict\(\)$"):
+        read_state(path)
     with pytest.raises(CheckpointError, match="is not there"):
         read_state(tmp_path / "none.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_tied_weights_and_views_are_written_as_what_they_hold(tmp_path: Path, suffix: str) -> None:
+    large = torch.randn(1000, 24)
+    state = {"a.weight": large[3], "b.weight": large[3], "c.weight": large[:2].T}
+    path = tmp_path / f"weights{suffix}"
+    write_state(path, state, None, {})
+    same_bits(read_state(path), state)
+    assert path.stat().st_size < large.nbytes / 10
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.config import OptimConfig
-from dmjd.interop.official import from_official, to_official
 from dmjd.masking import MaskedViews
 from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
@@ -30,6 +29,7 @@ from dmjd.targets.pixels import PixelTarget
 from dmjd.train.schedules import adaptive_lr, cosine
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, GRID, IMAGE, MEAN, PATCH, STD, Case, summary
+from tests.interop.official_files import OFFICIAL, from_official, to_official
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
@@ -75,8 +75,7 @@ def build(case: Case) -> Objective:
         branch = VisibleBranch(encoder_dim=encoder.embed_dim, width=case.decoder_dim, target_dim=case.target_dim)
     model = MaskedImageModel(encoder, decoder, branch, case.target_dim).double()
     official = {
-        name: torch.from_numpy(cases.parameter(name, tuple(value.shape)))
-        for name, value in to_official(model.state_dict(), encoder.positions, decoder.positions).items()
+        name: torch.from_numpy(cases.parameter(name, tuple(value.shape))) for name, value in to_official(model).items()
     }
     model.load_state_dict(from_official(official))
     return Objective(model)
@@ -127,9 +126,7 @@ def terms(losses: Losses) -> dict[str, float]:
 def gradient_norms(model: MaskedImageModel) -> dict[str, float]:
     """Of every parameter, under its official name."""
     norms = {name: p.grad.norm() for name, p in model.named_parameters() if p.grad is not None}
-    official = to_official(norms, positions=torch.empty(0, 0))
-    del official["pos_embed"]
-    return {name: norm.item() for name, norm in official.items()}
+    return {name: norm.item() for name, norm in OFFICIAL.write(norms).state.items()}
 
 
 @each_case

@@ -176,9 +176,10 @@ def test_mistakes_are_one_sentence_and_leave_nothing(make_run: MakeRun, tmp_path
     assert not (tmp_path / "comparison").exists()
 
 
-def test_command_line(dmjd: Command, make_run: MakeRun, tmp_path: Path) -> None:
+def test_command_line(dmjd: Command, make_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     a, b = make_run("a", curve=[(50, 60.0)]), make_run("b", curve=[(25, 60.0)])
-    code, out, err = dmjd("report", str(a), str(b), f"baseline={a}", f"output={tmp_path / 'out'}")
+    code, out, err = dmjd("report", str(a), str(b), "baseline=~/a", "output=~/out")
     assert (code, err) == (0, "")
     assert out.splitlines() == [str(tmp_path / "out" / name) for name in NAMES]
     assert "2x" in (tmp_path / "out" / "comparison.md").read_text()

@@ -80,6 +80,19 @@ def test_online_scores_compare_only_under_equal_settings(make_run: MakeRun) -> N
     assert cells("kNN online (neighbours 5)", *folders) == ["-", "41.0", "-"]
 
 
+def test_online_scores_of_other_data_do_not_compare(make_run: MakeRun) -> None:
+    """They are taken on the run's own images, so a speed-up between two data sets would mean nothing."""
+
+    def trained_on(name: str, data: str, score: float) -> Path:
+        return make_run(name, curve=[(10, score)], config={"data": {"name": data, "image_size": [32, 32]}})
+
+    folders = trained_on("a", "digits", 90.0), trained_on("b", "folder", 91.0), trained_on("c", "digits", 92.0)
+    assert cells("kNN online (data digits)", *folders) == ["90.0", "-", "92.0"]
+    assert cells("kNN online (data folder)", *folders) == ["-", "91.0", "-"]
+    runs = [read_run(folder) for folder in folders]
+    assert compare(runs, runs[0]).columns[-2].cells == ["1x", "- (no score)", "1x"]
+
+
 @pytest.mark.parametrize(
     ("method", "views", "regulation", "branch", "text"),
     [

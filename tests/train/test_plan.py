@@ -51,13 +51,19 @@ def test_gpu_hours_are_flops_by_rate() -> None:
         ("zero2", 400, 25, 50, 40),
         ("zero3", 25, 25, 50, 120),
         ("fsdp", 25, 25, 50, 120),
-        ("hsdp", 50, 50, 100, 120),
     ],
 )
 def test_state_of_100_parameters_on_16_gpus(
     engine: str, weights: float, gradients: float, optimizer: float, gathered: float
 ) -> None:
-    assert state_bytes(engine, 100, 10, 16, 8) == (weights, gradients, optimizer, gathered)
+    assert state_bytes(engine, 100, 10, 16) == (weights, gradients, optimizer, gathered)
+
+
+@pytest.mark.parametrize(("words", "shards"), [((), 8), (("engine=hsdp", "engine.replicas=4"), 4)])
+def test_hsdp_divides_within_a_copy(words: tuple[str, ...], shards: int) -> None:
+    plan = make_plan("experiment=mae_vit_base", "gpus=16", "batch_size=768", *words)
+    hsdp, fsdp = plan.state("hsdp"), plan.state("fsdp")
+    assert hsdp == fsdp._replace(**{kind: getattr(fsdp, kind) * 16 / shards for kind in hsdp._fields[:3]})
 
 
 def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
@@ -158,3 +164,21 @@ def test_the_plan_is_within_10_percent_of_benchmarked_steps(file: str, words: st
     rows = record["rows"] if isinstance(record, dict) else record
     planned = planned_once(words).peak("single", "none", images)
     assert planned / GIB == pytest.approx(rows[row]["peak_gib"], rel=0.1)
+
+
+LARGE = {
+    "vit_large": ("experiment=mae_vit_base", "backbone=vit_large"),
+    "convvit_large": ("experiment=dmjd_convvit_large_hog",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", LARGE)
+def test_the_plan_is_within_10_percent_of_peaks_under_every_engine(model: str) -> None:
+    rows = [row for row in json.loads((RESULTS / "engines_h200.json").read_text()) if row["model"] == model]
+    traced = planned_once(*LARGE[model]).activations
+    for row in rows:
+        engine, micro, gpus = row["engine"], row["micro_batch"], row["gpus"]
+        plan = make_plan(*LARGE[model], *row["words"], f"gpus={gpus}", f"batch_size={gpus * micro}")
+        plan.__dict__["activations"] = traced  # of a model, whatever the cluster
+        assert plan.peak(engine, "none", micro) / GIB == pytest.approx(max(row["peak_gib"]), rel=0.1), row

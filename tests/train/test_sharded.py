@@ -230,19 +230,20 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("other", "options", "names"),
     [
-        ({"offload_optimizer": True}, "zero1, zero2, zero3"),
-        ({"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
-        ({"replicas": 2}, "hsdp"),
-        ({"reshard_after_forward": False}, "fsdp, hsdp"),
-        ({"blocks_per_unit": 2}, "fsdp, hsdp"),
+        ("ddp", {"offload_optimizer": True}, "zero1, zero2, zero3"),
+        ("ddp", {"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
+        ("ddp", {"replicas": 2}, "hsdp"),
+        ("ddp", {"reshard_after_forward": False}, "fsdp, hsdp"),
+        ("ddp", {"blocks_per_unit": 2}, "fsdp, hsdp"),
+        ("fsdp", {"bucket_mb": 25}, "ddp"),
     ],
 )
-def test_options_of_another_engine_are_refused(options: dict[str, Any], names: str) -> None:
+def test_options_of_another_engine_are_refused(other: str, options: dict[str, Any], names: str) -> None:
     (key,) = options
-    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine=ddp$"):
-        join_world(CPU, engine("ddp", **options))
+    with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine={other}$"):
+        join_world(CPU, engine(other, **options))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import signal
@@ -114,6 +115,25 @@ def test_files_are_looked_for_now_and_then(requests: Requests, tmp_path: Path) -
     (tmp_path / "stop").touch()
     (tmp_path / "save").touch()
     assert [heard(requests, step) for step in (9, 10, 11)] == [[], ["file", "save"], ["file", "save"]]
+
+
+def test_a_folder_asks_for_nothing_is_told_of_once_and_stays(
+    requests: Requests, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "stop").mkdir()
+    (tmp_path / "save" / "mine").mkdir(parents=True)
+    with caplog.at_level(logging.WARNING, logger="dmjd"):
+        assert [heard(requests, step) for step in (10, 20)] == [[], []]
+    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == [
+        f"{tmp_path / name} is a folder" for name in ("stop", "save")
+    ]
+    requests.agree([1.0, 0.0, 0.0, 1.0, 0.0])  # a signal, and a file that has become a folder meanwhile
+    requests.saved()
+    assert (tmp_path / "stop").is_dir()
+    assert (tmp_path / "save" / "mine").is_dir()
+    (tmp_path / "stop").rmdir()
+    (tmp_path / "stop").touch()
+    assert heard(requests, 30) == ["file"]
 
 
 def test_a_save_is_done_once_for_each_file(requests: Requests, tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import knn, linprobe
-from dmjd.interop.official import to_official
 from dmjd.models.objective import Objective
 from dmjd.models.positions import sincos_positions
 from dmjd.train import loop
@@ -30,6 +29,7 @@ from dmjd.train.consolidate import consolidate
 from dmjd.train.weights import load_weights
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, Case
+from tests.interop.official_files import to_official
 from tests.models.test_official_equality import build, inputs, recorded, terms
 
 State = dict[str, Tensor]
@@ -174,9 +174,7 @@ def rerandomised(objective: Objective) -> Objective:
 def test_a_whole_official_file_gives_the_official_losses(case: Case, tmp_path: Path) -> None:
     """Every branch is read: the losses are those that the official code recorded, and no parameter is left."""
     objective = rerandomised(build(case))
-    model = objective.model
-    assert model.decoder is not None
-    shapes = to_official(model.state_dict(), model.encoder.positions, model.decoder.positions)
+    shapes = to_official(objective.model)
     official = {name: torch.from_numpy(cases.parameter(name, tuple(value.shape))) for name, value in shapes.items()}
     official |= {name: shapes[name] for name in ("pos_embed", "decoder_pos_embed")}
     said = load_weights(objective, stored(tmp_path / "official.pth", official))
@@ -220,6 +218,17 @@ def test_positions_are_interpolated_to_the_grid_of_the_images(tmp_path: Path) ->
     assert torch.equal(table[:, :1], state["pos_embed"][:, :1])
 
 
+@pytest.mark.parametrize("size", [(48, 64), (48, 80)])
+def test_positions_of_oblong_images_are_read_as_they_are(tmp_path: Path, size: tuple[int, int]) -> None:
+    """A file does not tell a grid of 3 x 4; with the cls token's row, 3 x 5 has as many rows as a square one."""
+    model = vit(img_size=size)
+    path = stored(tmp_path / "vit.pth", model.state_dict())
+    frozen = encoder_of(path, *described("learned"), "data=folder", f"data.image_size=[{size[0]},{size[1]}]")
+    table = frozen.encoder.pos_embed
+    assert isinstance(table, Tensor)
+    assert torch.equal(table, model.pos_embed)
+
+
 def less(name: str) -> Callable[[State], State]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
@@ -236,7 +245,12 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
         ["backbone.positions=sincos", "backbone.block=plain", "backbone.layer_scale=null"],
         ["unexpected", "gamma_1", "rel_pos_bias"],
     ),
-    "torn": ("mae", less("blocks.1.norm1.weight"), [], ["theirs.pth", "1 missing (blocks.1.norm1.weight)"]),
+    "torn": (
+        "mae",
+        less("blocks.1.norm1.weight"),
+        [],
+        ["theirs.pth", "the file has 1 missing (blocks.1.norm1.weight)"],
+    ),
     "foreign": (
         "mae",
         lambda state: state | {"rope.freqs": torch.ones(3)},
@@ -266,6 +280,7 @@ def test_a_file_of_another_model_is_refused_in_one_sentence(wrong: str, tmp_path
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value), f"{caught.value!s} lacks {part!r}"
+    assert ("dmjd convert takes these words" in str(caught.value)) == ("source=" in str(caught.value))
 
 
 def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
@@ -301,6 +316,11 @@ def test_words_that_do_not_fit_a_file_are_refused(words: list[str], parts: list[
 def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
     with pytest.raises(ConfigError, match=r"experiment and backbone describe files, and .* its own config.yaml"):
         encoder_of(finished_run, "experiment=mae_vit_base")
+
+
+def test_a_name_that_is_nothing_may_have_been_a_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht is not there; name a file of weights"):
+        encoder_of(tmp_path / "mae.pht", *described("mae"))
 
 
 def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> None:

@@ -49,8 +49,8 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
         StorageError: if the destination cannot be written; what is finished stays.
     """
     workers = workers or available_workers()
-    folder = Path(dst).expanduser()
-    _check_destination(Path(src).expanduser(), folder)
+    folder = Path(dst)
+    _check_destination(Path(src), folder)
     source = find_source(src, workers)
     recipe = _recipe(src, source, shard_mb, channels)
     text = recipe["source"]

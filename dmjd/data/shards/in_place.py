@@ -33,7 +33,7 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
         DataError: if a tar is missing, compressed or truncated, holds no image, or ``dst`` has a manifest.
         StorageError: if ``dst`` cannot be written.
     """
-    folder = Path(dst).expanduser()
+    folder = Path(dst)
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; give a folder for the index")
     if (folder / MANIFEST).exists():
@@ -78,7 +78,7 @@ def index_tar(location: str) -> Part:
 def _expand(tars: Sequence[str]) -> list[str]:
     locations: list[str] = []
     for tar in tars:
-        paths = [tar] if is_remote(tar) else sorted(glob.glob(str(Path(tar).expanduser()))) or [tar]
+        paths = [tar] if is_remote(tar) else sorted(glob.glob(str(Path(tar)))) or [tar]
         locations += paths
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:

@@ -87,7 +87,7 @@ def find_source(src: str, workers: int = 1) -> Source:
     Raises:
         DataError: if there is nothing of that, or it is damaged.
     """
-    root = Path(src).expanduser()
+    root = Path(src)
     tars = _find_tars(root)
     if tars:
         return _from_tars(tars, workers)

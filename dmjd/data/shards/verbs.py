@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dmjd.errors import ConfigError, DataError, StorageError
+from dmjd.files import at_home, replace_file
 
 _SHOWN_FAULTS = 10
 _PNG = "shards.png"
@@ -90,7 +91,6 @@ def _stat(words: _Words) -> Iterator[str]:
 def _show(words: _Words) -> Iterator[str]:
     from dmjd.data.shards.contact import contact_sheet
     from dmjd.data.shards.index import load_splits
-    from dmjd.files import replace_file
 
     root, count = words.places
     if not count.isdecimal() or int(count) < 1:
@@ -139,9 +139,9 @@ def run(words: Sequence[str]) -> Iterator[str]:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier():  # a path may hold an equals sign
-            places.append(word)
+            places.append(at_home(word))
         elif key in verb.keys:
-            keys[key] = value
+            keys[key] = at_home(value)
         else:
             near = difflib.get_close_matches(key, verb.keys, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

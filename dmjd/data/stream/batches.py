@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from dmjd.data.batch import Batch
-from dmjd.data.crops import CropDraws, Range, training_view
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.decode import open_image
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import TarImage
@@ -36,8 +36,7 @@ class StreamBatches:
 
     Args:
         stream: where images come from.
-        batch_size, size, seed, scale, ratio, rank, world, interpolation, second_size: as for
-            :class:`dmjd.data.loader.StepBatches`.
+        batch_size, crop, seed, rank, world: as for :class:`dmjd.data.loader.StepBatches`.
 
     Raises:
         ConfigError: if ``world`` does not divide a batch, an epoch is less than one, or there are fewer tars than
@@ -48,14 +47,10 @@ class StreamBatches:
         self,
         stream: TarStream,
         batch_size: int,
-        size: tuple[int, int],
+        crop: RandomResizedCrop,
         seed: int,
-        scale: Range,
-        ratio: Range,
         rank: int = 0,
         world: int = 1,
-        interpolation: str = "bicubic",
-        second_size: tuple[int, int] | None = None,
     ) -> None:
         tars = len(stream.locations)
         if not 1 <= batch_size <= len(stream):
@@ -67,10 +62,8 @@ class StreamBatches:
         self.steps_per_epoch = len(stream) // batch_size
         self._most_workers = tars // world
         self._stream = stream
-        self._batch_size, self._size, self._seed = batch_size, size, seed
-        self._scale, self._ratio = scale, ratio
+        self._batch_size, self._crop, self._seed = batch_size, crop, seed
         self._rank, self._world = rank, world
-        self._interpolation, self._second_size = interpolation, second_size
         self._start = self._begun = 0
         self._images: Iterator[TarImage] | None = None  # of this process, from its first batch on
         self._bad_tars: list[BadImage] = []
@@ -103,13 +96,12 @@ class StreamBatches:
         part = self._batch_size // self._world
         sample_ids = torch.arange(part) + step * self._batch_size + self._rank * part
         key = make_key(self._seed, step // self.steps_per_epoch)
-        draws = CropDraws(sample_ids, key, self._scale, self._ratio)
+        draws = self._crop.draw(sample_ids, key)
         views, passed_over = list[tuple[Tensor, ...]](), list[Substitution]()
         for image in self._images:
             try:
                 opened = open_image(image.data, image.name, self._stream.channels)
-                box = draws.box(len(views), *opened.size)
-                views.append(training_view(opened, box, self._size, self._interpolation, self._second_size))
+                views.append(draws.cut(len(views), opened))
             except BadImage as bad:
                 passed_over.append(Substitution(int(sample_ids[len(views)]), bad.copy(), _NEXT))
                 if len(passed_over) > MOST_PASSED_OVER:

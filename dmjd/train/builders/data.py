@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dmjd.config import DataConfig, PretrainConfig
+from dmjd.data.build import training_crop
 from dmjd.errors import ConfigError
 
 
@@ -26,8 +27,6 @@ def check_data(data: DataConfig) -> None:
     for name, values in (("mean", data.mean), ("std", data.std)):
         if len(values) != data.channels:
             raise ConfigError(f"data.{name} needs one value for each of {data.channels} channels, got {list(values)}")
-    for name, (least, greatest) in (("crop_scale", data.crop_scale), ("crop_ratio", data.crop_ratio)):
-        if least > greatest:
-            raise ConfigError(f"data.{name} must be [least, greatest], got [{least}, {greatest}]")
+    training_crop(data)
     if data.jitter and data.channels != 3:
         raise ConfigError(f"data.jitter changes colours and needs data.channels=3, got {data.channels}")

@@ -99,10 +99,13 @@ def test_stat_counts(dmjd: Command, finished: Path) -> None:
     assert sum(counts) == counts[0] == 24
 
 
-def test_show_writes_a_contact_sheet(dmjd: Command, finished: Path, tmp_path: Path) -> None:
+def test_show_writes_a_contact_sheet(
+    dmjd: Command, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     sheets = []
-    for name in ("a.png", "b.png"):
-        code, out, err = dmjd("shards", "show", str(finished), "6", f"output={tmp_path / name}")
+    for name, output in (("a.png", tmp_path / "a.png"), ("b.png", "~/b.png")):
+        code, out, err = dmjd("shards", "show", str(finished), "6", f"output={output}")
         assert (code, out.strip(), err) == (0, str(tmp_path / name), "")
         sheets.append((tmp_path / name).read_bytes())
     assert sheets[0] == sheets[1]

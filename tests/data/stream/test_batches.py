@@ -20,7 +20,7 @@ from PIL import Image
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches, training_source
-from dmjd.data.crops import CropDraws, crop_and_resize
+from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import InMemory
 from dmjd.data.detour import Detour
 from dmjd.data.loader import make_loader
@@ -199,10 +199,11 @@ def test_what_is_only_for_streams_or_never_for_them_is_said(tars: Path) -> None:
         build_dataset(config(piped(tars)), "test")
     stream = training_source(config(piped(tars)))
     assert isinstance(stream, TarStream)
+    crop = RandomResizedCrop((8, 8))
     for arguments, said in (
-        ((61, (8, 8), 0, (0.2, 1.0), (0.7, 1.4)), "batch_size=61 must be between 1 and data.samples=60"),
-        ((8, (8, 8), 0, (0.2, 1.0), (0.7, 1.4), 0, 3), "must be a multiple of the 3 processes"),
-        ((56, (8, 8), 0, (0.2, 1.0), (0.7, 1.4), 0, 7), r"7 processes cannot share the 6 tar\(s\)"),
+        ((61, crop, 0), "batch_size=61 must be between 1 and data.samples=60"),
+        ((8, crop, 0, 0, 3), "must be a multiple of the 3 processes"),
+        ((56, crop, 0, 0, 7), r"7 processes cannot share the 6 tar\(s\)"),
     ):
         with pytest.raises(ConfigError, match=said):
             StreamBatches(stream, *arguments)
@@ -254,11 +255,12 @@ def test_crops_are_resampled_as_configured_and_a_second_time_for_the_target(
     tar = write_tar(tmp_path / "one.tar", range(1), {0: file.getvalue()})
     of = config(tar, image_size=[32, 32], second_size=[16, 16], interpolation="bilinear", samples=BATCH)
     ((batch,),) = launch(of, tmp_path, 1, 2, workers=0, world=1)
-    draws = CropDraws(batch.sample_ids, make_key(3, 1))
+    crop = RandomResizedCrop((32, 32), interpolation="bilinear")
+    draws = crop.draw(batch.sample_ids, make_key(3, 1))
     assert batch.second.shape == (BATCH, 16, 16, 3)
     for row in range(BATCH):
         top, left, height, width = box = draws.box(row, 60, 50)
-        assert torch.equal(batch.images[row], crop_and_resize(InMemory(pixels), box, (32, 32), "bilinear"))
+        assert torch.equal(batch.images[row], *crop.cut(InMemory(pixels), box))
         part = Image.fromarray(pixels[top : top + height, left : left + width])
         np.testing.assert_array_equal(batch.second[row].numpy(), part.resize((16, 16), Image.Resampling.LANCZOS))
 

@@ -1,0 +1,59 @@
+"""Batches for a benchmark: on the device already, uploaded from pinned memory, or read from shards of JPEG files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from photographs import write_shards
+
+from dmjd.config import PretrainConfig
+from dmjd.data.batch import Batch
+from dmjd.data.build import fetch_ahead, training_batches, training_source
+from dmjd.data.loader import make_loader
+from dmjd.data.upload import Uploader
+from dmjd.parallel.world import World
+from dmjd.train.builders import image_size
+
+INPUTS = ("device", "pinned", "shards")
+DIFFERENT = 4
+"""Synthetic batches in turn: one alone would sit in the L2 cache."""
+
+
+def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: int) -> Iterator[Batch]:
+    """``steps`` of them of ``kind``, or more, as the training loop is given them. Collective."""
+    if kind == "shards":
+        ranks = world.rank, world.size
+        source = world.together(lambda: training_source(config.data))
+        parts = training_batches(config.data, source, config.batch_size, config.seed, *ranks)
+        ahead = fetch_ahead(source, config.batch_size, config.seed, *ranks, world.local_rank, world.local_size)
+        yield from make_loader(parts, 0, steps, config.workers, world.device.type == "cuda", ahead=ahead)
+        return
+    pool = [synthetic(config, world, micro, index) for index in range(DIFFERENT)]
+    if kind == "device":
+        pool = [batch.to(world.device) for batch in pool]
+    elif world.device.type == "cuda":
+        pool = [batch.map(torch.Tensor.pin_memory) for batch in pool]
+    yield from cycle(pool)
+
+
+def uploader(kind: str, device: torch.device) -> Callable[[Batch], Batch]:
+    """What brings batches of ``kind`` to the device."""
+    return (lambda batch: batch) if kind == "device" else Uploader(device)
+
+
+def synthetic(config: PretrainConfig, world: World, micro: int, index: int) -> Batch:
+    """Smooth noise: there is something to learn, and HOG of white noise would be the same everywhere."""
+    generator = torch.Generator().manual_seed(1000 * index + world.rank)
+    height, width = image_size(config)
+    coarse = torch.rand(micro, config.data.channels, height // 16, width // 16, generator=generator)
+    images = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
+    ids = torch.arange(micro) + micro * (world.rank + world.size * index)
+    return Batch((255 * images).byte().permute(0, 2, 3, 1).contiguous(), ids, ids)
+
+
+def provide_shards(folder: Path, images: int, world: World) -> None:
+    """Where there is no ``folder`` yet, make it shards of so many photographs. Collective."""
+    world.on_main(lambda: None if folder.exists() else write_shards(folder, images))
