@@ -171,7 +171,7 @@ def _submit(words: Sequence[str]) -> None:
 
 
 def _preflight(words: Sequence[str]) -> None:
-    """check nodes before a long job, with the job's own words: dmjd preflight [warm=true] key=value ..."""
+    """check nodes before a long job, with its words, which are pretrain's: dmjd preflight [warm=true] key=value ..."""
     from dmjd.cluster.submit import WARM
     from dmjd.compose import compose
 
