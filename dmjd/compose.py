@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -150,7 +151,7 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
     chosen: set[str] = set()
     words = []
     for word in overrides:
-        if word.partition("=")[2].startswith("~"):  # at the front of a value it is a path's, and no symbol of Hydra's
+        if re.match("([^'\"].*::)?~", word.partition("=")[2]):  # at the front it is a path's, and no symbol of Hydra's
             word = _as_text(word)
         try:
             override = OverridesParser.create().parse_override(word)

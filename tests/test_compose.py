@@ -184,6 +184,7 @@ def test_a_tilde_is_a_home_wherever_a_path_begins_with_it(monkeypatch: pytest.Mo
     ("root", "meant"),
     [
         ("~/{0..3}.tar::~/4.tar", "/home/me/{0..3}.tar::/home/me/4.tar"),
+        ("/images/{0..3}.tar::~/4.tar", "/images/{0..3}.tar::/home/me/4.tar"),
         ("pipe:cat ~/{0..3}.tar", "pipe:cat ~/{0..3}.tar"),
         ("https://host/~me/{0..3}.tar", "https://host/~me/{0..3}.tar"),
         ("images/~", "images/~"),
@@ -193,6 +194,11 @@ def test_a_tilde_is_a_home_wherever_a_path_begins_with_it(monkeypatch: pytest.Mo
 def test_a_tilde_elsewhere_is_left_alone(monkeypatch: pytest.MonkeyPatch, root: str, meant: str) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert compose("pretrain", [f"data.root='{root}'"]).data.root == meant
+
+
+def test_a_tilde_behind_another_root_needs_no_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compose("pretrain", ["data.root=/images::~/b"]).data.root == "/images::/home/me/b"
 
 
 def test_an_evaluation_needs_its_checkpoint() -> None:

@@ -46,6 +46,9 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Of Slurm's variables around us, what says where Slurm is. sbatch hands the others on, and a job that is submitted
 from within a job of an array would requeue that one, or stop when that one's time is over."""
 
+_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
+"""How the names begin of variables that are of the job around us, if there is one."""
+
 _SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
 """Where sbatch's variable is not named as its option is."""
 
@@ -121,9 +124,15 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
     first = re.match(r"\d*", options.get("array", "0"))
     index = (first.group() if first else "") or "0"
-    said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
-    config = compose("pretrain" if trains else verb, said)
+
+    def composed(index: str) -> Any:
+        said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
+        return compose("pretrain" if trains else verb, said)
+
+    config = composed(index)
     if trains:
+        if "array" in options and composed(f"1{index}").run != config.run:
+            raise ConfigError("run= of an array's jobs may refer to no word that has %a; write %a in it")
         processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
         _check_batch(config, processes)
         if processes > 1 and not any(word.startswith("engine=") for word in own):
@@ -176,7 +185,7 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     job = plan(verb, words, snapshot(job.folder / "code"))
     path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
     replace_file(path, job.script)
-    around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith("SLURM_")}
+    around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(_OF_A_JOB)}
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
@@ -214,7 +223,7 @@ def read_site(path: Path) -> dict[str, str]:
 def _at_home(word: str) -> str:
     """A script's shell reads the words too, and in a container they would mean another home."""
     key, equals, value = word.partition("=")
-    return key + equals + at_home(value)
+    return key + equals + "::".join(map(at_home, value.split("::")))
 
 
 def _site_file(name: str) -> Path:

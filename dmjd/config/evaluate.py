@@ -51,7 +51,7 @@ class LinprobeConfig(ScoreConfig):
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
     ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once. Crops are
-    those of MAE's probe, ``crop_scale`` of an image's area, however large the run's own were.
+    those of MAE's probe, ``crop_scale`` of an image's area; ``data.crop_scale`` is pre-training's and not read here.
     """
 
     epochs: int = positive(90)

@@ -202,7 +202,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
             "data.check=decode is for folders, since shards are checked when they are built; "
             f"to check them again: dmjd shards verify {config.root} decode=true"
         )
-    root = config.root if is_remote(config.root) else str(Path(config.root))
+    root = config.root
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:

@@ -182,7 +182,7 @@ class EvaluationBatches:
         crop_pct: as for :func:`dmjd.data.crops.evaluation_view`.
     """
 
-    def __init__(self, dataset: ImageDataset, batch_size: int, size: tuple[int, int], crop_pct: float = 1.0) -> None:
+    def __init__(self, dataset: ImageDataset, batch_size: int, size: tuple[int, int], crop_pct: float) -> None:
         self._dataset = dataset
         self._batch_size = batch_size
         self._size = size
@@ -290,7 +290,7 @@ def make_loader(
 
 
 def evaluation_loader(
-    dataset: ImageDataset, batch_size: int, size: tuple[int, int], workers: int, crop_pct: float = 1.0
+    dataset: ImageDataset, batch_size: int, size: tuple[int, int], workers: int, crop_pct: float
 ) -> BatchLoader:
     """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them."""
     batches = EvaluationBatches(dataset, batch_size, size, crop_pct)

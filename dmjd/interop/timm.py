@@ -95,7 +95,7 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
             "input_size": [data.channels, *image_size],
             "mean": list(data.mean),
             "std": list(data.std),
-            "crop_pct": 1.0,
+            "crop_pct": data.crop_pct,
             "num_classes": 0,
         },
     }

@@ -82,8 +82,8 @@ class DDPEngine(SingleEngine):
         gc.collect()
 
 
-def _bucket_mb(world: World) -> int:
+def _bucket_mb(world: World) -> int | None:
     """A reduction slows the products beside it down by more than its own time. Where links are fast, few and large ones
     lose least, though the last of them has nothing to hide behind; where links are slow, that last one would be seen.
     """
-    return 400 if world.local_size == world.size else 25
+    return 400 if world.local_size == world.size else None  # torch's 25, and a first bucket of 1

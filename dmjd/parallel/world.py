@@ -102,6 +102,10 @@ class World:
             raise refusal
         raise _told(str(sentences[speaker]))
 
+    def bearable(self, seconds: float) -> float:
+        """``seconds`` of waiting on one rank, or so few of them that the others do not lose patience with it."""
+        return seconds if self.size == 1 else min(seconds, self.patience.total_seconds() / 2)
+
     def gather(self, item: T) -> list[T]:
         """``item`` of every rank, in rank order, on every rank."""
         if self.size == 1:

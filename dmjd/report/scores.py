@@ -17,7 +17,7 @@ _FULL = {"knn": "k-nearest-neighbour", "linprobe": "linear-probing", "finetune":
 _ONLINE_SETTINGS = {
     **{key: ("online_knn", key) for key in ("pooling", "neighbours", "temperature", "train_images")},
     "data": ("data", "name"),
-    **{key: ("data", key) for key in ("root", "image_size")},
+    **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std")},
 }
 """Where the configuration says what an online score depends on; it is taken on the run's own data."""
 

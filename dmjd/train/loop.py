@@ -129,8 +129,7 @@ class Pretraining:
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
-        decay = config.ema_decay
-        self.ema = EncoderEma(self.engine.local_shards(), decay) if decay is not None else None
+        self.ema = None if config.ema_decay is None else EncoderEma(self.engine.local_shards(), config.ema_decay)
         if self.ema is not None and isinstance(tokenizer, TeacherTarget):
             encoder = self.engine.objective.model.encoder
             tokenizer.teacher = EmaTeacher(encoder, self.ema, config.target.layers)
@@ -208,7 +207,8 @@ class Pretraining:
         return weights_at(self.config.init, "init")
 
     def _lock(self, stack: ExitStack) -> None:
-        self._check_folder = stack.enter_context(only_run_in(self.run.create(), self.config.lock_wait))
+        held = only_run_in(self.run.create(), self.world.bearable(self.config.lock_wait))
+        self._check_folder = stack.enter_context(held)
 
     def play(self) -> None:
         """The whole run, from where it stands to its end or to where it is asked to stop."""

@@ -85,6 +85,8 @@ class Plan:
             raise ConfigError(f"batch_size={config.batch_size} is not divisible by gpus={config.gpus}")
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
             raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
+        if config.gpus % replicas(config.engine, config.gpus, min(config.gpus_per_node, config.gpus)):
+            raise ConfigError(f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}")
         self.config = config
         self.gpu: Accelerator = ACCELERATORS[config.gpu]
         self.images_per_gpu = config.batch_size // config.gpus

@@ -91,6 +91,7 @@ class RunFolder:
         before = from_yaml(PretrainConfig, self.config.read_text(), self.config)
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent
+        before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
         # Nor does the way to the same bytes. Whether they are the same, checkpoints know (dmjd/train/state.py).
         before.data.cache, before.data.cache_gib = config.data.cache, config.data.cache_gib
         if before.data.name == config.data.name == "shards":

@@ -108,7 +108,8 @@ def _read(path: Path, encoder: Encoder) -> _File:
         weights = with_positions(weights, {POSITIONS} & own, None, encoder.grid, "this model")
         weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", None, encoder.grid)
     except CheckpointError as error:
-        raise CheckpointError(f"{said}: {error}") from error
+        hint = "; dmjd convert takes this word, and its file is read here" if "source_grid=" in str(error) else ""
+        raise CheckpointError(f"{said}: {error}{hint}") from error
     return _File(said, weights)
 
 

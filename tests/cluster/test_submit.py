@@ -75,6 +75,12 @@ def test_an_array_is_told_by_its_index_where_each_run_is() -> None:
     assert job.look == "look with dmjd doctor 'runs/lr=1 %a'", "in the array's own folder is nothing to be seen"
 
 
+def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
+    words = ["experiment=mae_vit_base", "gpus=1", "array=3-4", "seed=%a", "run=runs/${seed}-%a"]
+    with pytest.raises(ConfigError, match="may refer to no word that has %a"):
+        plan("pretrain", words)
+
+
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -148,12 +154,16 @@ def test_variables_of_the_job_that_submits_do_not_reach_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
 ) -> None:
     play_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
-    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "SLURM_CONF", "SBATCH_PARTITION"):
+    of_a_job = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "DMJD_CHAIN", "DMJD_LAST_WORD"
+    for name in (*of_a_job, "SLURM_CONF", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, "5")
     said = submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])
     assert said[-1].startswith("submitted: 7; ")
     around = (tmp_path / "around").read_text()
-    assert set(re.findall(r"^((?:SLURM|SBATCH)\w+)=", around, re.MULTILINE)) == {"SLURM_CONF", "SBATCH_PARTITION"}
+    assert set(re.findall(r"^((?:SLURM|SBATCH|DMJD_[CL])\w+)=", around, re.MULTILINE)) == {
+        "SLURM_CONF",
+        "SBATCH_PARTITION",
+    }
 
 
 def test_a_script_has_a_home_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_a_broken_image_is_one_sentence_after_the_good_batches(workers: int) -> 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_evaluation_replaces_nothing(workers: int) -> None:
-    loader = iter(evaluation_loader(Noise(9, {5: "missing"}), batch_size=4, size=SIZE, workers=workers))
+    loader = iter(evaluation_loader(Noise(9, {5: "missing"}), batch_size=4, size=SIZE, workers=workers, crop_pct=1.0))
     next(loader)
     with pytest.raises(BadImage, match=r"noise/5\.png cannot be read"):
         next(loader)
@@ -350,7 +350,7 @@ def test_evaluation_shows_every_image_once_in_order(workers: int) -> None:
 
 
 def test_evaluation_batches_end() -> None:
-    batches = EvaluationBatches(Noise(8), batch_size=4, size=SIZE)
+    batches = EvaluationBatches(Noise(8), batch_size=4, size=SIZE, crop_pct=1.0)
     assert len(batches) == 2
     with pytest.raises(IndexError):
         batches[2]

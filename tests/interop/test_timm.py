@@ -122,14 +122,14 @@ def test_positions_keep_their_dtype() -> None:
 
 
 def test_the_call_makes_timms_preprocessing_that_of_the_run() -> None:
-    data = DataConfig(image_size=[32, 48], channels=2, mean=[0.1, 0.2], std=[0.3, 0.4])
+    data = DataConfig(image_size=[32, 48], channels=2, mean=[0.1, 0.2], std=[0.3, 0.4], crop_pct=0.9)
     call = timm_call(BackboneConfig(patch_size=16, embed_dim=24, depth=1, num_heads=3), data)
     found = timm.data.resolve_model_data_config(on_meta(call.architecture, **call.arguments))
     assert {key: found[key] for key in ("input_size", "mean", "std", "crop_pct", "crop_mode", "interpolation")} == {
         "input_size": [2, 32, 48],
         "mean": [0.1, 0.2],
         "std": [0.3, 0.4],
-        "crop_pct": 1.0,
+        "crop_pct": 0.9,
         "crop_mode": "center",
         "interpolation": "bicubic",
     }

@@ -93,6 +93,14 @@ def test_online_scores_of_other_data_do_not_compare(make_run: MakeRun) -> None:
     assert compare(runs, runs[0]).columns[-2].cells == ["1x", "- (no score)", "1x"]
 
 
+def test_online_scores_of_other_views_do_not_compare(make_run: MakeRun) -> None:
+    def seen(name: str, crop_pct: float) -> Path:
+        return make_run(name, curve=[(10, 50.0)], config={"data": {"name": "folder", "crop_pct": crop_pct}})
+
+    folders = seen("a", 0.875), seen("b", 1.0)
+    assert cells("kNN online (crop_pct 0.875)", *folders) == ["50.0", "-"]
+
+
 @pytest.mark.parametrize(
     ("method", "views", "regulation", "branch", "text"),
     [

@@ -91,6 +91,8 @@ def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     [
         (("batch_size=100", "gpus=64"), "batch_size=100 is not divisible by gpus=64"),
         (("batch_size=120", "gpus=12"), "gpus=12 is not divisible by gpus_per_node=8"),
+        (("gpus=8", "engine.replicas=16"), "engine.replicas=16 does not divide gpus=8"),
+        (("gpus=8", "engine=hsdp", "engine.replicas=3"), "engine.replicas=3 does not divide gpus=8"),
         (("gpu=a100",), "gpu must be one of .*a100-40.*, got 'a100'"),
         (("mfu=0",), "mfu must be above 0 and at most 100, got 0"),
     ],

@@ -52,6 +52,11 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
     assert not [name for name in files(run.path) if name.endswith(".tmp")]
 
 
+@pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7"])
+def test_what_no_step_depends_on_may_change(tmp_path: Path, word: str) -> None:
+    started(tmp_path).check(configure(word))
+
+
 def test_each_launch_is_kept(tmp_path: Path) -> None:
     run = started(tmp_path)
     run.record(configure("log_every=7"), alone(CPU))

@@ -137,6 +137,19 @@ def test_a_job_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
             assert clock[0] == (40.0 if said else 0.0)
 
 
+def test_a_rank_waits_for_a_folder_no_longer_than_the_others_wait_for_it(
+    tmp_path: Path, tiny: Words, launch_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    words = tiny(tmp_path / "run", "batch_size=64", "engine=ddp", "engine.start_timeout=0.3", "lock_wait=300")
+    (tmp_path / "run").mkdir()
+    with lock.only_run_in(tmp_path / "run"):
+        ranks = launch_world(2, ["pretrain", *words])
+        for rank in ranks:
+            rank.join(120)
+    assert [rank.exitcode for rank in ranks] == [2, 2], "a refusal, and no rank in a collective that timed out"
+
+
 def between_checkpoints(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """``act()`` once, while the run goes on after its first checkpoint."""
     acts = iter([act])

@@ -267,6 +267,12 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
         [],
         ["theirs.pth", "blocks.1.attn.relative_position_bias_table differs from block 0's"],
     ),
+    "eleven positions": (
+        "mae",
+        lambda state: state | {"pos_embed": torch.zeros(1, 11, 48)},
+        [],
+        ["not a square grid", "source_grid=", "dmjd convert takes this word"],
+    ),
     "nothing": ("mae", lambda state: {"a": torch.ones(1)}, [], ["no layout has all of these names", "a"]),
 }
 

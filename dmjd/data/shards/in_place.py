@@ -78,7 +78,7 @@ def index_tar(location: str) -> Part:
 def _expand(tars: Sequence[str]) -> list[str]:
     locations: list[str] = []
     for tar in tars:
-        paths = [tar] if is_remote(tar) else sorted(glob.glob(str(Path(tar)))) or [tar]
+        paths = [tar] if is_remote(tar) else sorted(glob.glob(tar)) or [tar]
         locations += paths
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
