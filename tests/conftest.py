@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.process
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -49,6 +50,12 @@ GPU_TESTS = pytest.StashKey[list[str]]()
 @pytest.hookimpl(tryfirst=True)  # before the GPU tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+
+
+def pytest_configure() -> None:
+    """What nohup, or a shell for its background, has ignored would be ignored by every process that is signalled."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
