@@ -62,5 +62,5 @@ def build_engine(
         return DeepSpeedEngine(objective, bare, engine, optim, world, precision, micro_batch)
     apply(objective.model, engine)
     if world.size == 1:
-        return SingleEngine(objective, optim, world.device, precision)
-    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb)
+        return SingleEngine(objective, optim, world.device, precision, cuda_graphs=engine.cuda_graphs)
+    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb, cuda_graphs=engine.cuda_graphs)

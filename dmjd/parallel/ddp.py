@@ -44,8 +44,9 @@ class DDPEngine(SingleEngine):
         precision: torch.dtype,
         *,
         bucket_mb: int | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
-        super().__init__(objective, config, world.device, precision)
+        super().__init__(objective, config, world.device, precision, cuda_graphs=cuda_graphs)
         no_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}  # positions are functions of the grid, equal everywhere
         self._replicas = DistributedDataParallel(
             objective,

@@ -26,6 +26,7 @@ SHARDED = ("fsdp", "hsdp")
 """Engines that work on a mesh, of one process if need be."""
 
 _OPTIONS = {
+    "cuda_graphs": ("single", "ddp"),  # others move parameters, which a graph would look for where they were
     "reshard_after_forward": SHARDED,
     "blocks_per_unit": SHARDED,
     "bucket_mb": ("ddp",),
@@ -190,6 +191,13 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         raise ConfigError(
             f"engine.compile=model leaves no room for engine={engine.name} between blocks; use engine.compile=block"
         )
+    if engine.cuda_graphs and (engine.compile == "none" or device.type != "cuda"):
+        raise ConfigError(
+            "engine.cuda_graphs=true is for what engine.compile=block or model compiles for a CUDA device"
+        )
+    if engine.cuda_graphs and engine.name == "ddp" and engine.compile == "model":
+        # torch cuts the model where buckets end; graphs of such pieces have not been tried.
+        raise ConfigError("engine.cuda_graphs=true goes with engine.compile=block under engine=ddp, not with model")
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(minutes=engine.start_timeout)
     if size == 1:
