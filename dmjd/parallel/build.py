@@ -12,8 +12,9 @@ from dmjd.parallel.ddp import DDPEngine
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.fsdp import FSDPEngine, without_parameters
+from dmjd.parallel.sharding import SHARDED, replicas
 from dmjd.parallel.single import SingleEngine
-from dmjd.parallel.world import SHARDED, World, alone, replicas
+from dmjd.parallel.world import World, alone
 
 
 def select_device(name: str, key: str = "engine.device") -> torch.device:

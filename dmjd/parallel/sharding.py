@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dmjd.config import EngineConfig
+
 ENGINES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+
+SHARDED = ("fsdp", "hsdp")
+"""Engines that work on a mesh, of one process if need be."""
 
 FLOAT = 4
 """Bytes of a parameter, a gradient and a moment."""
@@ -60,3 +65,8 @@ def state_bytes(engine: str, parameters: int, largest_unit: int, shards: int) ->
     whole = max(2 * largest_unit, min(parameters, ZERO3_LIVE) if engine == "zero3" else 0) if weights_parted else 0
     leaving = gradients_parted * largest_unit + _BUCKETS.get(engine, 0) * ZERO_BUCKET
     return StateBytes(weights, gradients, optimizer, FLOAT * (whole + leaving))
+
+
+def replicas(engine: EngineConfig, size: int, local_size: int) -> int:
+    """How many copies of the sharded model HSDP keeps: as many as asked for, or one on each host."""
+    return engine.replicas or max(1, size // local_size)

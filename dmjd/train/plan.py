@@ -20,8 +20,7 @@ from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.memory import StepMemory, trace_step
-from dmjd.parallel.sharding import ENGINES, FLOAT, StateBytes, state_bytes
-from dmjd.parallel.world import SHARDED, replicas
+from dmjd.parallel.sharding import ENGINES, FLOAT, SHARDED, StateBytes, replicas, state_bytes
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
 
