@@ -72,6 +72,10 @@ class SingleEngine:
         """What :meth:`_state` gives, or a copy on the CPU, as a checkpoint is to understand it."""
         return state
 
+    def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of :meth:`_state` this rank writes."""
+        return state
+
     @property
     def _group(self) -> dist.ProcessGroup | None:
         """For saves alone, which run beside the training and must not mix with what ranks do in it."""
@@ -118,7 +122,8 @@ class SingleEngine:
         return {name: parameter.detach() for name, parameter in self._owned.items()}
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        return partial(native_files.write, path, self._laid_out(self._copies.take(self._state(averages))), self._group)
+        copied = self._copies.take(self._share(self._state(averages)))
+        return partial(native_files.write, path, self._laid_out(copied), self._group)
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
         native_files.read_into(path, self._laid_out(self._state(averages)))
