@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from dmjd import __version__
@@ -32,6 +32,9 @@ def _pretrain(words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     ending = run.read_stop_reason()
+    if not ending:  # the folder was let go of, and whoever waited for it has begun
+        print(f"{run.path}: its end is told, and another launch goes on in it")
+        return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
 
@@ -286,13 +289,11 @@ def _last_word() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        path = os.environ.get("DMJD_LAST_WORD")
-        if path and not getattr(error, "told", False):
+        if not getattr(error, "told", False):
             from dmjd.train.cause import cause
+            from dmjd.train.last_word import leave_last_word
 
-            # The first word is the cause of the others. A disk that takes none may be what the error tells of.
-            with suppress(OSError), Path(path).open("x") as file:
-                file.write(": ".join(cause(error, int(os.environ.get("RANK", "0")))) + "\n")
+            leave_last_word(*cause(error, int(os.environ.get("RANK", "0"))))
         raise
 
 

@@ -107,8 +107,10 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
     now = time.time() if now is None else now
-    beats, launches, stop = read_heartbeats(run), _launches(run), _stop(run)
-    refused = "" if "step" in stop else _refused_beside(run, beats)
+    beats, launches = read_heartbeats(run), _launches(run)
+    word = _last_word(run, launches[-1]) if launches else None
+    stop = _stop(_marker(run, _began(launches[-1] if launches else None) - CLOCK_SKEW_SECONDS), word)
+    refused = "" if "step" in stop else _refused_beside(word, beats)
     if refused:
         stop, launches = {}, [each for each in launches if each["job"] != launches[-1]["job"]]
     launch = launches[-1] if launches else None
@@ -158,29 +160,42 @@ _SLURM_ADVICE = {
 }
 
 
-def _stop(run: Path) -> dict[str, Any]:
-    """What the last launch left: its marker, or else its last word, of a launch that never became a run."""
-    path = run / "STOP_REASON"
-    if path.is_file():
-        try:
-            marker = json.loads(path.read_text())
-        except ValueError:
-            return {}
-        return marker if isinstance(marker, dict) and marker.keys() >= {"reason", "detail", "next"} else {}
-    reason, _, detail = _last_word(run).partition(": ")
-    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"} if reason else {}
+class LastWord(NamedTuple):
+    """What a launch of a job left for its batch script, and when (seconds since 1970)."""
+
+    text: str
+    time: float
 
 
-def _last_word(run: Path) -> str:
-    path = run / "slurm" / "last_word"
-    return path.read_text(errors="replace").strip() if path.is_file() else ""
+def _marker(run: Path, began: float) -> dict[str, Any]:
+    """What the run left of its end; empty if that is damaged, or from before ``began``: of an earlier launch."""
+    try:
+        marker = json.loads((run / "STOP_REASON").read_text())
+        of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return marker if of_this_launch and marker.keys() >= {"reason", "detail", "next"} else {}
 
 
-def _refused_beside(run: Path, beats: Sequence[Beat]) -> str:
+def _stop(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:
+    """What was left last: the marker of a run, or the word of a launch that never became one."""
+    if word is None or (marker and f"{marker['reason']}: {marker['detail']}" == word.text):
+        return marker
+    if marker and datetime.fromisoformat(marker["when"]).timestamp() >= word.time:
+        return marker
+    reason, _, detail = word.text.partition(": ")
+    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"}
+
+
+def _last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
+    path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return LastWord(lines[0], path.stat().st_mtime) if lines else None
+
+
+def _refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
     """The last word of a launch, if ranks of another were heard of after it: two jobs had been submitted for a run."""
-    word = _last_word(run)
-    when = (run / "slurm" / "last_word").stat().st_mtime if word else 0.0
-    return word if any(beat.time > when for beat in beats) else ""
+    return word.text if word and any(beat.time > word.time for beat in beats) else ""
 
 
 def _began(launch: Mapping[str, Any] | None) -> float:

@@ -90,8 +90,8 @@ run_once() {
     launch "${WORDS[@]}"
 }
 
-# Train, and see to it that training goes on: the marker that a run leaves tells why it ended, the checkpoints whether
-# it got anywhere.
+# Train, and see to it that training goes on: the last word of a launch tells why it ended, the checkpoints whether it
+# got anywhere.
 train() {
     read_words "$@"
     # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
@@ -122,8 +122,10 @@ train() {
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
         "$(date -u +%FT%TZ)" "${log//\"/\\\"}" >>"$RUN/slurm/launches.jsonl"
     say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
-    rm -f "$RUN/STOP_REASON" "$RUN/slurm/last_word"
-    DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
+    # A file of this launch alone: RUN/STOP_REASON belongs to whoever holds the folder, which may be another job by the
+    # time this one looks. Named as the run is, for a container need not see where a link leads.
+    rm -f "$RUN/slurm/last_word-$(job_name)-"*
+    DMJD_LAST_WORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
     export DMJD_LAST_WORD
     local code=0
     launch "${WORDS[@]}" || code=$?
@@ -132,7 +134,7 @@ train() {
 
 # What becomes of the job after a launch that began at step $1 and left with exit code $2.
 settle() {
-    local before=$1 code=$2 now after reason detail idle limit=${DMJD_IDLE_LIMIT:-3}
+    local before=$1 code=$2 now after reason='' detail='' advice='' idle limit=${DMJD_IDLE_LIMIT:-3}
     # On a node that only seemed dead this shell lives on, while Slurm has started the job anew on others.
     now=$(known Restarts)
     if ((${now:-0} > ${SLURM_RESTART_COUNT:-0})); then
@@ -140,10 +142,8 @@ settle() {
         exit 1
     fi
     after=$(committed_step)
-    reason=$(marker reason)
-    detail=$(marker detail)
-    if [[ -z $reason && -s $RUN/slurm/last_word ]]; then # of a launch that never became a run
-        IFS= read -r detail <"$RUN/slurm/last_word"
+    if [[ -s $DMJD_LAST_WORD ]]; then
+        { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_LAST_WORD"
         reason=${detail%%: *} detail=${detail#*: }
     fi
     say "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"
@@ -157,7 +157,7 @@ settle() {
             exit 0
             ;;
         diverged)
-            give_up "$detail; next: $(marker next)"
+            give_up "$detail; next: $advice"
             ;;
         error) # asks for something that waiting in the queue does not bring
             limit=1
@@ -234,9 +234,4 @@ idle_launches() {
     [[ -f $RUN/slurm/launches.jsonl ]] || { echo 0 && return; }
     awk -v of="\"of\": \"${DMJD_CHAIN:-$(job_name)}\"" -v step="\"step\": $1," '
         index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' "$RUN/slurm/launches.jsonl"
-}
-
-# A field of the run's marker; nothing if there is none.
-marker() {
-    [[ ! -f $RUN/STOP_REASON ]] || sed -n "s/^ *\"$1\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$RUN/STOP_REASON"
 }

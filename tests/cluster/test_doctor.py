@@ -50,6 +50,19 @@ def beat(
     (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(asdict(said)))
 
 
+def mark(run: Path, ago: float = 0, **said: str) -> None:
+    """A launch that was a run has ended."""
+    when = datetime.fromtimestamp(time.time() - ago, timezone.utc).isoformat(timespec="seconds")
+    (run / "STOP_REASON").write_text(json.dumps({**said, "step": 7, "total_steps": 20, "when": when}))
+
+
+def speak(run: Path, word: str, ago: float = 0, launch: str = "7-0") -> None:
+    """A launch of a job leaves its last word."""
+    path = run / "slurm" / f"last_word-{launch}"
+    path.write_text(word)
+    os.utime(path, (time.time() - ago, time.time() - ago))
+
+
 def said(run: Path) -> str:
     return "\n".join(f"{finding.what} -> {finding.advice}" for finding in examine(run))
 
@@ -144,8 +157,7 @@ def test_a_run_that_is_well_is_left_alone(run: Path) -> None:
 
 def test_the_marker_outranks_signs_of_life(run: Path) -> None:
     beat(run, 0)
-    marker = {"reason": "time", "detail": "its time is over", "step": 7, "total_steps": 20, "next": "the same command"}
-    (run / "STOP_REASON").write_text(json.dumps(marker))
+    mark(run, reason="time", detail="its time is over", next="the same command")
     assert "it was asked to stop (time) at step 7 of 20: its time is over -> the same command" in said(run)
     assert "quiet" not in said(run)
 
@@ -173,7 +185,8 @@ def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: st
     (run / "STOP_REASON").write_text(left)
     assert "it left no word of its end" in said(run)
     (run / "STOP_REASON").unlink()
-    (run / "slurm" / "last_word").write_text("")
+    launched(run, ago=10)
+    speak(run, "")
     assert "it left no word of its end" in said(run)
 
 
@@ -195,9 +208,7 @@ def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monke
     monkeypatch.setattr(doctor, "_slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
     launched(run, ago=500, job="7")
     launched(run, ago=100, job="9")
-    word = run / "slurm" / "last_word"
-    word.write_text("error: run=run is in use by process 3 on n1\n")
-    os.utime(word, (time.time() - 90, time.time() - 90))
+    speak(run, "error: run=run is in use by process 3 on n1\n", ago=90, launch="9-0")
     beat(run, 0, ago=1)
     found = said(run)
     assert "it is running: step 7" in found
@@ -278,20 +289,27 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
 
 
 def test_a_crash_is_told_from_a_kill(run: Path) -> None:
-    marker = {
-        "reason": "crashed",
-        "detail": "rank 3 on n2: KeyError: 'lr'",
-        "step": 7,
-        "total_steps": 20,
-        "next": "go on",
-    }
-    (run / "STOP_REASON").write_text(json.dumps(marker))
+    mark(run, reason="crashed", detail="rank 3 on n2: KeyError: 'lr'", next="go on")
     assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
 
 
 def test_a_launch_that_never_became_a_run(run: Path) -> None:
-    (run / "slurm" / "last_word").write_text("error: data.root=/x: is not a folder\n")
+    mark(run, ago=500, reason="time", detail="its time is over", next="go on")
+    launched(run, ago=100)
+    assert "it left no word of its end" in said(run), "the marker is of the launch before"
+    speak(run, "error: data.root=/x: is not a folder\n", ago=90)
     assert "it ended by an error before its first step: data.root=/x: is not a folder -> mend that" in said(run)
+
+
+def test_of_a_run_and_a_launch_beside_it_the_one_that_ended_last_speaks(run: Path) -> None:
+    launched(run, ago=100)
+    speak(run, "error: run=run is in use\n", ago=90)
+    mark(run, ago=80, reason="finished", detail="all steps are done", next="dmjd report")
+    assert "it is finished at step 7 of 20" in said(run)
+    speak(run, "error: run=run is in use\n", ago=70)
+    assert "it ended by an error before its first step: run=run is in use" in said(run)
+    speak(run, "finished: all steps are done\ndmjd report\n")
+    assert "it is finished at step 7 of 20: all steps are done -> dmjd report" in said(run)
 
 
 def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.played import PlayedSlurm
+from tests.cluster.played import LAUNCHERS, PlayedSlurm
 
 
 @dataclass
@@ -26,15 +27,14 @@ class Launches:
     def __call__(
         self, reason: str = "", step: int = 0, word: str = "", more: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """A launch that commits ``step`` and leaves a marker with ``reason``, or a last word, or neither."""
+        """A launch that commits ``step`` and leaves a last word of ``reason``, or ``word``, or neither."""
         play = (
             [f"mkdir -p run/checkpoints/step-{step:08d}; touch run/checkpoints/step-{step:08d}/manifest.json"]
             if step
             else []
         )
         if reason:
-            marker = {"reason": reason, "detail": f"why it {reason}", "step": step, "next": "what to do"}
-            play.append(f"echo '{json.dumps(marker, indent=1)}' >run/STOP_REASON")
+            play.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_LAST_WORD"')
         if word:
             play.append(f'echo "{word}" >"$DMJD_LAST_WORD"')
         restart = {"SLURM_RESTART_COUNT": str(self.count)} if self.count else {}
@@ -101,15 +101,39 @@ def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
     assert launches.requeues == 1
 
 
-def test_a_marker_of_an_earlier_launch_says_nothing_of_this_one(launches: Launches) -> None:
+def test_the_word_of_an_earlier_launch_says_nothing_of_this_one(launches: Launches) -> None:
     launches("finished", step=5)
     assert "stopped at step 5 (began at 5): killed" in launches().stdout
 
 
+def test_a_job_that_waited_for_the_folder_does_not_take_the_word_of_the_job_before(launches: Launches) -> None:
+    """The second job's script starts, and its run holds the folder, before the first one's script has looked."""
+    launchers = shlex.quote(str(LAUNCHERS))
+    run = 'echo {} >run/STOP_REASON; echo "{}: so it is" >"$DMJD_LAST_WORD"\n'
+    second = "rm -f run/STOP_REASON; " + run.format("second", "signal")
+    script = f"SLURM_JOB_ID=8 PLAY={shlex.quote(second)} bash {launchers}/slurm/pretrain.sbatch run=run epochs=2 || :"
+    done = launches("finished", step=5, more=f"echo first >run/STOP_REASON\n{script}")
+    first, said = (
+        [line for line in done.stdout.splitlines() if "stopped at" in line][number] for number in (1, 0)
+    )  # the second one's lines come first: it ran within the first
+    assert "finished, why it finished" in first
+    assert "signal, so it is" in said
+    assert done.returncode == 0
+    asked = launches.slurm.asked("scontrol")
+    assert [asked[number + 1] for number, word in enumerate(asked) if word == "requeue"] == ["8"]
+
+
+def test_a_job_removes_words_of_its_own_alone(launches: Launches) -> None:
+    launches("signal", step=5)
+    launches("signal", step=10, SLURM_JOB_ID="70")
+    launches("signal", step=15)
+    words = sorted(path.name for path in (launches.run / "slurm").glob("last_word*"))
+    assert words == ["last_word-7-2", "last_word-70-1"]
+
+
 def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
     slurm = PlayedSlurm(tmp_path)
-    marker = json.dumps({"reason": "finished", "detail": "all"}, indent=1)
-    play = f"echo '{marker}' >runs/lr=1-2/STOP_REASON"
+    play = 'echo "finished: all" >"$DMJD_LAST_WORD"'
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
         done = slurm.play("pretrain.sbatch", *words, PLAY=play, DMJD_RUN="runs/lr=1-%a", **task)
