@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import at_home, replace_file
@@ -146,6 +147,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     header.update(
         {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
     )
+    if verb == "pretrain" and header["time"]:
+        check_limit(header["time"], header.get("signal"), config.time_margin if config.time_budget == "auto" else None)
     header["nodes"], header["gpus-per-node"] = str(nodes), f"{kind}:{gpus}" if kind else str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
     header["chdir"] = str(Path.cwd())  # where words name files, whoever submits the script from wherever

@@ -46,18 +46,21 @@ read_words() {
 # Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
 # told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head end
+    local head name variable time
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by. Of an empty text date would
+    # Slurm before 23.02 does not say when a job begins and ends, which the run's time budget goes by. Of an empty text date would
     # make this morning, after which a run stops at once.
-    if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then
-        end=$(known EndTime)
-        [[ $end != *T* ]] || SLURM_JOB_END_TIME=$(date -d "$end" +%s)
-    fi
-    export SLURM_JOB_END_TIME
+    for name in Start End; do
+        variable=SLURM_JOB_${name^^}_TIME
+        if [[ -z ${!variable:-} ]]; then
+            time=$(known "${name}Time")
+            [[ $time != *T* ]] || printf -v "$variable" %s "$(date -d "$time" +%s)"
+        fi
+    done
+    export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # From 22.05 to 23.02 srun does not inherit the number of processors.

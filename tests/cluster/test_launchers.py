@@ -91,10 +91,10 @@ def test_a_step_that_ends_before_it_is_looked_at_has_failed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
 def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
-    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}"'
+    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}, began $SLURM_JOB_START_TIME"'
     done = PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
     assert done.returncode == 0, done.stderr
-    assert f"ends {end}\n" in done.stdout
+    assert f"ends {end}, began 1795842000\n" in done.stdout
 
 
 def start(launcher: str, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
