@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dmjd import __version__
@@ -14,6 +15,9 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.files import at_home
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
+
+FIRST_SPEAKER_SECONDS = 10.0
+"""By so much one rank of a launch may come to a refusal later than another does, and the launcher end the others."""
 
 
 def _pretrain(words: Sequence[str]) -> None:
@@ -245,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _last_word():
                 VERBS[verb](rest)
     except UserError as error:
+        if error.told is None:
+            _let_others_speak()
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -281,6 +287,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _local_rank(word: str) -> bool:
     """Whether the word is what DeepSpeed's launcher adds unless told not to; it sets LOCAL_RANK as well."""
     return word.startswith(("--local_rank=", "--local-rank="))
+
+
+def _let_others_speak() -> None:
+    """Wait where another rank that is refused the same says so: rank 0, or else the first rank of this host.
+
+    Their end makes the launcher end this one. Whoever is still there has the refusal alone. Were the others to leave
+    without a word, a launcher might end the one that was about to speak.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    with suppress(KeyboardInterrupt):
+        time.sleep(FIRST_SPEAKER_SECONDS * ((rank != "0") + (local_rank != "0")))
 
 
 @contextmanager

@@ -115,7 +115,6 @@ class Requests:
         """This rank cannot go on. By itself it raises; among others it keeps step until all have heard of it."""
         if self._world.size == 1:
             raise error
-        error.told = False  # of those who failed alike, one will speak: see `compare`
         self._error = self._error or error
         self._asked.add("error")
 

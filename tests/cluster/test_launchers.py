@@ -151,6 +151,20 @@ def test_a_home_that_a_shell_has_left_alone_is_one_folder_for_the_script_and_the
     assert not (tmp_path / "~").exists()
 
 
+def test_what_all_ranks_are_refused_is_said_once(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / "torchrun/one_host.sh"), *tiny(tmp_path / "run", "epochs=0")],
+        cwd=ROOT,
+        env={**os.environ, "PROCESSES": "3", "DMJD_PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("error: epochs must be") == 1, done.stderr
+    assert "of local rank 0 left with exit code 2" in done.stderr
+
+
 @pytest.mark.slow
 def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     environment = {

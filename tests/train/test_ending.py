@@ -126,6 +126,7 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
             dmjd("pretrain")
 
     say(RuntimeError("nobody asked"))
+    monkeypatch.setattr(cli, "FIRST_SPEAKER_SECONDS", 0)
     word = tmp_path / "word"
     monkeypatch.setenv("DMJD_LAST_WORD", str(word))
     monkeypatch.setenv("RANK", "1")
