@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -229,6 +230,8 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):

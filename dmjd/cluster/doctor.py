@@ -189,7 +189,7 @@ def _stop(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:
 
 def _last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
     path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
     return LastWord(lines[0], path.stat().st_mtime) if lines else None
 
 
@@ -349,7 +349,7 @@ def _unreadable(run: Path) -> Iterator[Finding]:
 def _launches(run: Path) -> list[dict[str, Any]]:
     """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
     path, launches = run / "slurm" / "launches.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []:
         with suppress(ValueError):
             launches.append(json.loads(line))
     return launches
