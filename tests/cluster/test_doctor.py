@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from dmjd.cluster import doctor, flight
-from dmjd.cluster.doctor import PATTERNS, examine
+from dmjd.cluster import doctor, flight, ranks
+from dmjd.cluster.doctor import examine
 from dmjd.cluster.heartbeat import Beat, read_heartbeats
+from dmjd.cluster.job_log import PATTERNS
 from dmjd.errors import ConfigError
 
 HERE = platform.node()
@@ -88,45 +89,45 @@ def test_a_rank_that_hangs_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
-    ranks = launch_world(2, ["pretrain", *tiny(run, "engine=ddp", "epochs=10000", "checkpoint_every=5")])
+    world = launch_world(2, ["pretrain", *tiny(run, "engine=ddp", "epochs=10000", "checkpoint_every=5")])
 
     def wait_for(happened: Callable[[list[Beat]], bool]) -> None:
         end = time.monotonic() + 120
         while not happened(read_heartbeats(run)):
             assert time.monotonic() < end
-            assert all(process.exitcode is None for process in ranks)
+            assert all(process.exitcode is None for process in world)
             time.sleep(0.1)
 
     try:
         wait_for(lambda beats: len(beats) == 2 and min(beat.step for beat in beats) > 5)
         assert "it is running" in dmjd("doctor", str(run))[1]
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        patience = doctor.STALE_SECONDS
-        monkeypatch.setattr(doctor, "STALE_SECONDS", 3.0)
-        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > doctor.STALE_SECONDS)
+        os.kill(world[1].pid, signal.SIGSTOP)
+        patience = ranks.STALE_SECONDS
+        monkeypatch.setattr(ranks, "STALE_SECONDS", 3.0)
+        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > ranks.STALE_SECONDS)
         stuck = read_heartbeats(run)[1]
         code, found, _ = dmjd("doctor", str(run))
         assert code == 0
         assert (
-            f"rank 1 (process {ranks[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
-            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {ranks[1].pid}"
+            f"rank 1 (process {world[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
+            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {world[1].pid}"
         ) in found
         assert "rank 0 (" not in found
         assert "newest checkpoint: step-" in found
 
-        os.kill(ranks[1].pid, signal.SIGCONT)  # as the doctor said
-        monkeypatch.setattr(doctor, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
+        os.kill(world[1].pid, signal.SIGCONT)  # as the doctor said
+        monkeypatch.setattr(ranks, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
         wait_for(lambda beats: min(beat.step for beat in beats) > stuck.step + 1)
         assert "it is running" in dmjd("doctor", str(run))[1]
 
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        ranks[0].join(60)
+        os.kill(world[1].pid, signal.SIGKILL)
+        world[0].join(60)
         _, found, _ = dmjd("doctor", str(run))
         assert "it lost a rank at step" in found
-        assert f"rank 1 (process {ranks[1].pid} on {HERE})" in found
+        assert f"rank 1 (process {world[1].pid} on {HERE})" in found
         assert "says nothing of its end: it was killed" in found
     finally:
-        for process in ranks:
+        for process in world:
             process.kill()
             process.join()
 
@@ -205,7 +206,7 @@ def test_a_clock_that_is_ahead_is_not_taken_for_a_sign_of_life(
 
 
 def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
+    monkeypatch.setattr(doctor, "slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
     launched(run, ago=500, job="7")
     launched(run, ago=100, job="9")
     speak(run, "error: run=run is in use by process 3 on n1\n", ago=90, launch="9-0")
@@ -252,7 +253,7 @@ def test_a_log_of_any_size_is_read_from_its_end(run: Path) -> None:
 
 
 def slurm_says(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_slurm_state", lambda job: state)
+    monkeypatch.setattr(doctor, "slurm_state", lambda job: state)
 
 
 def test_a_launch_that_starts_is_not_judged_by_what_an_earlier_one_said(
@@ -373,14 +374,14 @@ def _record(rank: int, store: str, folder: str) -> None:
 def test_the_rank_that_never_entered_a_collective(run: Path, tmp_path: Path) -> None:
     (run / "flight").mkdir()
     context = multiprocessing.get_context("forkserver")
-    ranks = [
+    processes = [
         context.Process(target=_record, args=(rank, str(tmp_path / "store"), str(run / "flight"))) for rank in range(2)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert {(stand.rank, stand.sequence) for stand in flight.read_stands(run)} == {(0, 3), (1, 2)}
     assert "1 rank(s) waited in all_reduce number 3" in said(run)
     assert "never entered by rank 1 (last in number 2)" in said(run)
