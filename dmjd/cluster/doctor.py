@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -24,6 +25,17 @@ from dmjd.cluster.launches import (
 )
 from dmjd.cluster.ranks import PHASE_ADVICE, alive_or_not, silent, unreadable
 from dmjd.errors import ConfigError
+
+_NEVER = (
+    (r"(?i)held", "it will not start by itself: mend what the log says, then scontrol release {job}"),
+    (r"DependencyNeverSatisfied", "it will never start: scancel {job}, and dmjd submit again"),
+    (
+        r"PartitionTimeLimit|PartitionNodeLimit|BadConstraints|PerJobLimit|InvalidAccount|InvalidQOS",
+        "it asks for more than it may have: scancel {job}, and submit again with another time, "
+        "nodes, partition, qos or account",
+    ),
+)
+"""(pattern in Slurm's reason for which a job waits, what to do where waiting is in vain)"""
 
 _SLURM_ADVICE = {
     "PENDING": "nothing: it waits for its turn; `squeue --start` may tell when that comes",
@@ -72,8 +84,8 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     findings += unreadable(run)
     if refused:
         findings.append(Finding(f"another launch was refused meanwhile: {refused}", "nothing, if this one shall go on"))
-    if state:
-        findings.append(Finding(f"Slurm: job {job} is {state}", _SLURM_ADVICE.get(state.split()[0], "")))
+    if job and state:
+        findings.append(Finding(f"Slurm: job {job} is {state}", _advice_on(state, job)))
     findings += [
         Finding(sentence, "look at that rank's node; the other ranks are its victims")
         for sentence in flight.explain(flight.read_stands(run, began))
@@ -85,6 +97,12 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         findings += gave_up(log[1])
     findings.append(_standing(run))
     return findings
+
+
+def _advice_on(state: str, job: str) -> str:
+    in_vain = (advice.format(job=job) for reason, advice in _NEVER if re.search(reason, state))
+    usual = _SLURM_ADVICE.get(state.split()[0], "")
+    return next(in_vain, usual) if state.startswith("PENDING") else usual
 
 
 def _ended(stop: Mapping[str, Any]) -> Finding:

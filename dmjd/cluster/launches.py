@@ -83,7 +83,7 @@ def slurm_state(job: str) -> str | None:
         if shutil.which(command[0]) is None:
             continue
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
         except subprocess.TimeoutExpired:
             continue
         if done.returncode == 0 and done.stdout.strip():

@@ -123,8 +123,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         raise ConfigError(f"{verb} works on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
-    first = re.match(r"\d*", options.get("array", "0"))
-    index = (first.group() if first else "") or "0"
+    first = re.match(r"\d*", options.get("array", ""))
+    index = ((first.group() if first else "") or "0") if "array" in options else "%a"  # which stays what it is
 
     def composed(index: str) -> Any:
         said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
@@ -193,12 +193,15 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
         command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
-        done = subprocess.run(command, env=around, capture_output=True, text=True)
+        done = subprocess.run(command, env=around, capture_output=True, text=True, errors="surrogateescape")
+        sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
         if done.returncode:
-            sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
             said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
             raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
-        ids.append(done.stdout.strip().splitlines()[-1].split(";")[0])  # behind what a site's sbatch has to say
+        numbers = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's sbatch may have more to say
+        if not numbers:
+            raise ConfigError(f"sbatch names no job for {path} but says {done.stdout!r}; see squeue --me{sent}")
+        ids.append(numbers[-1])
     return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
 
 
@@ -216,9 +219,11 @@ def read_site(path: Path) -> dict[str, str]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'].*)", line.rstrip(), re.ASCII)
+        match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'](?:(?!\s#).)*)", line.rstrip(), re.ASCII)
         if match is None:
-            raise ConfigError(f"line {number} of {path} must be NAME=value, without quotes or export; got {line!r}")
+            raise ConfigError(
+                f"line {number} of {path} must be NAME=value, without quotes, export or a comment; got {line!r}"
+            )
         site[match.group(1)] = match.group(2)
     return site
 
@@ -278,8 +283,8 @@ def _folder(config: Any, array: bool) -> Path:
     elif array and "%a" not in named:
         raise ConfigError(f"an array's jobs need a folder each: write run={named}-%a")
     else:
-        folder = Path(named.replace("%a", "array" if array else "0"))
-    if re.search(r"\\|\n|%\d*[AabJjNnstux]", str(folder.absolute())):
+        folder = Path(named.replace("%a", "array") if array else named)
+    if re.search(r"\\|\n|%%|%\d*[AabJjNnrstux]", str(folder.absolute())):
         raise ConfigError(
             f"{str(folder.absolute())!r} holds a backslash, a line break or one of Slurm's patterns such as %j: a job "
             "could not write its log there; name another folder (%a is the index of an array)"

@@ -32,14 +32,14 @@ if [[ -n ${DMJD_SITE:-} ]]; then
     done <"$DMJD_SITE"
 fi
 
-# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job.
+# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job, and elsewhere itself.
 read_words() {
     local word
     WORDS=()
     for word in "$@"; do
         # bash has done this where it was typed, zsh has not, and a container may have another home than this shell.
         [[ ${word#*=} != \~/* ]] || word="${word%%=*}=$HOME/${word#*=\~/}"
-        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
     done
 }
 
@@ -101,8 +101,11 @@ train() {
     RUN=${DMJD_RUN:-$(value_of run "${WORDS[@]}")}
     [[ -n ${DMJD_RUN:-} || (-n $RUN && $RUN != *[\"\'\$]*) ]] ||
         die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
-    RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-0}}
-    mkdir -p "$RUN" || die "run=$RUN is not a folder that can be written to; name another"
+    RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-%a}}
+    [[ $RUN != -* ]] || RUN=./$RUN # which programs would take for an option
+    if ! mkdir -p "$RUN/slurm" || [[ ! -w $RUN/slurm ]]; then
+        die "run=$RUN is not a folder that can be written to; name another"
+    fi
     # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
     CANCELLED=
     trap 'CANCELLED=yes' TERM
@@ -118,7 +121,6 @@ train() {
         say "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    mkdir -p "$RUN/slurm"
     log=$(known StdOut)
     log=${log//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
@@ -220,7 +222,7 @@ value_of() {
     local key=$1 value='' word
     shift
     for word in "$@"; do [[ $word != "$key="* ]] || value=${word#*=}; done
-    echo "$value"
+    printf '%s\n' "$value"
 }
 
 # Optimizer steps behind the newest committed checkpoint; 0 without one.
@@ -232,9 +234,10 @@ committed_step() {
     echo $((10#${step#step-}))
 }
 
-# How many launches of this job, or of its chain, counted from the last backwards, began at step $1.
+# How many launches of this job, or of its chain, counted from the last backwards, began at step $1. The list goes to awk
+# by its input: the name of a file such as lr=1/slurm/launches.jsonl would be an assignment.
 idle_launches() {
     [[ -f $RUN/slurm/launches.jsonl ]] || { echo 0 && return; }
     awk -v of="\"of\": \"${DMJD_CHAIN:-$(job_name)}\"" -v step="\"step\": $1," '
-        index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' "$RUN/slurm/launches.jsonl"
+        index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' <"$RUN/slurm/launches.jsonl"
 }

@@ -289,6 +289,32 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
     assert "job 7 is SUSPENDED -> scontrol resume" in said(run)
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("Priority", "nothing: it waits for its turn"),
+        ("launch_failed_requeued_held", "it will not start by itself: mend what the log says, then scontrol release 7"),
+        ("JobHeldAdmin", "it will not start by itself: mend what the log says, then scontrol release 7"),
+        ("DependencyNeverSatisfied", "it will never start: scancel 7"),
+        ("PartitionTimeLimit", "it asks for more than it may have: scancel 7, and submit again with another time"),
+        ("QOSMaxJobsPerUserLimit", "nothing: it waits for its turn"),
+        ("QOSMaxWallDurationPerJobLimit", "it asks for more than it may have: scancel 7"),
+    ],
+)
+def test_a_job_that_waits_in_vain_is_told_from_one_whose_turn_will_come(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, advice: str
+) -> None:
+    launched(run, ago=500)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    answer = f"JobId=7 JobName=x\n   JobState=PENDING Reason={reason} Dependency=(null)\n   WorkDir=/caf".encode()
+    (tmp_path / "answer").write_bytes(answer + b"\xe9\n")  # a name as old machines have it
+    scontrol.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    assert f"Slurm: job 7 is PENDING ({reason}) -> {advice}" in said(run)
+
+
 def test_a_crash_is_told_from_a_kill(run: Path) -> None:
     mark(run, reason="crashed", detail="rank 3 on n2: KeyError: 'lr'", next="go on")
     assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)

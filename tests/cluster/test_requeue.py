@@ -158,6 +158,20 @@ def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launc
     assert json.loads((launches.run / "slurm/launches.jsonl").read_text())["log"] == log
 
 
+@pytest.mark.parametrize("name", ["lr=1", "-x", "-n", "a 'b'", "*", "x/lr=1e-3", "75%a"])
+def test_launches_are_counted_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
+    """awk took the list in lr=1/slurm for an assignment, counted nothing, and a broken job came back for ever."""
+    slurm = PlayedSlurm(tmp_path)
+    for restart in range(3):
+        task = {"DMJD_RUN": name} if "'" in name else {}
+        done = slurm.play("pretrain.sbatch", f"run={name}", SLURM_RESTART_COUNT=str(restart), PLAY="exit 1", **task)
+    assert done.returncode == 1
+    assert "not requeued: 3 launches in a row ended at step 0" in done.stdout
+    assert slurm.asked("scontrol").count("requeue") == 2
+    assert len((tmp_path / name / "slurm/launches.jsonl").read_text().splitlines()) == 3
+    assert slurm.asked("srun")[-1] == f"run={name}"
+
+
 def test_a_cancelled_job_does_not_come_back(launches: Launches) -> None:
     done = launches("signal", step=5, more="kill -TERM $PPID")
     assert done.returncode == 143
