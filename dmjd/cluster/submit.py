@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dmjd.cluster.site import read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
@@ -49,9 +50,6 @@ from within a job of an array would requeue that one, or stop when that one's ti
 
 _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 """How the names begin of variables that are of the job around us, if there is one."""
-
-_SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
-"""Where sbatch's variable is not named as its option is."""
 
 
 @dataclass(frozen=True)
@@ -110,15 +108,16 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
             raise ConfigError(f"{key} needs a value of one line, got {value!r}")
     if "/" in options.get("name", ""):
         raise ConfigError(f"name={options['name']}: a job's log is named after it, so take a name without a slash")
-    site = read_site(_site_file(options["site"])) if "site" in options else {}
+    site = read_site(site_file(options["site"])) if "site" in options else {}
     template = launchers_dir() / "slurm" / f"{verb}.sbatch"
     header = _header(template.read_text())
-    header.update(_site_header(site))
+    header.update(site_header(site))
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
     trains = verb in ("pretrain", "preflight")
     nodes = _count(options, "nodes", header["nodes"])
     gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if trains else 1)
     chain = _count(options, "chain", 1)
+    _count(site, "DMJD_IDLE_LIMIT", 3)
     if not trains and nodes * gpus > 1:
         raise ConfigError(f"{verb} works on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
@@ -205,48 +204,10 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
 
 
-def read_site(path: Path) -> dict[str, str]:
-    """The ``NAME=value`` lines of a site file.
-
-    Raises:
-        ConfigError: naming a line that is something else, which lib.sh would pass over.
-    """
-    site = {}
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"site={path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'](?:(?!\s#).)*)", line.rstrip(), re.ASCII)
-        if match is None:
-            raise ConfigError(
-                f"line {number} of {path} must be NAME=value, without quotes, export or a comment; got {line!r}"
-            )
-        site[match.group(1)] = match.group(2)
-    return site
-
-
 def _at_home(word: str) -> str:
     """A script's shell reads the words too, and in a container they would mean another home."""
     key, equals, value = word.partition("=")
     return key + equals + "::".join(map(at_home, value.split("::")))
-
-
-def _site_file(name: str) -> Path:
-    shipped = launchers_dir() / "slurm" / "sites"
-    for path in (shipped / f"{name}.env", Path(name)):
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in shipped.glob("*.env")))
-    raise ConfigError(f"site={name} is neither a file nor one of {names}")
-
-
-def _site_header(site: Mapping[str, str]) -> dict[str, str | None]:
-    """sbatch's own variables as its options."""
-    names = {name.removeprefix("SBATCH_"): value for name, value in site.items() if name.startswith("SBATCH_")}
-    return {_SITE_OPTIONS.get(name, name.lower().replace("_", "-")): value or None for name, value in names.items()}
 
 
 def _header(template: str) -> dict[str, str | None]:

@@ -96,6 +96,9 @@ run_once() {
 # Train, and see to it that training goes on: the last word of a launch tells why it ended, the checkpoints whether it
 # got anywhere.
 train() {
+    [[ ${DMJD_REQUEUE:-true} == @(true|false) ]] || die "DMJD_REQUEUE must be true or false, got $DMJD_REQUEUE"
+    [[ ${DMJD_IDLE_LIMIT:-3} =~ ^[1-9][0-9]*$ ]] ||
+        die "DMJD_IDLE_LIMIT must be a whole number above 0, got $DMJD_IDLE_LIMIT"
     read_words "$@"
     # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
     RUN=${DMJD_RUN:-$(value_of run "${WORDS[@]}")}

@@ -93,6 +93,15 @@ def test_a_site_may_have_less_patience(launches: Launches) -> None:
     assert launches.requeues == 0
 
 
+@pytest.mark.parametrize(("name", "value"), [("DMJD_REQUEUE", "True"), ("DMJD_IDLE_LIMIT", "0")])
+def test_what_a_site_means_is_asked_before_the_launch(launches: Launches, name: str, value: str) -> None:
+    """True was taken for false, so that a job did not come back, and a limit of 0 let none begin."""
+    done = launches("signal", step=5, **{name: value})
+    assert done.returncode == 2
+    assert f"error: {name} must be" in done.stderr
+    assert launches.slurm.asked("srun") == []
+
+
 def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
     assert launches(word="crashed: rank 1 on n2: RuntimeError: no CUDA").returncode == 0
     done = launches(word="error: data.root=/nowhere: is not a folder")

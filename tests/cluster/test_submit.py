@@ -90,6 +90,10 @@ def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
             "DMJD_PYTHON=/env/bin/python  # ours",
             "line 1 of SITE must be NAME=value, without quotes, export or a comment",
         ),
+        ("DMJD_REQUEUE=True", "line 1 of SITE: DMJD_REQUEUE must be true or false, got 'True'"),
+        ("\nDMJD_RENDEZVOUS=etcd", "line 2 of SITE: DMJD_RENDEZVOUS must be c10d or static, got 'etcd'"),
+        ("DMJD_CONTAINR=a.sif", "line 1 of SITE: DMJD_CONTAINR is none of DMJD_GPUS, DMJD_PYTHON, DMJD_CONTAINER"),
+        ("DMJD_IDLE_LIMIT=0", "DMJD_IDLE_LIMIT must be a whole number above 0, got '0'"),
         ("DMJD_GPUS=eight", "DMJD_GPUS must be a whole number above 0, got 'eight'"),
     ],
 )
