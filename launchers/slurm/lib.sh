@@ -124,7 +124,7 @@ train() {
         say "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    log=$(known StdOut)
+    log=$(about_job | sed -n 's/^ *StdOut=//p') # has a line of its own, and may hold what looks like the next field
     log=${log//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
@@ -215,9 +215,14 @@ job_name() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
-# A field of what Slurm knows of the job; nothing if it does not answer.
+# What Slurm knows of the job; nothing if it does not answer.
+about_job() {
+    scontrol show job "$(job_name)" 2>/dev/null || true
+}
+
+# A field of that, which holds no spaces.
 known() {
-    scontrol show job "$(job_name)" 2>/dev/null | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ [A-Za-z:]*=.*//' || true
+    about_job | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ .*//'
 }
 
 # value_of KEY WORD...: the value that the words give to a key, of which the last counts; nothing if they give none.

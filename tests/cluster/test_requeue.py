@@ -162,7 +162,7 @@ def test_by_hand_the_run_has_to_be_named_plainly(tmp_path: Path, words: list[str
 
 
 def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launches) -> None:
-    log = 'C:\\a "b".out'
+    log = '/runs/lr=1 C:\\a "b" wd=0/7.out'
     assert launches("finished", step=5, PLAY_LOG=log).returncode == 0
     assert json.loads((launches.run / "slurm/launches.jsonl").read_text())["log"] == log
 
