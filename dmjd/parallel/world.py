@@ -88,6 +88,7 @@ class World:
         if speaker is None:
             return result
         if refusal is not None and self.rank == speaker:
+            refusal.told = False
             raise refusal
         raise _told(str(sentences[speaker]))
 
