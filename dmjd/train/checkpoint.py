@@ -147,8 +147,8 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
     final = draft.with_suffix("")
     try:
         _put_manifest(draft, files)
-        # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
-        shutil.rmtree(final, ignore_errors=True)
+        if os.path.lexists(final):  # its manifest did not hold: it was passed over when the run resumed
+            _drop(final)
         draft.rename(final)
         _flush(final.parent)
     except OSError as error:

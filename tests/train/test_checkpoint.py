@@ -226,6 +226,16 @@ def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(tmp_path: 
         resolve(second)
 
 
+def test_a_damaged_archive_that_a_link_leads_to_is_replaced_and_left(tmp_path: Path) -> None:
+    _, second = save(tmp_path, 1, 2)
+    archive = second.rename(tmp_path / "archive")
+    second.symlink_to(archive)
+    (archive / "model.pt").write_text("damaged")
+    assert save(tmp_path, 2) == [second] == [newest(tmp_path)]
+    assert not second.is_symlink()
+    assert (archive / "model.pt").read_text() == "damaged"
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_checkpoint_does_not_push_a_sound_one_out(tmp_path: Path, keep: int) -> None:
     # A run that resumed from 10 because 30 is damaged, with checkpoints at other steps than before.
