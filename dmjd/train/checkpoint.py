@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from dmjd.errors import CheckpointError, StorageError, UserError
-from dmjd.files import replace_file
+from dmjd.files import replace_file, standing_place
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 
@@ -170,7 +170,12 @@ def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def _cannot_write(draft: Path, error: Exception) -> StorageError:
-    return StorageError(f"cannot write {draft.with_suffix('')}: {error}; earlier checkpoints are intact")
+    free = (
+        shutil.disk_usage(standing_place(draft)).free >> 20
+    )  # torch says of a full disk that a position is unexpected
+    return StorageError(
+        f"cannot write {draft.with_suffix('')}: {error} ({free} MiB are free); earlier checkpoints are intact"
+    )
 
 
 def committed(folder: Path) -> list[Path]:

@@ -155,6 +155,15 @@ def test_a_relative_checkpoint_keeps_its_score_in_its_run(
     assert [path.name for path in (run / "checkpoints").iterdir()] == [STEP]
 
 
+def test_a_checkpoint_out_of_its_run_keeps_its_score_itself(run: Path, tmp_path: Path) -> None:
+    best = (run / "checkpoints" / STEP).rename(tmp_path / "best")
+    record = evaluate("knn", best, "train_images=100")
+    assert record["step"] == 11
+    assert evaluations(best)[0].startswith("knn-trained-step00000011-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "run"]
+    assert evaluate("knn", best, "train_images=100") == record
+
+
 def test_a_checkpoint_named_from_inside_itself_stays_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted((run / "checkpoints" / STEP).rglob("*"))
     monkeypatch.chdir(run / "checkpoints" / STEP)
