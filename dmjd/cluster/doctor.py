@@ -120,8 +120,8 @@ def _ended(stop: Mapping[str, Any]) -> Finding:
 
 
 def _standing(run: Path) -> Finding:
-    found = sorted(path.parent for path in (run / "checkpoints").glob("step-*/manifest.json"))
-    found = [path for path in found if path.suffix != ".tmp"]
+    # Not a draft, step-00001000.tmp, nor somebody's copy, step-00001000-best.
+    found = sorted(path.parent for path in (run / "checkpoints").glob(f"step-{'[0-9]' * 8}/manifest.json"))
     if not found:
         return Finding("it has no checkpoint: a new launch begins anew")
     when = datetime.fromtimestamp((found[-1] / "manifest.json").stat().st_mtime).isoformat(" ", "seconds")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -71,6 +72,11 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the names in their order, which give images their numbers; wherever the folder is."""
+        return hashlib.sha256(self._paths.tobytes() + self._ends.tobytes()).hexdigest()
 
     def open(self, index: int) -> OpenImage:
         """See :class:`dmjd.data.dataset.ImageDataset`."""

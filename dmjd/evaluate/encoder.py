@@ -35,7 +35,8 @@ class FrozenEncoder:
     trained: what it was trained as; text: the same, as it was written.
     step: optimizer steps behind the weights; 0 for untrained ones, and for files, which do not tell.
     path: the checkpoint's folder, or the file.
-    run: the folder of the run that trained it; of a file, its name without the suffix, which need not be there.
+    run: the folder of the run that trained it; of a file, its name without the suffix, which need not be there; of a
+        checkpoint that was taken out of its run, itself.
     """
 
     encoder: Encoder
@@ -92,8 +93,13 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     with refusing("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
-    run = RunFolder(path.with_suffix("") if path.is_file() else path.parent.parent)
-    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, run)
+    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, RunFolder(_home_of(path)))
+
+
+def _home_of(path: Path) -> Path:
+    if path.is_file():
+        return path.with_suffix("")
+    return path.parent.parent if path.parent.name == checkpoint.FOLDER else path
 
 
 def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:

@@ -51,7 +51,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
     try:
         save_shards(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
+        rank, cause = _cause(error)
         raise StorageError(f"{cause} (rank {rank})" if group is not None else str(cause)) from error
     rank = 0 if group is None else dist.get_rank(group)
     return sorted(path.glob(f"__{rank}_*")) + [path / _INDEX] * (rank == 0)
@@ -61,26 +61,47 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Fill ``tensors`` in place, each rank its own part of a sharded one. Ranks do not talk to each other.
 
     Raises:
-        CheckpointError: if the names or shapes in ``path`` are others; nothing is filled then.
+        CheckpointError: if the names or shapes in ``path`` are others, when nothing is filled, or it cannot be read.
     """
     reader = _reader(path)
     saved = _shapes(reader)
     own = {name: value.shape for name, value in tensors.items()}
     for kind in (PARAMETER, *MOMENTS, AVERAGE):
         check_same_model(of_kind(own, kind), of_kind(saved, kind), path, "parameter" if kind == PARAMETER else kind)
-    load_shards(dict(tensors), storage_reader=reader, no_dist=True)
+    _fill(dict(tensors), reader, path)
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
-    """The tensors of ``kinds``, or all, whole and on the CPU. Needs no process group."""
+    """The tensors of ``kinds``, or all, whole and on the CPU. Needs no process group.
+
+    Raises:
+        CheckpointError: if it cannot be read.
+    """
     reader = _reader(path)
     wanted = {
         name: torch.empty(item.size, dtype=item.properties.dtype)
         for name, item in reader.read_metadata().state_dict_metadata.items()
         if isinstance(item, TensorStorageMetadata) and (not kinds or name.partition("/")[0] in kinds)
     }
-    load_shards(wanted, storage_reader=reader, no_dist=True)
+    _fill(wanted, reader, path)
     return wanted
+
+
+def _fill(tensors: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
+    try:
+        load_shards(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointException as error:
+        _, cause = _cause(error)
+        raise CheckpointError(
+            f"{path} cannot be read ({cause}); a run that goes on drops all but its newest keep_checkpoints=..., so "
+            "name the run again, or keep more"
+        ) from error
+
+
+def _cause(error: CheckpointException) -> tuple[int, BaseException]:
+    """The rank that failed first, and with what."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return rank, cause
 
 
 def is_consolidated(path: Path) -> bool:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from dmjd.errors import CheckpointError, StorageError, UserError
-from dmjd.files import replace_file
+from dmjd.files import replace_file, standing_place
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 
@@ -32,6 +33,8 @@ CONFIG = "config.yaml"
 FOLDER = "checkpoints"
 FORMAT = 2
 _PREFIX, _DRAFT = "step-", ".tmp"
+_OURS = re.compile(rf"{_PREFIX}(\d{{8,}})({re.escape(_DRAFT)})?")
+"""What this module makes and may remove. ``step-00001000-best`` beside it is a copy of somebody's."""
 _ONE_PROCESS = alone(torch.device("cpu"))
 
 
@@ -86,7 +89,7 @@ def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
     folders = committed(folder)
     position = folders.index(final) + 1
     older = [path for path in folders[: max(0, position - keep)] if not keep_every or step_of(path) % keep_every]
-    for torn in [path for path in folder.glob(f"{_PREFIX}*") if not (path / MANIFEST).is_file()]:
+    for torn in [path for path in folder.iterdir() if _OURS.fullmatch(path.name) and not (path / MANIFEST).is_file()]:
         shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
     for path in older + folders[position:]:
         try:
@@ -122,8 +125,9 @@ def _drop(path: Path) -> None:
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps behind a checkpoint folder."""
-    return int(path.name.removeprefix(_PREFIX).removesuffix(_DRAFT))
+    """The optimizer steps behind a checkpoint folder, whose manifest tells them where somebody has renamed it."""
+    named = _OURS.fullmatch(path.name)
+    return int(named[1] if named else json.loads((path / MANIFEST).read_text())["step"])
 
 
 def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
@@ -143,8 +147,8 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
     final = draft.with_suffix("")
     try:
         _put_manifest(draft, files)
-        # A folder of this name is one whose manifest did not hold: it was passed over when the run resumed.
-        shutil.rmtree(final, ignore_errors=True)
+        if os.path.lexists(final):  # its manifest did not hold: it was passed over when the run resumed
+            _drop(final)
         draft.rename(final)
         _flush(final.parent)
     except OSError as error:
@@ -166,12 +170,18 @@ def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def _cannot_write(draft: Path, error: Exception) -> StorageError:
-    return StorageError(f"cannot write {draft.with_suffix('')}: {error}; earlier checkpoints are intact")
+    free = (
+        shutil.disk_usage(standing_place(draft)).free >> 20
+    )  # torch says of a full disk that a position is unexpected
+    return StorageError(
+        f"cannot write {draft.with_suffix('')}: {error} ({free} MiB are free); earlier checkpoints are intact"
+    )
 
 
 def committed(folder: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}") if path.parent.suffix != _DRAFT)
+    found = (path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}"))
+    return sorted(path for path in found if _OURS.fullmatch(path.name) and path.suffix != _DRAFT)
 
 
 def newest(folder: Path, until: float = math.inf) -> Path | None:
@@ -241,10 +251,13 @@ def _defects(path: Path) -> list[str]:
     defects = []
     for name, expected in manifest["files"].items():
         file = path / name
-        if not file.is_file():
+        try:
+            if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
+                defects.append(f"{name} is not the file that was saved")
+        except FileNotFoundError:
             defects.append(f"{name} is missing")
-        elif file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
-            defects.append(f"{name} is not the file that was saved")
+        except OSError as error:  # a bad disk, or rights
+            defects.append(f"{name} cannot be read ({error.strerror})")
     return defects
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path
@@ -10,12 +11,13 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.detour import Detour, DetourAhead
+from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.dataset import ShardDataset
-from dmjd.errors import UserError
+from dmjd.errors import DataError, UserError
 from dmjd.parallel.world import World
-from dmjd.train.state import Position
+from dmjd.train.state import DataIdentity, Position
 from dmjd.train.stop import Requests
 
 
@@ -36,11 +38,19 @@ class Feed:
             config.data, self._source, config.batch_size, config.seed, world.rank, world.size
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
+        self.identity = None
+        if isinstance(self._source, ImageFolder | ShardDataset):
+            self.identity = DataIdentity(self._source.fingerprint, len(self._source))
+        first = world.on_main(lambda: str(self.identity))
+        world.together(lambda: self._require_those_of(first))
 
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the data, where they can tell."""
-        return self._source.fingerprint if isinstance(self._source, ShardDataset) else None
+    def _require_those_of(self, first: str) -> None:
+        """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""
+        if str(self.identity) != first:
+            raise DataError(
+                f"data.root={self._config.data.root} has {first} for rank 0, and {self.identity} for rank "
+                f"{self._world.rank} ({platform.node()}); all have to read the same"
+            )
 
     @cached_property
     def _quarantine(self) -> Quarantine:

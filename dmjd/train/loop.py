@@ -40,7 +40,7 @@ from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
-from dmjd.train.state import DataIdentity, Position, RandomState, Registry
+from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
 from dmjd.train.teacher import EmaTeacher
 from dmjd.train.trackers import check_packages
@@ -138,8 +138,8 @@ class Pretraining:
         self.registry.add("journal", self.journal)
         self.registry.add("random", self.random)
         self.registry.add("guard", self.guard)
-        if self.feed.fingerprint is not None:
-            self.registry.add("data", DataIdentity(self.feed.fingerprint))
+        if self.feed.identity is not None:
+            self.registry.add("data", self.feed.identity)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -25,6 +26,8 @@ from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.source import source_state
 from dmjd.train import checkpoint
+
+logger = logging.getLogger("dmjd")
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,17 @@ class RunFolder:
             raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
         if not os.access(standing, os.W_OK):
             raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
-        if config.resume == "never" and checkpoint.committed(self.checkpoints):
+        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():  # a disk that is not mounted
+            raise ConfigError(f"{self.checkpoints} is no folder, nor a link to one that is there; bring it back")
+        committed = checkpoint.committed(self.checkpoints)
+        if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
-        if not self.config.is_file():
+        # A node that died may have left a file of no bytes; checkpoints, which are flushed, know too what they are of.
+        records = (self.config, *(path / checkpoint.CONFIG for path in reversed(committed)))
+        recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
+        if recorded is None:
             return
-        before = from_yaml(PretrainConfig, self.config.read_text(), self.config)
+        before = from_yaml(PretrainConfig, recorded.read_text(), recorded)
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent
         before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
@@ -97,7 +106,7 @@ class RunFolder:
         if before.data.name == config.data.name == "shards":
             before.data.root = config.data.root
         difference = _first_difference(asdict(before), asdict(config), SCIENCE)
-        if difference and checkpoint.committed(self.checkpoints):
+        if difference and committed:
             key, old, new = difference
             raise ConfigError(
                 f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
@@ -142,8 +151,18 @@ class RunFolder:
             "command": sys.argv,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        launches = json.loads(self.provenance.read_text())["launches"] if self.provenance.is_file() else []
-        replace_file(self.provenance, json.dumps({**record, "launches": [*launches, record]}, indent=1))
+        replace_file(self.provenance, json.dumps({**record, "launches": [*self._launches(), record]}, indent=1))
+
+    def _launches(self) -> list[dict[str, Any]]:
+        """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
+        try:
+            launches: list[dict[str, Any]] = json.loads(self.provenance.read_text())["launches"]
+        except FileNotFoundError:
+            return []
+        except ValueError as error:
+            logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
+            return []
+        return launches
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``."""

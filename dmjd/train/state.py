@@ -49,9 +49,10 @@ class Registry:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give every part its own state back."""
-        assert state.keys() == self._parts.keys(), f"state of {sorted(state)} for parts {sorted(self._parts)}"
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        since = self._parts.keys() - ({"data"} - state.keys())  # which checkpoints of folders did not have once
+        assert state.keys() == since, f"state of {sorted(state)} for parts {sorted(self._parts)}"
+        for name in state:
+            self._parts[name].load_state_dict(state[name])
 
 
 class Position:
@@ -76,20 +77,31 @@ class Position:
 
 
 class DataIdentity:
-    """What a run learns from, of data sets that can tell. It does not change: a checkpoint of other data is refused."""
+    """What a run learns from, of data sets that can tell. It does not change: a checkpoint of other data is refused.
 
-    def __init__(self, fingerprint: str) -> None:
-        self._fingerprint = fingerprint
+    One image more or less in a folder gives other numbers to all behind it, and an epoch perhaps another length.
+
+    Args:
+        fingerprint: see :class:`~dmjd.data.folder.ImageFolder` and :class:`~dmjd.data.shards.dataset.ShardDataset`.
+        images: how many there are.
+    """
+
+    def __init__(self, fingerprint: str, images: int) -> None:
+        self._fingerprint, self._images = fingerprint, images
+
+    def __str__(self) -> str:
+        return f"{self._images} images of fingerprint {self._fingerprint[:12]}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"fingerprint": self._fingerprint}
+        return {"fingerprint": self._fingerprint, "said": str(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises ConfigError if the data are others."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                f"the run was started with the shards of manifest {state['fingerprint'][:12]}, and data.root now has "
-                f"those of {self._fingerprint[:12]}; give the former back, or name another folder with run="
+                f"the run was started with {state.get('said', 'other images')}, and data.root now has {self}; give the "
+                "former back (an empty file of its name keeps the place of one that is gone), or name another folder "
+                "with run="
             )
 
 

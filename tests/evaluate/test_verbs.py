@@ -16,6 +16,7 @@ from dmjd.data.digits import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
+from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.train import loop
 from dmjd.train.builders import build_objective
@@ -152,6 +153,15 @@ def test_a_relative_checkpoint_keeps_its_score_in_its_run(
     (name,) = evaluations(run)
     assert name.startswith("knn-trained-step00000011-")
     assert [path.name for path in (run / "checkpoints").iterdir()] == [STEP]
+
+
+def test_a_checkpoint_out_of_its_run_keeps_its_score_itself(run: Path, tmp_path: Path) -> None:
+    best = (run / "checkpoints" / STEP).rename(tmp_path / "best")
+    record = evaluate("knn", best, "train_images=100")
+    assert record["step"] == 11
+    assert evaluations(best)[0].startswith("knn-trained-step00000011-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "run"]
+    assert evaluate("knn", best, "train_images=100") == record
 
 
 def test_a_checkpoint_named_from_inside_itself_stays_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +344,17 @@ def test_a_damaged_or_foreign_checkpoint_is_refused(run: Path) -> None:
         evaluate("knn", step)
     with pytest.raises(CheckpointError, match=r"every checkpoint in .* is damaged"):
         evaluate("knn", run)
+
+
+def test_a_checkpoint_that_its_run_drops_meanwhile_is_one_sentence(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build_and_drop(*arguments: Any) -> Objective:
+        (run / "checkpoints" / STEP / "__0_0.distcp").unlink()
+        return build_objective(*arguments)
+
+    monkeypatch.setattr("dmjd.evaluate.encoder.build_objective", build_and_drop)
+    with pytest.raises(CheckpointError, match=rf"{STEP} .*; a run that goes on drops all but its newest") as caught:
+        evaluate("knn", run)
+    assert "\n" not in str(caught.value)
 
 
 def test_verbs_are_by_their_names() -> None:

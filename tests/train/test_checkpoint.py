@@ -14,6 +14,7 @@ import pytest
 from dmjd.errors import CheckpointError, StorageError
 from dmjd.train.checkpoint import (
     MANIFEST,
+    add,
     begin,
     commit,
     committed,
@@ -213,6 +214,28 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, damage
     assert (second / "model.pt").read_text() == "22"
 
 
+def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 11, 22)
+    (second / "empty.bin").touch()
+    add(second, second / "empty.bin")
+    assert newest(tmp_path) == second
+    (second / "empty.bin").unlink()
+    (second / "empty.bin").symlink_to("/proc/self/mem")  # a file of no bytes, and reading it is an error of the device
+    assert newest(tmp_path) == first
+    with pytest.raises(CheckpointError, match=r"step-00000022 is damaged: empty\.bin cannot be read \(Input/output"):
+        resolve(second)
+
+
+def test_a_damaged_archive_that_a_link_leads_to_is_replaced_and_left(tmp_path: Path) -> None:
+    _, second = save(tmp_path, 1, 2)
+    archive = second.rename(tmp_path / "archive")
+    second.symlink_to(archive)
+    (archive / "model.pt").write_text("damaged")
+    assert save(tmp_path, 2) == [second] == [newest(tmp_path)]
+    assert not second.is_symlink()
+    assert (archive / "model.pt").read_text() == "damaged"
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_damaged_checkpoint_does_not_push_a_sound_one_out(tmp_path: Path, keep: int) -> None:
     # A run that resumed from 10 because 30 is damaged, with checkpoints at other steps than before.
@@ -238,6 +261,32 @@ def test_what_is_no_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> Non
         resolve(tmp_path / "model.pt")
     with pytest.raises(CheckpointError, match=r"holds no complete checkpoint.*manifest\.json"):
         resolve(tmp_path)
+
+
+def test_copies_beside_the_checkpoints_are_neither_taken_for_one_nor_removed(tmp_path: Path) -> None:
+    _, second = save(tmp_path, 1, 2)
+    best, half = tmp_path / "step-00000002-best", tmp_path / "step-00000002.copy"
+    shutil.copytree(second, best)
+    shutil.copytree(second, half, ignore=shutil.ignore_patterns(MANIFEST))
+    kept = tree(best), tree(half)
+    assert newest(tmp_path) == second
+    (third,) = save(tmp_path, 3, keep=1)
+    drop_after(tmp_path, 1)
+    assert (tree(best), tree(half)) == kept
+    assert not third.exists()
+
+
+def test_a_renamed_checkpoint_knows_its_steps(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 7)
+    best = path.rename(tmp_path / "best")
+    assert resolve(best) == best
+    assert step_of(best) == 7
+    (best / "more.bin").write_text("more")
+    add(best, best / "more.bin")
+    assert step_of(best) == 7
+    (best / "more.bin").write_text("less")
+    with pytest.raises(CheckpointError, match=r"more\.bin is not the file that was saved"):
+        resolve(best)
 
 
 def test_a_half_written_checkpoint_cannot_be_named(tmp_path: Path) -> None:

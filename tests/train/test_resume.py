@@ -17,6 +17,7 @@ import torch
 
 import dmjd.train.loop as loop
 from dmjd.cli import main
+from dmjd.data.dataset import ArrayDataset
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.parallel import store
 from dmjd.train.checkpoint import newest
@@ -171,6 +172,42 @@ def test_another_experiment_is_refused_before_anything_is_touched(
     with pytest.raises(ConfigError, match=f"{part} and now {word}"):
         pretrain(words("run", word))
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_other_images_than_a_run_began_with_are_refused(
+    words: Words, no_pictures: None, image_folder: Path, tmp_path: Path
+) -> None:
+    images = Path(shutil.copytree(image_folder, tmp_path / "images"))
+    recipe = words("run", f"data.root={images}", "data.max_bad_percent=5")
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, 6)
+        with pytest.raises(Stopped):
+            pretrain(recipe)
+    run = Path(configure(recipe).run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    lost = images / "train" / "down" / "05.png"
+    lost.rename(tmp_path / "05.png")
+    began, now = "started with 48 images of fingerprint .*", "data.root now has {} images of fingerprint"
+    with pytest.raises(ConfigError, match=began + now.format(47)):
+        pretrain(recipe)
+    lost.with_name("zz.png").write_bytes((tmp_path / "05.png").read_bytes())  # as many, and in another order
+    with pytest.raises(ConfigError, match=began + now.format(48)):
+        pretrain(recipe)
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    lost.with_name("zz.png").unlink()
+    lost.touch()
+    assert [row["step"] for row in rows(pretrain(recipe))] == [5, 10, 12]
+
+
+def test_a_run_from_before_folders_had_fingerprints_goes_on(
+    words: Words, no_pictures: None, straight: Path, assert_same_run: Same
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        stop_before(patch, 6)
+        patch.setattr("dmjd.train.feed.ImageFolder", ArrayDataset)
+        with pytest.raises(Stopped):
+            pretrain(words("stopped"))
+    assert_same_run(straight, pretrain(words("stopped")))
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(straight: Path, words: Words) -> None:

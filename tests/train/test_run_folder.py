@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,38 @@ def test_a_folder_without_a_checkpoint_is_free_for_another_experiment(tmp_path: 
     started(tmp_path, with_checkpoint=False).check(configure("seed=5", "resume=never"))
     RunFolder(tmp_path / "absent").check(configure("resume=never"))
     assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: os.truncate(path, 0)], ids=["removed", "emptied"])
+def test_checkpoints_know_the_experiment_where_the_folder_has_lost_it(
+    tmp_path: Path, lose: Callable[[Path], object]
+) -> None:
+    run = started(tmp_path)
+    shutil.copy(run.config, run.checkpoints / "step-00000001")
+    lose(run.config)
+    run.check(configure("log_every=3"))
+    with pytest.raises(ConfigError, match="was started with seed=0 and now seed=5"):
+        run.check(configure("seed=5"))
+
+
+def test_checkpoints_behind_a_link_that_leads_nowhere_are_not_begun_anew(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    scratch = run.checkpoints.rename(tmp_path / "scratch")
+    run.checkpoints.symlink_to(scratch)
+    run.check(configure())
+    scratch.rename(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"checkpoints is no folder, nor a link to one that is there"):
+        run.check(configure())
+
+
+def test_a_record_of_launches_that_a_dying_node_left_empty_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = started(tmp_path)
+    os.truncate(run.provenance, 0)
+    run.record(configure(), alone(CPU))
+    assert len(json.loads(run.provenance.read_text())["launches"]) == 1
+    assert f"{run.provenance} cannot be read" in caplog.text
 
 
 def test_never_resuming_refuses_a_folder_with_checkpoints(tmp_path: Path) -> None:
