@@ -66,6 +66,8 @@ VISIBLE_BRANCH = [
     *leaves("visible_branch.predictor"),
 ]
 VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
+LEAVES = {name.rpartition(".")[2] for name in VOCABULARY} | {"q_bias", "v_bias", "decoder_pos_embed"}
+"""The last parts of names of weights, in all layouts."""
 
 
 class Names:

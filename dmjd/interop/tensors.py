@@ -22,12 +22,20 @@ CLS_ROWS = 3
 
 
 def join_qv_bias(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays."""
+    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays.
+
+    Raises:
+        CheckpointError: if a pair has two shapes.
+    """
     joined = dict(state)
     for name in state:
         stem = name.removesuffix("q_bias")
         if stem != name and f"{stem}v_bias" in state:
             q, v = joined.pop(name), joined.pop(f"{stem}v_bias")
+            if q.ndim != 1 or q.shape != v.shape:
+                raise CheckpointError(
+                    f"{name} and {stem}v_bias are of shapes {list(q.shape)} and {list(v.shape)}, not both [width]"
+                )
             joined[f"{stem}qkv.bias"] = torch.cat((q, torch.zeros_like(q), v))
     return joined
 
@@ -134,7 +142,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
         CheckpointError: if the rows are not those of ``old``.
     """
     spans, wanted = ((2 * old[0] - 1, 2 * old[1] - 1), (2 * new[0] - 1, 2 * new[1] - 1))
-    if table.shape[0] != spans[0] * spans[1] + CLS_ROWS:
+    if table.ndim != 2 or table.shape[0] != spans[0] * spans[1] + CLS_ROWS:
         raise CheckpointError(
             f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; name its grid with "
             "source_grid=[h,w]"

@@ -145,6 +145,13 @@ def test_half_an_attention_bias_or_one_table_fewer_is_missed(kind: str) -> None:
                 LAYOUTS[layout].read(state)
 
 
+def test_biases_of_q_and_v_of_two_shapes_are_named() -> None:
+    state = draw(states.beit())
+    state["blocks.0.attn.q_bias"] = state["blocks.0.attn.q_bias"][None]
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.attn\.q_bias and .*v_bias are of shapes \[1, 24\] and"):
+        detect(state)
+
+
 def test_no_layout_fits_and_the_nearest_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"beit comes nearest and does not know 1 .*: odd\. .*source=beit"):
         detect(draw(states.beit()) | {"odd": torch.ones(1)})

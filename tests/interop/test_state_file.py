@@ -156,6 +156,59 @@ def test_a_broken_pickle_is_one_sentence(tmp_path: Path) -> None:
         read_state(path)
 
 
+FAULTS: dict[str, tuple[object, str]] = {
+    "sparse": (torch.eye(3).to_sparse(), "is sparse; store what to_dense() gives"),
+    "scalar": (torch.tensor(1.0), "is a single number, which no weight is"),
+    "integers": (
+        torch.ones(3, dtype=torch.int8),
+        "is of torch.int8, as after quantisation; weights are read in torch",
+    ),
+    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, as after quantisation"),
+    "meta": (torch.ones(3, device="meta"), "is without values, for the model was on torch's meta device"),
+    "a shard of none": (torch.ones(0), "is empty, as where each process of a sharded model stores its own part"),
+    "list": ([1.0, 2.0], "is not stored as torch's tensors"),
+    "array": (np.ones(3), "is not stored as torch's tensors"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["norm.weight", "blocks.0.attn.q_bias", "decoder_pos_embed"])
+def test_what_is_called_a_weight_and_can_be_none_is_named(tmp_path: Path, name: str, fault: str) -> None:
+    path = tmp_path / "theirs.pth"
+    value, sentence = FAULTS[fault]
+    torch.save({"model": STATE | {name: value}}, path)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path)
+    assert str(caught.value).startswith(f"{path}: {name} {sentence}")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has announced the end of these types
+def test_quantised_tensors_are_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.pth"
+    quantised = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8)
+    torch.save(STATE | {f"blocks.{index}.fc.weight": quantised for index in range(12)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path)
+    assert str(caught.value) == f"{path}: blocks.*.fc.weight (12) are quantised; store what dequantize() gives"
+
+
+def test_counters_options_and_buffers_beside_weights_do_not_hinder(tmp_path: Path) -> None:
+    """They are called otherwise: a layout says whether it knows them."""
+    path = tmp_path / "theirs.pth"
+    beside = {"bn.num_batches_tracked": torch.tensor(7), "graph": torch.eye(3).to_sparse()}
+    torch.save(STATE | beside | {"epoch": 3, "mean": [0.5], "attn._extra_state": None}, path)
+    assert read_state(path).keys() == STATE.keys() | beside.keys()
+
+
+def test_the_container_is_the_one_with_tensors(tmp_path: Path) -> None:
+    """Some code bases keep the pickled module, or its options, under the name that others have for the weights."""
+    path = tmp_path / "theirs.pth"
+    torch.save({"model": {"name": "vit", "depth": 12}, "state_dict": STATE}, path)
+    same_bits(read_state(path), STATE)
+    torch.save({"model": torch.nn.Linear(2, 2), "state_dict": STATE}, path)
+    same_bits(read_state(path), STATE)
+
+
 def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "epoch.pth"
     torch.save({"epoch": 3, "lr": 0.1}, path)
