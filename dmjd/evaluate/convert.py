@@ -15,7 +15,7 @@ from dmjd.config import ConvertConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.interop.layouts import LAYOUTS, Layout, detect
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
-from dmjd.interop.state_file import SUFFIXES, read_state, write_state
+from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import is_consolidated, read_model
@@ -58,7 +58,10 @@ def convert(config: ConvertConfig) -> Converted:
     written, left_out = target.write(weights)
     if left_out:
         logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
-    write_state(output, written, target.container, {"format": "pt", "layout": target.name, "from": source.name})
+    header = {"format": "pt", "layout": target.name, "from": source.name}
+    if new or grid:
+        header[GRID] = "{}x{}".format(*(new or grid or ()))
+    write_state(output, written, target.container, header)
     return Converted(output, source.name, target.name, len(written), left_out)
 
 
@@ -94,7 +97,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path), LAYOUTS["ours"], grid
-    state = read_state(path)
+    state, grid = read_state(path), grid or grid_noted(path)
     if config.source != "auto":
         return state, LAYOUTS[config.source], grid
     layout, fitting = detect(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
@@ -20,6 +22,8 @@ from dmjd.files import replace_file
 from dmjd.interop.names import LEAVES, summary
 
 SAFETENSORS = ".safetensors"
+GRID = "dmjd.token_grid"
+"""Of the header of .safetensors: the grid of tables of positions, which their rows do not tell, as ``7x28``."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
 CONTAINERS = ("model", "model_state", "state_dict", "module")
@@ -79,6 +83,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} holds no tensors under {', '.join(CONTAINERS)} or at the top; it has {found}")
     _check_weights(path, entries)
     return _unwrapped(state)
+
+
+def grid_noted(path: Path) -> tuple[int, int] | None:
+    """The grid of tokens that :func:`write_state` was told of for a .safetensors file, None where there is none."""
+    if path.suffix != SAFETENSORS:
+        return None
+    with safe_open(path, "pt") as file:
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", (file.metadata() or {}).get(GRID, ""))
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, metadata: Mapping[str, str]) -> None:

@@ -229,6 +229,26 @@ def test_positions_of_oblong_images_are_read_as_they_are(tmp_path: Path, size: t
     assert torch.equal(table, model.pos_embed)
 
 
+def test_positions_of_as_many_tokens_are_not_guessed(tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:
+    """36 learned rows of 6 x 6 tokens, for images of 4 x 9: as many, and where they lie the file does not say."""
+    model = vit(img_size=(96, 96))
+    path, words = stored(tmp_path / "vit.pth", model.state_dict()), (*described("learned"), "data=folder")
+    with pytest.raises(
+        CheckpointError, match=r"37 rows, as a grid of 6x6 has and one of 4x9; .*dmjd convert takes this"
+    ):
+        encoder_of(path, *words, "data.image_size=[64,144]")
+    tables = []
+    for grid in ("[6,6]", "[4,9]"):
+        out = tmp_path / f"of_{len(tables)}.safetensors"
+        assert dmjd("convert", f"input={path}", f"output={out}", "to=timm", f"source_grid={grid}")[0] == 0
+        table = encoder_of(out, *words, "data.image_size=[64,144]").encoder.pos_embed
+        assert isinstance(table, Tensor)
+        tables.append(table)
+    assert torch.equal(tables[1], model.pos_embed)
+    maps = model.pos_embed[:, 1:].mT.unflatten(2, (6, 6))
+    torch.testing.assert_close(tables[0][:, 1:], F.interpolate(maps, (4, 9), mode="bicubic").flatten(2).mT)
+
+
 def less(name: str) -> Callable[[State], State]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
