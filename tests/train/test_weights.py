@@ -237,7 +237,7 @@ def test_positions_of_as_many_tokens_are_not_guessed(tmp_path: Path, dmjd: Calla
         CheckpointError, match=r"37 rows, as a grid of 6x6 has and one of 4x9; .*dmjd convert takes this"
     ):
         encoder_of(path, *words, "data.image_size=[64,144]")
-    tables = []
+    tables: list[Tensor] = []
     for grid in ("[6,6]", "[4,9]"):
         out = tmp_path / f"of_{len(tables)}.safetensors"
         assert dmjd("convert", f"input={path}", f"output={out}", "to=timm", f"source_grid={grid}")[0] == 0
