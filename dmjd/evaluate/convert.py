@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
-from dmjd.errors import ConfigError
+from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.layouts import LAYOUTS, Layout, detect
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
@@ -45,24 +47,36 @@ def convert(config: ConvertConfig) -> Converted:
     """
     output = Path(config.output)
     _check_output(output, Path(config.input))
-    state, source, grid = _read(config)
-    weights = source.read(state, drop_unknown=config.unknown == "drop")
-    target, new = LAYOUTS[config.to], _pair(config.grid)
-    if new is not None and any(name.startswith("encoder.layers.") for name in weights):
-        raise ConfigError("grid=[h,w] is for ViTs; the windows of a Swin are resized by timm when it loads the file")
-    weights = with_positions(weights, _stored(config.to, weights), grid, new, config.to)
-    kind = config.bias_tables
-    if kind == "auto":
-        kind = "per_block" if config.to == "timm" else "keep"
-    weights = with_bias_tables(weights, kind, grid, new)
-    written, left_out = target.write(weights)
+    with _naming(config.input):
+        state, source, grid = _read(config)
+        weights = source.read(state, drop_unknown=config.unknown == "drop")
+        target, new = LAYOUTS[config.to], _pair(config.grid)
+        if new is not None and any(name.startswith("encoder.layers.") for name in weights):
+            raise ConfigError("grid=[h,w] is for ViTs; timm resizes the windows of a Swin when it loads the file")
+        weights = with_positions(weights, _stored(config.to, weights), grid, new, config.to)
+        kind = config.bias_tables
+        if kind == "auto":
+            kind = "per_block" if config.to == "timm" else "keep"
+        weights = with_bias_tables(weights, kind, grid, new)
+        written, left_out = target.write(weights)
     if left_out:
         logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
     header = {"format": "pt", "layout": target.name, "from": source.name}
-    if new or grid:
-        header[GRID] = "{}x{}".format(*(new or grid or ()))
+    if at := new or grid:
+        header[GRID] = f"{at[0]}x{at[1]}"
     write_state(output, written, target.container, header)
     return Converted(output, source.name, target.name, len(written), left_out)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """A sentence about names and shapes is about this file."""
+    try:
+        yield
+    except CheckpointError as error:
+        if path in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _branches(names: list[str]) -> str:

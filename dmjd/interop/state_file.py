@@ -32,8 +32,8 @@ CONTAINERS = ("model", "model_state", "state_dict", "module")
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights. Narrower ones have a scale elsewhere, without which they are other numbers."""
 
-_WRAPPERS = ("module.", "_orig_mod.")
-"""What DDP and torch.compile put before every name."""
+_WRAPPERS = ("module.", "_orig_mod.", "model.")
+"""What DDP, torch.compile and modules of Lightning put before every name."""
 
 _ZIP, _PICKLE = b"PK", b"\x80\x02"
 """How torch's files begin, from 1.6 on and before."""
@@ -70,7 +70,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        file: Any = load_file(path) if path.suffix == SAFETENSORS else _unpickle(path)
+        file: Any = load_file(path) if _is_safetensors(path) else _unpickle(path)
     except Exception as error:  # bytes that are no pickle do what they happen to mean, and fail as that fails
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
     if not isinstance(file, Mapping):
@@ -87,7 +87,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
     """The grid of tokens that :func:`write_state` was told of for a .safetensors file, None where there is none."""
-    if path.suffix != SAFETENSORS:
+    if not _is_safetensors(path):
         return None
     with safe_open(path, "pt") as file:
         found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", (file.metadata() or {}).get(GRID, ""))
@@ -109,6 +109,15 @@ def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, 
     buffer = io.BytesIO()
     torch.save(state if container is None else {container: state}, buffer)
     replace_file(path, buffer.getvalue())
+
+
+def _is_safetensors(path: Path) -> bool:
+    """By its first bytes, the size of a JSON object and the object, for files are renamed; else by its suffix."""
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start[:2] in (_ZIP, _PICKLE) and start[8:] != b"{":
+        return False
+    return start[8:] == b"{" or path.suffix == SAFETENSORS
 
 
 def _tensors(entries: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -170,6 +179,13 @@ def _unpickle(path: Path) -> Any:
         start = file.read(2)
     if start == _ZIP and not zipfile.is_zipfile(path):
         raise pickle.UnpicklingError("it is cut off")
+    if start == _ZIP:
+        with zipfile.ZipFile(path) as archive:
+            parts = {name.rpartition("/")[2] for name in archive.namelist()}
+        if "constants.pkl" in parts:
+            raise pickle.UnpicklingError("it is a TorchScript archive; torch.save the state_dict() of what it holds")
+        if "data.pkl" not in parts:
+            raise pickle.UnpicklingError("torch.save did not write it")
     if start and start not in (_ZIP, _PICKLE):
         raise pickle.UnpicklingError("torch.save did not write it")
     try:
@@ -179,4 +195,5 @@ def _unpickle(path: Path) -> Any:
     stand_ins: list[Any] = [(type("Inert", (_Inert,), {}), name) for name in foreign]
     with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of kinds of tensors that are passed over or refused here
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with path.open("rb") as file:  # of a path, newer versions of torch go by the suffix
+            return torch.load(file, map_location="cpu", weights_only=True)

@@ -4,6 +4,7 @@ import argparse
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmjd.errors import CheckpointError
-from dmjd.interop.state_file import read_state, write_state
+from dmjd.interop.state_file import GRID, grid_noted, read_state, write_state
 
 STATE = {"norm.weight": torch.arange(3.0), "blocks.0.module.weight": torch.zeros(2).bfloat16()}
 
@@ -37,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | N
 
 
 @pytest.mark.parametrize("container", ["model", "model_state", "state_dict", "module"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["", "model.", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_containers_and_wrappers_are_taken_off(tmp_path: Path, container: str, prefix: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({"epoch": 3, container: {prefix + name: value for name, value in STATE.items()}}, path)
@@ -147,6 +148,36 @@ def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, content: bytes
     path.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"pointer\.pth cannot .*: torch\.save did not write it$"):
         read_state(path)
+
+
+def test_other_archives_are_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    np.savez(tmp_path / "weights.npz", a=np.ones(3))
+    (tmp_path / "weights.npz").rename(path)
+    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it$"):
+        read_state(path)
+    with zipfile.ZipFile(path, "w") as archive:  # as torch.jit.save lays it out
+        for part in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            archive.writestr(f"weights/{part}", b"")
+    with pytest.raises(CheckpointError, match=r"it is a TorchScript archive; torch\.save the state_dict\(\)"):
+        read_state(path)
+
+
+def test_a_file_is_what_its_bytes_say_whatever_it_is_called(tmp_path: Path) -> None:
+    write_state(tmp_path / "a.safetensors", STATE, None, {GRID: "7x28"})
+    (tmp_path / "a.safetensors").rename(tmp_path / "a.pth")
+    same_bits(read_state(tmp_path / "a.pth"), STATE)
+    assert grid_noted(tmp_path / "a.pth") == (7, 28)
+    for old in (False, True):
+        torch.save(STATE, tmp_path / "b.safetensors", _use_new_zipfile_serialization=old)
+        same_bits(read_state(tmp_path / "b.safetensors"), STATE)
+        assert grid_noted(tmp_path / "b.safetensors") is None
+
+
+@pytest.mark.parametrize("noted", ["", "7", "0x28", "7x", "[7,28]"])
+def test_a_header_of_others_notes_no_grid(tmp_path: Path, noted: str) -> None:
+    write_state(tmp_path / "a.safetensors", STATE, None, {GRID: noted})
+    assert grid_noted(tmp_path / "a.safetensors") is None
 
 
 def test_a_broken_pickle_is_one_sentence(tmp_path: Path) -> None:
