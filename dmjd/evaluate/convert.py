@@ -23,6 +23,7 @@ from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import is_consolidated, read_model
 from dmjd.train import checkpoint
 from dmjd.train.builders import token_grid
+from dmjd.train.weights import weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -105,7 +106,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     path = Path(config.input)
     grid = _pair(config.source_grid)
     if path.is_dir():
-        folder = checkpoint.resolve(path, "input")
+        folder = weights_at(config.input, "input")
         source = folder / checkpoint.CONFIG
         trained = from_yaml(PretrainConfig, source.read_text(), source)
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)

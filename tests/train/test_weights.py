@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,25 @@ def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
 def test_a_name_that_is_nothing_may_have_been_a_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht is not there; name a file of weights"):
         encoder_of(tmp_path / "mae.pht", *described("mae"))
+
+
+def test_a_folder_of_a_file_says_which(
+    tmp_path: Path, finished_run: Path, dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    """As of a download, or the export of a run. A folder of ours that is damaged says that instead."""
+    (tmp_path / "model").mkdir()
+    path = stored(tmp_path / "model" / "pytorch_model.pth", a_vit_of_mae()[1])
+    with pytest.raises(CheckpointError, match=rf"checkpoint=.*model is a folder; name .* as checkpoint={path}$"):
+        encoder_of(path.parent, *described("mae"), *IMAGES)
+    code, _, err = dmjd("convert", f"input={path.parent}", f"output={tmp_path / 'out.pth'}", "to=mae")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.endswith(f"as input={path}\n")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(next((finished_run / "checkpoints").glob("step-*")), damaged)
+    max((file for file in damaged.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size).write_bytes(b"")
+    shutil.copy(path, damaged)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        encoder_of(damaged)
 
 
 def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> None:
