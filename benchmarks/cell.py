@@ -21,7 +21,8 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
-from dmjd.parallel.world import SHARDED, World
+from dmjd.parallel.sharding import SHARDED
+from dmjd.parallel.world import World
 from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
 from dmjd.train.stopwatch import Stopwatch
@@ -72,7 +73,7 @@ class Cell:
             times = StepTimes(world.device)
             losses += steps(STEPS, times)
             seconds, waited = self._clock.lap()
-            peaks = world.gather(torch.cuda.max_memory_allocated() / 2**30 if cuda else None)
+            peaks = world.gather(self._peak_bytes() / 2**30 if cuda else None)
             speed = self._throughput.row(self._micro * world.size * STEPS, seconds, waited)
             result = {
                 "images_per_second_per_gpu": speed["images_per_second"] / world.size,
@@ -94,6 +95,11 @@ class Cell:
     def close(self) -> None:
         """Release the engine. Collective."""
         self._engine.close()
+
+    def _peak_bytes(self) -> int:
+        # What a graph works in counts as allocated while it is recorded, and not when it is replayed.
+        graphs = self._config.engine.cuda_graphs
+        return torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
 
     def _steps(
         self, feed: Iterator[Batch], upload: Callable[[Batch], Batch], count: int, times: StepTimes

@@ -40,13 +40,13 @@ def read(path: Path) -> list[Row]:
 
 def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
     """Weak scaling: images a second of a GPU, as a share of what the single process does with the same model, images a
-    GPU, input and card; None where that was not measured."""
-    alike = ("model", "micro_batch", "input", "card")
-    alone = [
-        other
-        for other in rows
-        if other["engine"] == "single" and all(_get(other, key) == _get(row, key) for key in alike) and _ran(other)
-    ]
+    GPU, input and card, and with CUDA graphs if the row has them; None where that was not measured."""
+
+    def alike(one: Row) -> list[Any]:
+        keys = ("model", "micro_batch", "input", "card")
+        return [*(_get(one, key) for key in keys), _words(one).get("engine.cuda_graphs", "false")]
+
+    alone = [other for other in rows if other["engine"] == "single" and alike(other) == alike(row) and _ran(other)]
     if not alone or not _ran(row):
         return None
     return row["images_per_second_per_gpu"] / alone[-1]["images_per_second_per_gpu"]

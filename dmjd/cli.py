@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +16,9 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.files import at_home
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
+
+FIRST_SPEAKER_SECONDS = 10.0
+"""By so much one rank of a launch may come to a refusal later than another does, and the launcher end the others."""
 
 
 def _pretrain(words: Sequence[str]) -> None:
@@ -32,6 +37,9 @@ def _pretrain(words: Sequence[str]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     ending = run.read_stop_reason()
+    if not ending:  # the folder was let go of, and whoever waited for it has begun
+        print(f"{run.path}: its end is told, and another launch goes on in it")
+        return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
 
@@ -222,6 +230,8 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -242,6 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _last_word():
                 VERBS[verb](rest)
     except UserError as error:
+        if error.told is None:
+            _let_others_speak()
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -280,19 +292,29 @@ def _local_rank(word: str) -> bool:
     return word.startswith(("--local_rank=", "--local-rank="))
 
 
+def _let_others_speak() -> None:
+    """Wait where another rank that is refused the same says so: rank 0, or else the first rank of this host.
+
+    Their end makes the launcher end this one. Whoever is still there has the refusal alone. Were the others to leave
+    without a word, a launcher might end the one that was about to speak.
+    """
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    with suppress(KeyboardInterrupt):
+        time.sleep(FIRST_SPEAKER_SECONDS * ((rank != "0") + (local_rank != "0")))
+
+
 @contextmanager
 def _last_word() -> Iterator[None]:
     """Tell a batch script, which sees torchrun's exit code alone, why there was no run that could have said so."""
     try:
         yield
     except Exception as error:
-        path = os.environ.get("DMJD_LAST_WORD")
-        if path and not getattr(error, "told", False):
+        if not getattr(error, "told", False):
             from dmjd.train.cause import cause
+            from dmjd.train.last_word import leave_last_word
 
-            # The first word is the cause of the others. A disk that takes none may be what the error tells of.
-            with suppress(OSError), Path(path).open("x") as file:
-                file.write(": ".join(cause(error, int(os.environ.get("RANK", "0")))) + "\n")
+            leave_last_word(*cause(error, int(os.environ.get("RANK", "0"))))
         raise
 
 

@@ -35,6 +35,7 @@ from dmjd.config import (
     expand_paths,
 )
 from dmjd.errors import ConfigError
+from dmjd.files import printable
 from dmjd.resources import configs_dir
 
 SCHEMAS: dict[str, type] = {
@@ -145,6 +146,11 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
     chosen: set[str] = set()
     words = []
     for word in overrides:
+        if word != printable(word):
+            raise ConfigError(
+                f"{printable(word)} is not UTF-8, which a configuration is written in; give what it names another "
+                "name, or begin in that folder and name it by run=. or the like"
+            )
         if re.match("([^'\"].*::)?~", word.partition("=")[2]):  # at the front it is a path's, and no symbol of Hydra's
             word = _as_text(word)
         try:

@@ -10,10 +10,11 @@ from __future__ import annotations
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
 
-    ``told``: another process of the run says the sentence, so this one need not.
+    ``told``: true where another process of the run says the sentence, so this one need not; false where none does; None
+    where nobody has asked the others, which may have met the same.
     """
 
-    told = False
+    told: bool | None = None
 
 
 class ConfigError(UserError):

@@ -20,11 +20,16 @@ def standing_place(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
+def printable(name: str) -> str:
+    """``name`` of a file for pages and pictures, which take no bytes that are not UTF-8: these as ``\\xff``."""
+    return os.fsencode(name).decode(errors="backslashreplace")
+
+
 def replace_file(path: Path, content: bytes | str) -> None:
-    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8."""
+    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

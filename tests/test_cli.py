@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,8 +13,10 @@ import torch
 from PIL import Image
 
 from dmjd import __version__, cli
+from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
+from dmjd.errors import UserError
 from dmjd.ops import status
 from dmjd.train import checkpoint
 from dmjd.train.guard import Diverged
@@ -326,3 +329,121 @@ def test_a_missing_package_names_the_extra_that_has_it(dmjd: Command, monkeypatc
     monkeypatch.delitem(sys.modules, "dmjd.compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
     refused(dmjd("pretrain", "experiment=demo"), "hydra", "pip install 'dmjd[train]'")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        ({}, 0),
+        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3"}, 0),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, 20),
+        ({"RANK": "8", "LOCAL_RANK": "0"}, 10),
+        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, 20),
+    ],
+)
+def test_of_ranks_that_are_refused_the_first_speaks_and_the_last_is_not_lost(
+    ranks: dict[str, str],
+    seconds: float,
+    monkeypatch: pytest.MonkeyPatch,
+    dmjd: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Ended(BaseException):
+        pass
+
+    def end(waited: float) -> None:
+        if waited:
+            raise Ended
+
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    waits: list[float] = []
+    monkeypatch.setattr("time.sleep", waits.append)
+    refused(dmjd("pretrain", "epochs=0"), "epochs must be")
+    assert waits == [seconds]
+    monkeypatch.setattr("time.sleep", end)
+    if seconds:  # the launcher ends it while it waits, for another has said so
+        with pytest.raises(Ended):
+            cli.main(["pretrain", "epochs=0"])
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("told", "speaks"), [(False, True), (True, False)])
+def test_ranks_that_have_asked_each_other_do_not_wait(
+    told: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, dmjd: Command
+) -> None:
+    error = UserError("the shards are gone")
+    error.told = told
+
+    def verb(words: object) -> None:
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setitem(cli.VERBS, "pretrain", verb)
+    monkeypatch.setattr(cli, "_let_others_speak", lambda: pytest.fail("it waits"))
+    assert dmjd("pretrain") == (2, "", "error: the shards are gone\n" * speaks)
+
+
+@pytest.fixture
+def misnamed(tmp_path: Path, finished_run: Path) -> Path:
+    """A finished run in a folder whose name is Latin-1's ``é``, as archives of old machines have them."""
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    try:
+        shutil.copytree(finished_run, folder)
+    except OSError:
+        pytest.skip("this file system takes no such names")
+    return folder
+
+
+def test_a_run_whose_name_is_not_utf_8_has_a_report_and_a_doctor(misnamed: Path, finished_run: Path) -> None:
+    def told(*words: str | Path) -> bytes:
+        environment = {"PYTHONPATH": str(Path(cli.__file__).parent.parent), "PYTHONIOENCODING": "utf-8:strict"}
+        command = [sys.executable, "-m", "dmjd", *map(str, words)]
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
+        return done.stdout
+
+    assert told("report", misnamed) == os.fsencode(misnamed) + b"/report.html\n"
+    assert "<title>caf\\xe9" in (misnamed / "report.html").read_text()
+    output = misnamed.parent / os.fsdecode(b"\xff")
+    told("report", misnamed, finished_run, f"output={output}", f"baseline={misnamed}")
+    assert "caf\\xe9" in (output / "comparison.html").read_text()
+    assert (output / "comparison.md").read_text()
+    # The marker of a run that was begun there names it, for the next command.
+    marker = misnamed / "STOP_REASON"
+    marker.write_text(marker.read_text().replace(str(finished_run), json.dumps(str(misnamed))[1:-1]))
+    assert os.fsencode(misnamed) in told("doctor", misnamed)
+
+
+def test_where_a_name_has_to_be_utf_8_that_is_said(
+    misnamed: Path, tmp_path: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for verb, word in (
+        ("pretrain", f"run={misnamed}"),
+        ("plan", f"run='{misnamed}'"),
+        ("knn", str(misnamed)),
+        ("submit", f"run={misnamed}"),
+    ):
+        words = ["pretrain", word] if verb == "submit" else [word]
+        refused(dmjd(verb, *words), "caf\\xe9", "is not UTF-8", "another name")
+    monkeypatch.chdir(misnamed)
+    refused(dmjd("export", "."), "caf\\xe9 is not UTF-8, and safetensors takes no other", "output=FILE")
+    target = tmp_path / "encoder.safetensors"
+    assert dmjd("export", ".", f"output={target}")[0] == 0
+    assert target.is_file()
+
+
+def test_a_job_is_submitted_from_a_folder_whose_name_is_not_utf_8(
+    misnamed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(misnamed)
+    assert submit("pretrain", ["experiment=demo", "run=new"])[-1].startswith("submitted: 7;")
+    (script,) = (misnamed / "new" / "slurm").glob("*.sbatch")
+    assert b"#SBATCH --chdir='" + os.fsencode(misnamed) + b"'\n" in script.read_bytes()

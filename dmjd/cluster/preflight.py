@@ -33,7 +33,8 @@ from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.environment import prepare_environment
-from dmjd.parallel.world import SHARDED, World, alone, join_world
+from dmjd.parallel.sharding import SHARDED
+from dmjd.parallel.world import World, alone, join_world
 from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
 

@@ -18,6 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from dmjd.cluster.site import read_site, site_file, site_header
+from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import at_home, replace_file
@@ -48,9 +50,6 @@ from within a job of an array would requeue that one, or stop when that one's ti
 
 _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 """How the names begin of variables that are of the job around us, if there is one."""
-
-_SITE_OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
-"""Where sbatch's variable is not named as its option is."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +108,22 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
             raise ConfigError(f"{key} needs a value of one line, got {value!r}")
     if "/" in options.get("name", ""):
         raise ConfigError(f"name={options['name']}: a job's log is named after it, so take a name without a slash")
-    site = read_site(_site_file(options["site"])) if "site" in options else {}
+    site = read_site(site_file(options["site"])) if "site" in options else {}
     template = launchers_dir() / "slurm" / f"{verb}.sbatch"
     header = _header(template.read_text())
-    header.update(_site_header(site))
+    header.update(site_header(site))
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
     trains = verb in ("pretrain", "preflight")
     nodes = _count(options, "nodes", header["nodes"])
     gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if trains else 1)
     chain = _count(options, "chain", 1)
+    _count(site, "DMJD_IDLE_LIMIT", 3)
     if not trains and nodes * gpus > 1:
         raise ConfigError(f"{verb} works on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array do not go together; submit one chain for each index")
-    first = re.match(r"\d*", options.get("array", "0"))
-    index = (first.group() if first else "") or "0"
+    first = re.match(r"\d*", options.get("array", ""))
+    index = ((first.group() if first else "") or "0") if "array" in options else "%a"  # which stays what it is
 
     def composed(index: str) -> Any:
         said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
@@ -146,6 +146,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     header.update(
         {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
     )
+    if verb == "pretrain" and header["time"]:
+        check_limit(header["time"], header.get("signal"), config.time_margin if config.time_budget == "auto" else None)
     header["nodes"], header["gpus-per-node"] = str(nodes), f"{kind}:{gpus}" if kind else str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
     header["chdir"] = str(Path.cwd())  # where words name files, whoever submits the script from wherever
@@ -190,55 +192,22 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
         command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
-        done = subprocess.run(command, env=around, capture_output=True, text=True)
+        done = subprocess.run(command, env=around, capture_output=True, text=True, errors="surrogateescape")
+        sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
         if done.returncode:
-            sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
             said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
             raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
-        ids.append(done.stdout.strip().splitlines()[-1].split(";")[0])  # behind what a site's sbatch has to say
+        numbers = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's sbatch may have more to say
+        if not numbers:
+            raise ConfigError(f"sbatch names no job for {path} but says {done.stdout!r}; see squeue --me{sent}")
+        ids.append(numbers[-1])
     return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
-
-
-def read_site(path: Path) -> dict[str, str]:
-    """The ``NAME=value`` lines of a site file.
-
-    Raises:
-        ConfigError: naming a line that is something else, which lib.sh would pass over.
-    """
-    site = {}
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"site={path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'].*)", line.rstrip(), re.ASCII)
-        if match is None:
-            raise ConfigError(f"line {number} of {path} must be NAME=value, without quotes or export; got {line!r}")
-        site[match.group(1)] = match.group(2)
-    return site
 
 
 def _at_home(word: str) -> str:
     """A script's shell reads the words too, and in a container they would mean another home."""
     key, equals, value = word.partition("=")
     return key + equals + "::".join(map(at_home, value.split("::")))
-
-
-def _site_file(name: str) -> Path:
-    shipped = launchers_dir() / "slurm" / "sites"
-    for path in (shipped / f"{name}.env", Path(name)):
-        if path.is_file():
-            return path
-    names = ", ".join(sorted(path.stem for path in shipped.glob("*.env")))
-    raise ConfigError(f"site={name} is neither a file nor one of {names}")
-
-
-def _site_header(site: Mapping[str, str]) -> dict[str, str | None]:
-    """sbatch's own variables as its options."""
-    names = {name.removeprefix("SBATCH_"): value for name, value in site.items() if name.startswith("SBATCH_")}
-    return {_SITE_OPTIONS.get(name, name.lower().replace("_", "-")): value or None for name, value in names.items()}
 
 
 def _header(template: str) -> dict[str, str | None]:
@@ -275,8 +244,8 @@ def _folder(config: Any, array: bool) -> Path:
     elif array and "%a" not in named:
         raise ConfigError(f"an array's jobs need a folder each: write run={named}-%a")
     else:
-        folder = Path(named.replace("%a", "array" if array else "0"))
-    if re.search(r"\\|\n|%\d*[AabJjNnstux]", str(folder.absolute())):
+        folder = Path(named.replace("%a", "array") if array else named)
+    if re.search(r"\\|\n|%%|%\d*[AabJjNnrstux]", str(folder.absolute())):
         raise ConfigError(
             f"{str(folder.absolute())!r} holds a backslash, a line break or one of Slurm's patterns such as %j: a job "
             "could not write its log there; name another folder (%a is the index of an array)"

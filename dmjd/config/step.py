@@ -42,6 +42,7 @@ class EngineConfig:
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
     matrix products, attention and convolutions, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
+    ``cuda_graphs`` (single, ddp): replay what is compiled as CUDA graphs, for steps that the host is the bound of.
     ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
     ``blocks_per_unit`` (fsdp, hsdp): consecutive blocks whose parameters are gathered, and gradients reduced, at once.
     ``bucket_mb`` (ddp): MiB of gradients reduced at once; left out, 400 on one host and 25 across hosts.
@@ -58,6 +59,7 @@ class EngineConfig:
     accumulation: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
+    cuda_graphs: bool = False
     reshard_after_forward: bool = True
     blocks_per_unit: int = positive(4)
     bucket_mb: int | None = number(None, least=1)

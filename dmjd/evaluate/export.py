@@ -19,7 +19,7 @@ import dmjd.models.convit  # registers ConViT with timm
 from dmjd.config import ExportConfig, KnnConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import load_encoder
-from dmjd.files import standing_place
+from dmjd.files import printable, standing_place
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
 from dmjd.models.masked_image_model import Encoder
 
@@ -78,6 +78,11 @@ def export(config: ExportConfig) -> Path:
     standing = standing_place(frozen.run.path if config.output is None else path.parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")
+    if printable(str(standing)) != str(standing):
+        raise ConfigError(
+            f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; "
+            f"name a file elsewhere with output=FILE{SUFFIX}"
+        )
     with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
         draft = Path(scratch) / path.name
         # One entry, whose order cannot vary, and bytes, whose file has the usual rights where save_file's is private.

@@ -47,12 +47,13 @@ def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
 
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     """Transform ``model`` in place as ``config`` asks."""
+    inductor = {"options": {"triton.cudagraphs": True}} if config.cuda_graphs else {}
     for block in blocks(model):
         checkpoint_block(block, config.activation_checkpointing)
         if config.compile == "block":
-            block.compile(fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=False, **inductor)
     if config.compile == "model":
-        model.compile(fullgraph=True, dynamic=False)
+        model.compile(fullgraph=True, dynamic=False, **inductor)
     if config.compile != "none":
         import torch._dynamo  # takes a second, of those who compile
 

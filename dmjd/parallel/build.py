@@ -12,8 +12,9 @@ from dmjd.parallel.ddp import DDPEngine
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.fsdp import FSDPEngine, without_parameters
+from dmjd.parallel.sharding import SHARDED, replicas
 from dmjd.parallel.single import SingleEngine
-from dmjd.parallel.world import SHARDED, World, alone, replicas
+from dmjd.parallel.world import World, alone
 
 
 def select_device(name: str, key: str = "engine.device") -> torch.device:
@@ -62,5 +63,5 @@ def build_engine(
         return DeepSpeedEngine(objective, bare, engine, optim, world, precision, micro_batch)
     apply(objective.model, engine)
     if world.size == 1:
-        return SingleEngine(objective, optim, world.device, precision)
-    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb)
+        return SingleEngine(objective, optim, world.device, precision, cuda_graphs=engine.cuda_graphs)
+    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb, cuda_graphs=engine.cuda_graphs)

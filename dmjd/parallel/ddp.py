@@ -44,8 +44,9 @@ class DDPEngine(SingleEngine):
         precision: torch.dtype,
         *,
         bucket_mb: int | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
-        super().__init__(objective, config, world.device, precision)
+        super().__init__(objective, config, world.device, precision, cuda_graphs=cuda_graphs)
         no_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}  # positions are functions of the grid, equal everywhere
         self._replicas = DistributedDataParallel(
             objective,
@@ -57,6 +58,16 @@ class DDPEngine(SingleEngine):
         self.module = self._replicas
         self._world = world
         self._saving = world.apart()
+
+    def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        # Torch would have each tensor written once all the same, but copied to the host by all of a host's ranks.
+        shares: list[dict[str, Tensor]] = [{} for _ in range(self._world.size)]
+        sizes = [0] * self._world.size
+        for name, tensor in sorted(state.items(), key=lambda item: -item[1].nbytes):
+            least = sizes.index(min(sizes))
+            shares[least][name] = tensor
+            sizes[least] += tensor.nbytes
+        return shares[self._world.rank]
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
+from dmjd.parallel.sharding import ZERO3_LIVE, ZERO_BUCKET
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Engine names. Stage 0 is not among them: it is DDP with other files, and with bf16 its optimizer takes a real step
@@ -70,7 +71,7 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
         "overlap_comm": stage > 1,
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        "reduce_bucket_size": 50_000_000,
+        "reduce_bucket_size": ZERO_BUCKET,
         "allgather_partitions": True,
         "allgather_bucket_size": 50_000_000,
         "round_robin_gradients": False,
@@ -83,8 +84,8 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
             "stage3_prefetch_bucket_size": 50_000_000,
             # Vectors and tokens stay whole everywhere: a gather of a few KiB costs as much as one of a few MiB.
             "stage3_param_persistence_threshold": 10_000,
-            "stage3_max_live_parameters": 1_000_000_000,
-            "stage3_max_reuse_distance": 1_000_000_000,
+            "stage3_max_live_parameters": ZERO3_LIVE,
+            "stage3_max_reuse_distance": ZERO3_LIVE,
             "stage3_gather_16bit_weights_on_model_save": False,
             # Its own linear layer rounds to bfloat16 before it adds the bias and again after, which F.linear does not,
             # and it stays in F.linear's place for the rest of the process, whatever else is computed there.

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from dmjd.config import EngineConfig
+
 ENGINES = ("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+
+SHARDED = ("fsdp", "hsdp")
+"""Engines that work on a mesh, of one process if need be."""
 
 FLOAT = 4
 """Bytes of a parameter, a gradient and a moment."""
@@ -24,8 +29,18 @@ _SHARDED = {  # weights, gradients, optimizer state: whole (False) or one part o
 }
 
 
+ZERO3_LIVE = 1_000_000_000
+"""Parameters that stage 3 leaves whole from forward to backward, once they have been gathered."""
+
+ZERO_BUCKET = 50_000_000
+"""Gradients that DeepSpeed reduces at once, from memory of their own."""
+
+_BUCKETS = {"zero2": 2, "zero3": 1}  # one is filled while the other is reduced
+
+
 class StateBytes(NamedTuple):
-    """Bytes on one GPU. gathered: what is whole for a moment only, of the unit at work and of the next."""
+    """Bytes on one GPU. gathered: what is whole within a step only, of the unit at work and of the next, or of all, and
+    what is on its way to the other GPUs."""
 
     weights: float
     gradients: float
@@ -47,5 +62,11 @@ def state_bytes(engine: str, parameters: int, largest_unit: int, shards: int) ->
     )
     weights_parted, gradients_parted, _ = _SHARDED[engine]
     # Two units' weights are there while the next is fetched, and a unit's gradients until they are reduced.
-    units = 2 * weights_parted + gradients_parted
-    return StateBytes(weights, gradients, optimizer, units * largest_unit * FLOAT)
+    whole = max(2 * largest_unit, min(parameters, ZERO3_LIVE) if engine == "zero3" else 0) if weights_parted else 0
+    leaving = gradients_parted * largest_unit + _BUCKETS.get(engine, 0) * ZERO_BUCKET
+    return StateBytes(weights, gradients, optimizer, FLOAT * (whole + leaving))
+
+
+def replicas(engine: EngineConfig, size: int, local_size: int) -> int:
+    """How many copies of the sharded model HSDP keeps: as many as asked for, or one on each host."""
+    return engine.replicas or max(1, size // local_size)

@@ -26,11 +26,20 @@ class SingleEngine:
     Args:
         objective: on its device and already transformed by :func:`dmjd.parallel.apply.apply`.
         precision: torch.float32, or torch.bfloat16 for autocast.
+        cuda_graphs: what is compiled is replayed as CUDA graphs, whose results live until the next micro-batch begins.
     """
 
     rehearses = False
 
-    def __init__(self, objective: Objective, config: OptimConfig, device: torch.device, precision: torch.dtype) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        config: OptimConfig,
+        device: torch.device,
+        precision: torch.dtype,
+        *,
+        cuda_graphs: bool = False,
+    ) -> None:
         assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
         self.objective = objective
         self.module: nn.Module = objective
@@ -41,6 +50,12 @@ class SingleEngine:
         self._optimizer = build_optimizer(self._owned, config)
         self._stepped = False
         self._copies = HostCopies(device)
+        self._graphs = cuda_graphs
+        if cuda_graphs:
+            # The first gradient to come would be taken over, not copied; and where a graph has put it, the same graph
+            # puts that of the next micro-batch: in place of a sum there would be twice the last.
+            for parameter in self._owned.values():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _own(self) -> dict[str, nn.Parameter]:
         """What this rank's optimizer moves: plain tensors, by the objective's names."""
@@ -57,6 +72,10 @@ class SingleEngine:
         """What :meth:`_state` gives, or a copy on the CPU, as a checkpoint is to understand it."""
         return state
 
+    def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What of :meth:`_state` this rank writes."""
+        return state
+
     @property
     def _group(self) -> dist.ProcessGroup | None:
         """For saves alone, which run beside the training and must not mix with what ranks do in it."""
@@ -64,6 +83,8 @@ class SingleEngine:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.autocast(self.device.type, self._precision, enabled=self._precision != torch.float32):
             yield
 
@@ -95,13 +116,14 @@ class SingleEngine:
         self._stepped = True
 
     def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=not self._graphs)
 
     def local_shards(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._owned.items()}
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        return partial(native_files.write, path, self._laid_out(self._copies.take(self._state(averages))), self._group)
+        copied = self._copies.take(self._share(self._state(averages)))
+        return partial(native_files.write, path, self._laid_out(copied), self._group)
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
         native_files.read_into(path, self._laid_out(self._state(averages)))

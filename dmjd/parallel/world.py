@@ -15,25 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, UserError
-from dmjd.parallel import deepspeed_config
+from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.fit import check_fit
+from dmjd.parallel.sharding import SHARDED
 
 T = TypeVar("T")
 
 # torch 2.14 made it public under another name and warns about the old one, which is all that 2.11 knows.
 _set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-
-SHARDED = ("fsdp", "hsdp")
-"""Engines that work on a mesh, of one process if need be."""
-
-_OPTIONS = {
-    "reshard_after_forward": SHARDED,
-    "blocks_per_unit": SHARDED,
-    "bucket_mb": ("ddp",),
-    "replicas": ("hsdp",),
-    "offload_optimizer": tuple(deepspeed_config.STAGES),
-    "deepspeed_config": tuple(deepspeed_config.STAGES),
-}
-"""Keys of the configuration that some engines alone have."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +88,7 @@ class World:
         if speaker is None:
             return result
         if refusal is not None and self.rank == speaker:
+            refusal.told = False
             raise refusal
         raise _told(str(sentences[speaker]))
 
@@ -171,29 +161,18 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     """Meet the other processes, if torchrun (or any launcher that sets its variables) started some.
 
     Raises:
-        ConfigError: if the engine and the number of processes do not fit.
+        ConfigError: if the engine, the device and the number of processes do not fit.
     """
-    for key, names in _OPTIONS.items():
-        if engine.name not in names and getattr(engine, key) != getattr(EngineConfig(), key):
-            raise ConfigError(f"engine.{key} is for engine={', '.join(names)}, not engine={engine.name}")
-    deepspeed_config.check(engine)
-    if engine.name in deepspeed_config.STAGES:
+    if engine.name in STAGES:
         # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
     size = int(os.environ.get("WORLD_SIZE", "1"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if size > 1 and engine.name == "single":
-        raise ConfigError(f"engine=single is one process, and the launcher started {size}; use engine=ddp")
-    if engine.name == "hsdp" and size % replicas(engine, size, local_size):
-        raise ConfigError(f"engine.replicas={engine.replicas} does not divide {size} process(es)")
-    if engine.name in SHARDED and engine.compile == "model":
-        raise ConfigError(
-            f"engine.compile=model leaves no room for engine={engine.name} between blocks; use engine.compile=block"
-        )
+    check_fit(engine, device, size, local_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(minutes=engine.start_timeout)
     if size == 1:
-        if engine.name in (*SHARDED, *deepspeed_config.STAGES) and not dist.is_initialized():
+        if engine.name in (*SHARDED, *STAGES) and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)
@@ -207,8 +186,3 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=patience)
     return World(rank, size, local_rank, device, local_size, _patient_group(patience), patience)
-
-
-def replicas(engine: EngineConfig, size: int, local_size: int) -> int:
-    """How many copies of the sharded model HSDP keeps: as many as asked for, or one on each host."""
-    return engine.replicas or max(1, size // local_size)

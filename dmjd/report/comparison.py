@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 
 from dmjd.errors import ConfigError
-from dmjd.files import replace_file
+from dmjd.files import printable, replace_file
 from dmjd.report.html import document, figure, heading, notes
 from dmjd.report.run import Run, read_run
 from dmjd.report.table import Table, compare, escape_markdown
@@ -44,9 +44,9 @@ def write_comparison(
     caption, png = convergence(runs, reference)
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent / "comparison" if output is None else Path(output)
-    files = {
-        "comparison.md": _markdown(table, caption).encode(),
-        "comparison.html": _page(runs, table, caption, png).encode(),
+    files: dict[str, bytes | str] = {
+        "comparison.md": _markdown(table, caption),
+        "comparison.html": _page(runs, table, caption, png),
         "convergence.png": png,
     }
     try:
@@ -62,7 +62,7 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
     """Folder names, with as many parents as it takes to tell the runs apart."""
     depth = 1
     while True:
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        names = [printable("/".join(folder.parts[-depth:])) for folder in folders]
         if len({*names}) == len(names):
             return names
         depth += 1

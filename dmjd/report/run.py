@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from dmjd.errors import DataError
+from dmjd.files import printable
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def read_run(path: str | Path) -> Run:
     config, provenance = _mapping(folder / "config.yaml"), _mapping(folder / "provenance.json")
     rows, timing = _rows(folder / "log.jsonl"), folder / "timing.jsonl"
     return Run(
-        name=folder.resolve().name,
+        name=printable(folder.resolve().name),
         config=config,
         config_text=_text(folder / "config.yaml"),
         provenance=provenance,

@@ -13,6 +13,7 @@ from dmjd.files import replace_file
 from dmjd.parallel.world import World
 from dmjd.train.cause import cause
 from dmjd.train.guard import Diverged
+from dmjd.train.last_word import leave_last_word
 from dmjd.train.lock import FolderGone
 from dmjd.train.state import Position
 
@@ -36,10 +37,11 @@ logger = logging.getLogger("dmjd")
 
 
 class Ending:
-    """Writes STOP_REASON. A context manager: whoever leaves it by an exception leaves word as well.
+    """Writes STOP_REASON and the launch's last word, which is for its batch script alone.
 
-    The file is one JSON object: ``reason`` (a key of :data:`NEXT`), ``detail`` in words, ``step`` (optimizer steps
-    done), ``total_steps``, ``when`` (UTC) and ``next``. A run that was killed leaves none.
+    A context manager: whoever leaves it by an exception leaves word as well. The file is one JSON object:
+    ``reason`` (a key of :data:`NEXT`), ``detail`` in words, ``step`` (optimizer steps done), ``total_steps``, ``when``
+    (UTC) and ``next``. A run that was killed leaves none.
 
     What all ranks agreed on rank 0 writes. Of errors the first stands: those of other ranks follow from it.
     """
@@ -65,13 +67,15 @@ class Ending:
             self._leave(reason, detail)
 
     def _leave(self, reason: str, detail: str) -> None:
+        advice = NEXT[reason].replace("RUN", shlex.quote(str(self._path.parent)))
+        leave_last_word(reason, detail, advice)
         record = {
             "reason": reason,
             "detail": detail,
             "step": self._position.step,
             "total_steps": self._total_steps,
             "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "next": NEXT[reason].replace("RUN", shlex.quote(str(self._path.parent))),
+            "next": advice,
         }
         try:
             replace_file(self._path, json.dumps(record, indent=1) + "\n")

@@ -1,11 +1,18 @@
-"""Who looks at the encoder while a run is under way."""
+"""Who looks at the model while a run is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import nn
+
+from dmjd.models.objective import Objective
+from dmjd.parallel.engine import Engine
+from dmjd.parallel.world import World
+from dmjd.train.journal import Journal
 
 
 class Judge(Protocol):
@@ -15,3 +22,38 @@ class Judge(Protocol):
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Forget what it knows and take in these rows: what earlier launches logged, up to where the run goes on."""
+
+
+@contextmanager
+def on_view(engine: Engine) -> Iterator[Objective | None]:
+    """The whole model, for rank 0 to look at; None on the others. Collective."""
+    # Compiled for a few images, and for evaluation, it would keep the GPUs waiting for a minute.
+    with torch.compiler.set_stance("force_eager"), engine.gathered() as objective:
+        yield objective
+
+
+class Jury:
+    """The judges of a run. What they say goes into its journal."""
+
+    def __init__(self, judges: Sequence[Judge], engine: Engine, journal: Journal, world: World) -> None:
+        self._judges, self._engine, self._journal, self._world = judges, engine, journal, world
+
+    def __bool__(self) -> bool:
+        return bool(self._judges)
+
+    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """As :meth:`Judge.restore`, of all of them; rank 0 calls it."""
+        for judge in self._judges:
+            judge.restore(rows)
+
+    def judge(self, step: int, epoch: float) -> None:
+        """Let every judge look at the encoder, and log what it says. Collective."""
+
+        def hear(encoder: nn.Module) -> None:
+            for judge in self._judges:
+                verdict = judge(encoder, step, epoch)
+                if verdict is not None:
+                    self._journal.note(step, verdict)
+
+        with on_view(self._engine) as objective:
+            self._world.on_main(lambda: None if objective is None else hear(objective.model.encoder))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
@@ -33,7 +32,7 @@ from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
 from dmjd.train.journal import Journal
-from dmjd.train.judge import Judge
+from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
 from dmjd.train.preparation import Preparation
@@ -78,7 +77,7 @@ class Pretraining:
     """One run's cast. What can be refused is refused while it is built, before the run folder is touched."""
 
     def __init__(self, config: PretrainConfig, run: RunFolder, world: World, judges: Sequence[Judge]) -> None:
-        self.config, self.run, self.world, self.judges = config, run, world, judges
+        self.config, self.run, self.world = config, run, world
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         grid = token_grid(config)
@@ -127,6 +126,7 @@ class Pretraining:
         self.profiler = Profiler(window if world.is_main or config.profile_ranks == "all" else None, run.path, world)
         self.position = Position()
         self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
+        self.jury = Jury(judges, self.engine, self.journal, world)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
         self.ema = None if config.ema_decay is None else EncoderEma(self.engine.local_shards(), config.ema_decay)
@@ -197,8 +197,8 @@ class Pretraining:
     def _begin_to_write(self) -> None:
         """Drop the rows of steps that will be done again, and let judges know of the others."""
         self.journal.open(self.run, self.position.step, self.writing)
-        for judge in self.judges:
-            judge.restore(self.run.read_log())
+        if self.jury:
+            self.jury.restore(self.run.read_log())
 
     def _initial_checkpoint(self) -> Path | None:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
@@ -329,28 +329,10 @@ class Pretraining:
             self.journal.saved(saved.seconds)
 
     def _judge(self) -> None:
-        """Let every judge look at the encoder, and log what it says."""
-        if not self.judges:
-            return
-        self.journal.clock.enter("evaluate")
-        self._settle()
-        step = self.position.step
-
-        def hear(encoder: nn.Module) -> None:
-            for judge in self.judges:
-                verdict = judge(encoder, step, step / self.steps_per_epoch)
-                if verdict is not None:
-                    self.journal.note(step, verdict)
-
-        with self._on_view() as objective:
-            self.world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
-
-    @contextmanager
-    def _on_view(self) -> Iterator[Objective | None]:
-        """The whole model, for rank 0 to look at; None on the others."""
-        # Compiled for a few images, and for evaluation, it would keep the GPUs waiting for a minute.
-        with torch.compiler.set_stance("force_eager"), self.engine.gathered() as objective:
-            yield objective
+        if self.jury:
+            self.journal.clock.enter("evaluate")
+            self._settle()
+            self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch)
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
@@ -379,7 +361,7 @@ class Pretraining:
             self.saver.wait()
             self.requests.saved()
         if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
-            with self._on_view() as objective, self.engine.micro_batch(last=False):
+            with on_view(self.engine) as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:

@@ -20,8 +20,7 @@ from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.memory import StepMemory, trace_step
-from dmjd.parallel.sharding import ENGINES, FLOAT, StateBytes, state_bytes
-from dmjd.parallel.world import SHARDED, replicas
+from dmjd.parallel.sharding import ENGINES, FLOAT, SHARDED, StateBytes, replicas, state_bytes
 from dmjd.train.rehearsal import rehearse
 from dmjd.train.throughput import flops_per_image
 
@@ -118,12 +117,15 @@ class Plan:
     def peak(self, engine: str, mode: str, images: int) -> float:
         """The most bytes that a GPU holds in a step with micro-batches of ``images``."""
         state, some = self.state(engine), self.activations[mode]
-        if engine == "single" or engine in SHARDED:
+        graphs = self.config.engine.cuda_graphs and engine in ("single", "ddp")
+        if engine in SHARDED or (engine == "single" and not graphs):
             # Gradients come while activations go, and of what comes the GPU keeps its part alone.
             kept = state.gradients / (FLOAT * self.parameters)
             step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
         else:  # the buckets of all of them, or the shards, are there before
-            step = state.gradients + some.transient(images)
+            # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
+            twice = graphs and self.config.engine.compile == "model"
+            step = state.gradients + (some.with_gradients if twice else some.transient)(images)
         held = state.weights + state.optimizer + state.gathered
         return held + max(step + some.inputs(images), state.gradients)
 

@@ -50,14 +50,21 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
         time_margin: seconds before the end of the Slurm job.
 
     Raises:
-        ConfigError: if ``time_budget`` is none.
+        ConfigError: if ``time_budget`` is none, or the whole job is not longer than the margin.
     """
     if time_budget is None:
         return None
     if time_budget != "auto":
         return time.time() + seconds_of(time_budget)
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return float(end) - time_margin if end.isdigit() else None
+    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
+    if not end.isdigit():
+        return None
+    if start.isdigit() and int(end) - int(start) <= time_margin:
+        raise ConfigError(
+            f"this job's time of {int(end) - int(start)} seconds is not above time_margin={time_margin:g}: each launch "
+            "would stop after one step; take a longer time or a smaller time_margin"
+        )
+    return float(end) - time_margin
 
 
 class Requests:
@@ -108,7 +115,6 @@ class Requests:
         """This rank cannot go on. By itself it raises; among others it keeps step until all have heard of it."""
         if self._world.size == 1:
             raise error
-        error.told = False  # of those who failed alike, one will speak: see `compare`
         self._error = self._error or error
         self._asked.add("error")
 

@@ -32,32 +32,35 @@ if [[ -n ${DMJD_SITE:-} ]]; then
     done <"$DMJD_SITE"
 fi
 
-# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job.
+# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job, and elsewhere itself.
 read_words() {
     local word
     WORDS=()
     for word in "$@"; do
         # bash has done this where it was typed, zsh has not, and a container may have another home than this shell.
         [[ ${word#*=} != \~/* ]] || word="${word%%=*}=$HOME/${word#*=\~/}"
-        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-0}}")
+        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
     done
 }
 
 # Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
 # told to stop leaves with 1 even when every rank saved and left with 0.
 launch() {
-    local head end
+    local head name variable time
     # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # Slurm before 23.02 does not say when a job ends, which the run's time budget goes by. Of an empty text date would
+    # Slurm before 23.02 does not say when a job begins and ends, which the run's time budget goes by. Of an empty text date would
     # make this morning, after which a run stops at once.
-    if [[ -z ${SLURM_JOB_END_TIME:-} ]]; then
-        end=$(known EndTime)
-        [[ $end != *T* ]] || SLURM_JOB_END_TIME=$(date -d "$end" +%s)
-    fi
-    export SLURM_JOB_END_TIME
+    for name in Start End; do
+        variable=SLURM_JOB_${name^^}_TIME
+        if [[ -z ${!variable:-} ]]; then
+            time=$(known "${name}Time")
+            [[ $time != *T* ]] || printf -v "$variable" %s "$(date -d "$time" +%s)"
+        fi
+    done
+    export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # From 22.05 to 23.02 srun does not inherit the number of processors.
@@ -90,16 +93,22 @@ run_once() {
     launch "${WORDS[@]}"
 }
 
-# Train, and see to it that training goes on: the marker that a run leaves tells why it ended, the checkpoints whether
-# it got anywhere.
+# Train, and see to it that training goes on: the last word of a launch tells why it ended, the checkpoints whether it
+# got anywhere.
 train() {
+    [[ ${DMJD_REQUEUE:-true} == @(true|false) ]] || die "DMJD_REQUEUE must be true or false, got $DMJD_REQUEUE"
+    [[ ${DMJD_IDLE_LIMIT:-3} =~ ^[1-9][0-9]*$ ]] ||
+        die "DMJD_IDLE_LIMIT must be a whole number above 0, got $DMJD_IDLE_LIMIT"
     read_words "$@"
     # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
     RUN=${DMJD_RUN:-$(value_of run "${WORDS[@]}")}
     [[ -n ${DMJD_RUN:-} || (-n $RUN && $RUN != *[\"\'\$]*) ]] ||
         die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
-    RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-0}}
-    mkdir -p "$RUN" || die "run=$RUN is not a folder that can be written to; name another"
+    RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-%a}}
+    [[ $RUN != -* ]] || RUN=./$RUN # which programs would take for an option
+    if ! mkdir -p "$RUN/slurm" || [[ ! -w $RUN/slurm ]]; then
+        die "run=$RUN is not a folder that can be written to; name another"
+    fi
     # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
     CANCELLED=
     trap 'CANCELLED=yes' TERM
@@ -115,15 +124,16 @@ train() {
         say "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    mkdir -p "$RUN/slurm"
-    log=$(known StdOut)
+    log=$(about_job | sed -n 's/^ *StdOut=//p') # has a line of its own, and may hold what looks like the next field
     log=${log//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
         "$(date -u +%FT%TZ)" "${log//\"/\\\"}" >>"$RUN/slurm/launches.jsonl"
     say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
-    rm -f "$RUN/STOP_REASON" "$RUN/slurm/last_word"
-    DMJD_LAST_WORD=$(realpath "$RUN/slurm")/last_word
+    # A file of this launch alone: RUN/STOP_REASON belongs to whoever holds the folder, which may be another job by the
+    # time this one looks. Named as the run is, for a container need not see where a link leads.
+    rm -f "$RUN/slurm/last_word-$(job_name)-"*
+    DMJD_LAST_WORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
     export DMJD_LAST_WORD
     local code=0
     launch "${WORDS[@]}" || code=$?
@@ -132,7 +142,7 @@ train() {
 
 # What becomes of the job after a launch that began at step $1 and left with exit code $2.
 settle() {
-    local before=$1 code=$2 now after reason detail idle limit=${DMJD_IDLE_LIMIT:-3}
+    local before=$1 code=$2 now after reason='' detail='' advice='' idle limit=${DMJD_IDLE_LIMIT:-3}
     # On a node that only seemed dead this shell lives on, while Slurm has started the job anew on others.
     now=$(known Restarts)
     if ((${now:-0} > ${SLURM_RESTART_COUNT:-0})); then
@@ -140,10 +150,8 @@ settle() {
         exit 1
     fi
     after=$(committed_step)
-    reason=$(marker reason)
-    detail=$(marker detail)
-    if [[ -z $reason && -s $RUN/slurm/last_word ]]; then # of a launch that never became a run
-        IFS= read -r detail <"$RUN/slurm/last_word"
+    if [[ -s $DMJD_LAST_WORD ]]; then
+        { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_LAST_WORD"
         reason=${detail%%: *} detail=${detail#*: }
     fi
     say "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"
@@ -157,7 +165,7 @@ settle() {
             exit 0
             ;;
         diverged)
-            give_up "$detail; next: $(marker next)"
+            give_up "$detail; next: $advice"
             ;;
         error) # asks for something that waiting in the queue does not bring
             limit=1
@@ -207,9 +215,14 @@ job_name() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
-# A field of what Slurm knows of the job; nothing if it does not answer.
+# What Slurm knows of the job; nothing if it does not answer.
+about_job() {
+    scontrol show job "$(job_name)" 2>/dev/null || true
+}
+
+# A field of that, which holds no spaces.
 known() {
-    scontrol show job "$(job_name)" 2>/dev/null | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ [A-Za-z:]*=.*//' || true
+    about_job | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ .*//'
 }
 
 # value_of KEY WORD...: the value that the words give to a key, of which the last counts; nothing if they give none.
@@ -217,7 +230,7 @@ value_of() {
     local key=$1 value='' word
     shift
     for word in "$@"; do [[ $word != "$key="* ]] || value=${word#*=}; done
-    echo "$value"
+    printf '%s\n' "$value"
 }
 
 # Optimizer steps behind the newest committed checkpoint; 0 without one.
@@ -229,14 +242,10 @@ committed_step() {
     echo $((10#${step#step-}))
 }
 
-# How many launches of this job, or of its chain, counted from the last backwards, began at step $1.
+# How many launches of this job, or of its chain, counted from the last backwards, began at step $1. The list goes to awk
+# by its input: the name of a file such as lr=1/slurm/launches.jsonl would be an assignment.
 idle_launches() {
     [[ -f $RUN/slurm/launches.jsonl ]] || { echo 0 && return; }
     awk -v of="\"of\": \"${DMJD_CHAIN:-$(job_name)}\"" -v step="\"step\": $1," '
-        index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' "$RUN/slurm/launches.jsonl"
-}
-
-# A field of the run's marker; nothing if there is none.
-marker() {
-    [[ ! -f $RUN/STOP_REASON ]] || sed -n "s/^ *\"$1\": \"\{0,1\}\(.*[^\",]\)\"\{0,1\},\{0,1\}\$/\1/p" "$RUN/STOP_REASON"
+        index($0, of) { count = index($0, step) ? count + 1 : 0 } END { print count + 0 }' <"$RUN/slurm/launches.jsonl"
 }

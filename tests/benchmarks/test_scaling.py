@@ -48,6 +48,7 @@ def test_efficiency_is_the_rate_of_a_gpu_beside_that_of_one_gpu_alone(scaling: M
         {"input": "shards"},
         {"card": "NVIDIA H100"},
         {"engine": "ddp"},
+        {"words": ["engine.compile=block", "engine.cuda_graphs=true", "engine=single"]},
         {"out_of_memory": "CUDA out of memory"},
     ],
 )

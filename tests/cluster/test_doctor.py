@@ -19,9 +19,10 @@ from typing import Any
 
 import pytest
 
-from dmjd.cluster import doctor, flight
-from dmjd.cluster.doctor import PATTERNS, examine
+from dmjd.cluster import doctor, flight, ranks
+from dmjd.cluster.doctor import examine
 from dmjd.cluster.heartbeat import Beat, read_heartbeats
+from dmjd.cluster.job_log import PATTERNS
 from dmjd.errors import ConfigError
 
 HERE = platform.node()
@@ -50,6 +51,19 @@ def beat(
     (run / "heartbeat" / f"rank-{rank:05d}.json").write_text(json.dumps(asdict(said)))
 
 
+def mark(run: Path, ago: float = 0, **said: str) -> None:
+    """A launch that was a run has ended."""
+    when = datetime.fromtimestamp(time.time() - ago, timezone.utc).isoformat(timespec="seconds")
+    (run / "STOP_REASON").write_text(json.dumps({**said, "step": 7, "total_steps": 20, "when": when}))
+
+
+def speak(run: Path, word: str, ago: float = 0, launch: str = "7-0") -> None:
+    """A launch of a job leaves its last word."""
+    path = run / "slurm" / f"last_word-{launch}"
+    path.write_text(word)
+    os.utime(path, (time.time() - ago, time.time() - ago))
+
+
 def said(run: Path) -> str:
     return "\n".join(f"{finding.what} -> {finding.advice}" for finding in examine(run))
 
@@ -75,45 +89,45 @@ def test_a_rank_that_hangs_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
-    ranks = launch_world(2, ["pretrain", *tiny(run, "engine=ddp", "epochs=10000", "checkpoint_every=5")])
+    world = launch_world(2, ["pretrain", *tiny(run, "engine=ddp", "epochs=10000", "checkpoint_every=5")])
 
     def wait_for(happened: Callable[[list[Beat]], bool]) -> None:
         end = time.monotonic() + 120
         while not happened(read_heartbeats(run)):
             assert time.monotonic() < end
-            assert all(process.exitcode is None for process in ranks)
+            assert all(process.exitcode is None for process in world)
             time.sleep(0.1)
 
     try:
         wait_for(lambda beats: len(beats) == 2 and min(beat.step for beat in beats) > 5)
         assert "it is running" in dmjd("doctor", str(run))[1]
-        os.kill(ranks[1].pid, signal.SIGSTOP)
-        patience = doctor.STALE_SECONDS
-        monkeypatch.setattr(doctor, "STALE_SECONDS", 3.0)
-        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > doctor.STALE_SECONDS)
+        os.kill(world[1].pid, signal.SIGSTOP)
+        patience = ranks.STALE_SECONDS
+        monkeypatch.setattr(ranks, "STALE_SECONDS", 3.0)
+        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > ranks.STALE_SECONDS)
         stuck = read_heartbeats(run)[1]
         code, found, _ = dmjd("doctor", str(run))
         assert code == 0
         assert (
-            f"rank 1 (process {ranks[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
-            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {ranks[1].pid}"
+            f"rank 1 (process {world[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
+            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {world[1].pid}"
         ) in found
         assert "rank 0 (" not in found
         assert "newest checkpoint: step-" in found
 
-        os.kill(ranks[1].pid, signal.SIGCONT)  # as the doctor said
-        monkeypatch.setattr(doctor, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
+        os.kill(world[1].pid, signal.SIGCONT)  # as the doctor said
+        monkeypatch.setattr(ranks, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
         wait_for(lambda beats: min(beat.step for beat in beats) > stuck.step + 1)
         assert "it is running" in dmjd("doctor", str(run))[1]
 
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        ranks[0].join(60)
+        os.kill(world[1].pid, signal.SIGKILL)
+        world[0].join(60)
         _, found, _ = dmjd("doctor", str(run))
         assert "it lost a rank at step" in found
-        assert f"rank 1 (process {ranks[1].pid} on {HERE})" in found
+        assert f"rank 1 (process {world[1].pid} on {HERE})" in found
         assert "says nothing of its end: it was killed" in found
     finally:
-        for process in ranks:
+        for process in world:
             process.kill()
             process.join()
 
@@ -144,8 +158,7 @@ def test_a_run_that_is_well_is_left_alone(run: Path) -> None:
 
 def test_the_marker_outranks_signs_of_life(run: Path) -> None:
     beat(run, 0)
-    marker = {"reason": "time", "detail": "its time is over", "step": 7, "total_steps": 20, "next": "the same command"}
-    (run / "STOP_REASON").write_text(json.dumps(marker))
+    mark(run, reason="time", detail="its time is over", next="the same command")
     assert "it was asked to stop (time) at step 7 of 20: its time is over -> the same command" in said(run)
     assert "quiet" not in said(run)
 
@@ -173,7 +186,8 @@ def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: st
     (run / "STOP_REASON").write_text(left)
     assert "it left no word of its end" in said(run)
     (run / "STOP_REASON").unlink()
-    (run / "slurm" / "last_word").write_text("")
+    launched(run, ago=10)
+    speak(run, "")
     assert "it left no word of its end" in said(run)
 
 
@@ -192,12 +206,10 @@ def test_a_clock_that_is_ahead_is_not_taken_for_a_sign_of_life(
 
 
 def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
+    monkeypatch.setattr(doctor, "slurm_state", {"7": "RUNNING", "9": "FAILED (NonZeroExitCode)"}.get)
     launched(run, ago=500, job="7")
     launched(run, ago=100, job="9")
-    word = run / "slurm" / "last_word"
-    word.write_text("error: run=run is in use by process 3 on n1\n")
-    os.utime(word, (time.time() - 90, time.time() - 90))
+    speak(run, "error: run=run is in use by process 3 on n1\n", ago=90, launch="9-0")
     beat(run, 0, ago=1)
     found = said(run)
     assert "it is running: step 7" in found
@@ -241,7 +253,7 @@ def test_a_log_of_any_size_is_read_from_its_end(run: Path) -> None:
 
 
 def slurm_says(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_slurm_state", lambda job: state)
+    monkeypatch.setattr(doctor, "slurm_state", lambda job: state)
 
 
 def test_a_launch_that_starts_is_not_judged_by_what_an_earlier_one_said(
@@ -277,21 +289,54 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
     assert "job 7 is SUSPENDED -> scontrol resume" in said(run)
 
 
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("Priority", "nothing: it waits for its turn"),
+        ("launch_failed_requeued_held", "it will not start by itself: mend what the log says, then scontrol release 7"),
+        ("JobHeldAdmin", "it will not start by itself: mend what the log says, then scontrol release 7"),
+        ("DependencyNeverSatisfied", "it will never start: scancel 7"),
+        ("PartitionTimeLimit", "it asks for more than it may have: scancel 7, and submit again with another time"),
+        ("QOSMaxJobsPerUserLimit", "nothing: it waits for its turn"),
+        ("QOSMaxWallDurationPerJobLimit", "it asks for more than it may have: scancel 7"),
+    ],
+)
+def test_a_job_that_waits_in_vain_is_told_from_one_whose_turn_will_come(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, advice: str
+) -> None:
+    launched(run, ago=500)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    answer = f"JobId=7 JobName=x\n   JobState=PENDING Reason={reason} Dependency=(null)\n   WorkDir=/caf".encode()
+    (tmp_path / "answer").write_bytes(answer + b"\xe9\n")  # a name as old machines have it
+    scontrol.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    assert f"Slurm: job 7 is PENDING ({reason}) -> {advice}" in said(run)
+
+
 def test_a_crash_is_told_from_a_kill(run: Path) -> None:
-    marker = {
-        "reason": "crashed",
-        "detail": "rank 3 on n2: KeyError: 'lr'",
-        "step": 7,
-        "total_steps": 20,
-        "next": "go on",
-    }
-    (run / "STOP_REASON").write_text(json.dumps(marker))
+    mark(run, reason="crashed", detail="rank 3 on n2: KeyError: 'lr'", next="go on")
     assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
 
 
 def test_a_launch_that_never_became_a_run(run: Path) -> None:
-    (run / "slurm" / "last_word").write_text("error: data.root=/x: is not a folder\n")
+    mark(run, ago=500, reason="time", detail="its time is over", next="go on")
+    launched(run, ago=100)
+    assert "it left no word of its end" in said(run), "the marker is of the launch before"
+    speak(run, "error: data.root=/x: is not a folder\n", ago=90)
     assert "it ended by an error before its first step: data.root=/x: is not a folder -> mend that" in said(run)
+
+
+def test_of_a_run_and_a_launch_beside_it_the_one_that_ended_last_speaks(run: Path) -> None:
+    launched(run, ago=100)
+    speak(run, "error: run=run is in use\n", ago=90)
+    mark(run, ago=80, reason="finished", detail="all steps are done", next="dmjd report")
+    assert "it is finished at step 7 of 20" in said(run)
+    speak(run, "error: run=run is in use\n", ago=70)
+    assert "it ended by an error before its first step: run=run is in use" in said(run)
+    speak(run, "finished: all steps are done\ndmjd report\n")
+    assert "it is finished at step 7 of 20: all steps are done -> dmjd report" in said(run)
 
 
 def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:
@@ -355,14 +400,14 @@ def _record(rank: int, store: str, folder: str) -> None:
 def test_the_rank_that_never_entered_a_collective(run: Path, tmp_path: Path) -> None:
     (run / "flight").mkdir()
     context = multiprocessing.get_context("forkserver")
-    ranks = [
+    processes = [
         context.Process(target=_record, args=(rank, str(tmp_path / "store"), str(run / "flight"))) for rank in range(2)
     ]
-    for process in ranks:
+    for process in processes:
         process.start()
-    for process in ranks:
+    for process in processes:
         process.join(120)
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [process.exitcode for process in processes] == [0, 0]
     assert {(stand.rank, stand.sequence) for stand in flight.read_stands(run)} == {(0, 3), (1, 2)}
     assert "1 rank(s) waited in all_reduce number 3" in said(run)
     assert "never entered by rank 1 (last in number 2)" in said(run)

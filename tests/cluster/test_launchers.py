@@ -91,10 +91,10 @@ def test_a_step_that_ends_before_it_is_looked_at_has_failed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
 def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
-    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}"'
+    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}, began $SLURM_JOB_START_TIME"'
     done = PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
     assert done.returncode == 0, done.stderr
-    assert f"ends {end}\n" in done.stdout
+    assert f"ends {end}, began 1795842000\n" in done.stdout
 
 
 def start(launcher: str, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -149,6 +149,20 @@ def test_a_home_that_a_shell_has_left_alone_is_one_folder_for_the_script_and_the
     assert slurm.asked("srun")[-3:] == [f"init={home}/a=~/b", f"run={home}/the run-3", "data.root=pipe:cat ~/x.tar"]
     assert (home / "the run-3/slurm/launches.jsonl").is_file()
     assert not (tmp_path / "~").exists()
+
+
+def test_what_all_ranks_are_refused_is_said_once(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
+    done = subprocess.run(
+        ["bash", str(LAUNCHERS / "torchrun/one_host.sh"), *tiny(tmp_path / "run", "epochs=0")],
+        cwd=ROOT,
+        env={**os.environ, "PROCESSES": "3", "DMJD_PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("error: epochs must be") == 1, done.stderr
+    assert "of local rank 0 left with exit code 2" in done.stderr
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.played import PlayedSlurm
+from tests.cluster.played import LAUNCHERS, PlayedSlurm
 
 
 @dataclass
@@ -26,15 +27,14 @@ class Launches:
     def __call__(
         self, reason: str = "", step: int = 0, word: str = "", more: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        """A launch that commits ``step`` and leaves a marker with ``reason``, or a last word, or neither."""
+        """A launch that commits ``step`` and leaves a last word of ``reason``, or ``word``, or neither."""
         play = (
             [f"mkdir -p run/checkpoints/step-{step:08d}; touch run/checkpoints/step-{step:08d}/manifest.json"]
             if step
             else []
         )
         if reason:
-            marker = {"reason": reason, "detail": f"why it {reason}", "step": step, "next": "what to do"}
-            play.append(f"echo '{json.dumps(marker, indent=1)}' >run/STOP_REASON")
+            play.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_LAST_WORD"')
         if word:
             play.append(f'echo "{word}" >"$DMJD_LAST_WORD"')
         restart = {"SLURM_RESTART_COUNT": str(self.count)} if self.count else {}
@@ -93,6 +93,15 @@ def test_a_site_may_have_less_patience(launches: Launches) -> None:
     assert launches.requeues == 0
 
 
+@pytest.mark.parametrize(("name", "value"), [("DMJD_REQUEUE", "True"), ("DMJD_IDLE_LIMIT", "0")])
+def test_what_a_site_means_is_asked_before_the_launch(launches: Launches, name: str, value: str) -> None:
+    """True was taken for false, so that a job did not come back, and a limit of 0 let none begin."""
+    done = launches("signal", step=5, **{name: value})
+    assert done.returncode == 2
+    assert f"error: {name} must be" in done.stderr
+    assert launches.slurm.asked("srun") == []
+
+
 def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
     assert launches(word="crashed: rank 1 on n2: RuntimeError: no CUDA").returncode == 0
     done = launches(word="error: data.root=/nowhere: is not a folder")
@@ -101,15 +110,39 @@ def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
     assert launches.requeues == 1
 
 
-def test_a_marker_of_an_earlier_launch_says_nothing_of_this_one(launches: Launches) -> None:
+def test_the_word_of_an_earlier_launch_says_nothing_of_this_one(launches: Launches) -> None:
     launches("finished", step=5)
     assert "stopped at step 5 (began at 5): killed" in launches().stdout
 
 
+def test_a_job_that_waited_for_the_folder_does_not_take_the_word_of_the_job_before(launches: Launches) -> None:
+    """The second job's script starts, and its run holds the folder, before the first one's script has looked."""
+    launchers = shlex.quote(str(LAUNCHERS))
+    run = 'echo {} >run/STOP_REASON; echo "{}: so it is" >"$DMJD_LAST_WORD"\n'
+    second = "rm -f run/STOP_REASON; " + run.format("second", "signal")
+    script = f"SLURM_JOB_ID=8 PLAY={shlex.quote(second)} bash {launchers}/slurm/pretrain.sbatch run=run epochs=2 || :"
+    done = launches("finished", step=5, more=f"echo first >run/STOP_REASON\n{script}")
+    first, said = (
+        [line for line in done.stdout.splitlines() if "stopped at" in line][number] for number in (1, 0)
+    )  # the second one's lines come first: it ran within the first
+    assert "finished, why it finished" in first
+    assert "signal, so it is" in said
+    assert done.returncode == 0
+    asked = launches.slurm.asked("scontrol")
+    assert [asked[number + 1] for number, word in enumerate(asked) if word == "requeue"] == ["8"]
+
+
+def test_a_job_removes_words_of_its_own_alone(launches: Launches) -> None:
+    launches("signal", step=5)
+    launches("signal", step=10, SLURM_JOB_ID="70")
+    launches("signal", step=15)
+    words = sorted(path.name for path in (launches.run / "slurm").glob("last_word*"))
+    assert words == ["last_word-7-2", "last_word-70-1"]
+
+
 def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
     slurm = PlayedSlurm(tmp_path)
-    marker = json.dumps({"reason": "finished", "detail": "all"}, indent=1)
-    play = f"echo '{marker}' >runs/lr=1-2/STOP_REASON"
+    play = 'echo "finished: all" >"$DMJD_LAST_WORD"'
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
         done = slurm.play("pretrain.sbatch", *words, PLAY=play, DMJD_RUN="runs/lr=1-%a", **task)
@@ -129,9 +162,23 @@ def test_by_hand_the_run_has_to_be_named_plainly(tmp_path: Path, words: list[str
 
 
 def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launches) -> None:
-    log = 'C:\\a "b".out'
+    log = '/runs/lr=1 C:\\a "b" wd=0/7.out'
     assert launches("finished", step=5, PLAY_LOG=log).returncode == 0
     assert json.loads((launches.run / "slurm/launches.jsonl").read_text())["log"] == log
+
+
+@pytest.mark.parametrize("name", ["lr=1", "-x", "-n", "a 'b'", "*", "x/lr=1e-3", "75%a"])
+def test_launches_are_counted_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
+    """awk took the list in lr=1/slurm for an assignment, counted nothing, and a broken job came back for ever."""
+    slurm = PlayedSlurm(tmp_path)
+    for restart in range(3):
+        task = {"DMJD_RUN": name} if "'" in name else {}
+        done = slurm.play("pretrain.sbatch", f"run={name}", SLURM_RESTART_COUNT=str(restart), PLAY="exit 1", **task)
+    assert done.returncode == 1
+    assert "not requeued: 3 launches in a row ended at step 0" in done.stdout
+    assert slurm.asked("scontrol").count("requeue") == 2
+    assert len((tmp_path / name / "slurm/launches.jsonl").read_text().splitlines()) == 3
+    assert slurm.asked("srun")[-1] == f"run={name}"
 
 
 def test_a_cancelled_job_does_not_come_back(launches: Launches) -> None:

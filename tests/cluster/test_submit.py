@@ -84,8 +84,16 @@ def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ('SBATCH_PARTITION="gpu"', "line 1 of SITE must be NAME=value, without quotes or export"),
+        ('SBATCH_PARTITION="gpu"', "line 1 of SITE must be NAME=value, without quotes"),
         ("# ours\n\nexport DMJD_GPUS=4", "line 3 of SITE must be NAME=value"),
+        (
+            "DMJD_PYTHON=/env/bin/python  # ours",
+            "line 1 of SITE must be NAME=value, without quotes, export or a comment",
+        ),
+        ("DMJD_REQUEUE=True", "line 1 of SITE: DMJD_REQUEUE must be true or false, got 'True'"),
+        ("\nDMJD_RENDEZVOUS=etcd", "line 2 of SITE: DMJD_RENDEZVOUS must be c10d or static, got 'etcd'"),
+        ("DMJD_CONTAINR=a.sif", "line 1 of SITE: DMJD_CONTAINR is none of DMJD_GPUS, DMJD_PYTHON, DMJD_CONTAINER"),
+        ("DMJD_IDLE_LIMIT=0", "DMJD_IDLE_LIMIT must be a whole number above 0, got '0'"),
         ("DMJD_GPUS=eight", "DMJD_GPUS must be a whole number above 0, got 'eight'"),
     ],
 )
@@ -134,6 +142,7 @@ def play_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
             "sbatch: error: failed",
         ),
         ("exit 9", "sbatch left with 9 and no word"),
+        ("echo queued", "but says 'queued\\n'; see squeue --me"),
     ],
 )
 def test_what_slurm_refuses_is_one_line(
@@ -221,6 +230,9 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
         ("pretrain", ("account=a\n#SBATCH --mem=1",), "account needs a value of one line"),
         ("pretrain", ("name=a/b", "gpus=1"), "name=a/b: a job's log is named after it"),
         ("pretrain", ("run=runs/%j", "gpus=1"), "one of Slurm's patterns such as %j"),
+        ("pretrain", ("run=runs/75%%", "gpus=1"), "one of Slurm's patterns such as %j"),
+        ("pretrain", ("run=runs/%a", "gpus=1"), "(%a is the index of an array)"),
+        ("pretrain", ("seed=%a", "gpus=1"), "seed: Value '%a'"),
         ("linprobe", ("nodes=2", "checkpoint=nowhere"), "linprobe works on one GPU"),
         ("pretrain", ("array=0-3", "chain=2"), "chain and array do not go together"),
         ("linprobe", ("checkpoint=nowhere",), "neither a run folder with checkpoints nor in one"),

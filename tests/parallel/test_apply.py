@@ -153,6 +153,19 @@ def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pyte
         assert torch.allclose(one.grad, other.grad, atol=1e-5)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("unit", ["block", "model"])
+def test_all_that_is_compiled_becomes_cuda_graphs_or_nothing(
+    unit: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **o: asked.append(o.get("options")))
+    model = make_objective().model
+    apply(model, EngineConfig("single", compile=unit, cuda_graphs=graphs))
+    times = 1 if unit == "model" else len(list(blocks(model)))
+    assert asked == times * [{"triton.cudagraphs": True} if graphs else None]
+
+
 @torch.no_grad()
 def test_each_size_is_compiled_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes in general slow kernels down, and the shape reasoning over a Swin's blocks did not end."""

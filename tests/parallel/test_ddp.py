@@ -1,15 +1,18 @@
-"""How many gradients DDP reduces at once."""
+"""How many gradients DDP reduces at once, and which rank copies what of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmjd.config import OptimConfig
 from dmjd.parallel.build import build_engine
+from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
 from tests.parallel.walk import CPU, engine, make_objective
 
@@ -32,3 +35,28 @@ def test_buckets_are_large_on_one_host(
     assert isinstance(built.module, DistributedDataParallel)
     assert built.module.bucket_bytes_cap == expected * 2**20
     built.close()
+
+
+def test_what_one_rank_writes_no_other_copies(
+    lone_group: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks of a host would hold eight pinned copies of all parameters and moments."""
+    taken: list[dict[str, Tensor]] = []
+
+    def take(copies: HostCopies, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        taken.append(state)
+        return state
+
+    monkeypatch.setattr(HostCopies, "take", take)
+    for rank in range(3):
+        ddp = build_engine(make_objective(), engine("ddp"), OptimConfig(), World(rank, 3, 0, CPU))
+        averages = {name: value + 1 for name, value in ddp.local_shards().items()}
+        ddp.save(tmp_path, averages)
+        ddp.close()
+    names = [name for share in taken for name in share]
+    parameters = {name for name, _ in make_objective().named_parameters()}
+    assert len(names) == len(set(names)) == 5 * len(parameters)
+    assert {name.partition("/")[2] for name in names} == parameters
+    sizes = [sum(tensor.nbytes for tensor in share.values()) for share in taken]
+    largest = max(tensor.nbytes for share in taken for tensor in share.values())
+    assert max(sizes) - min(sizes) <= largest

@@ -40,10 +40,14 @@ def make_objective(seed: int = 0, dim: int = 32, visible: bool = True) -> Object
 
 
 def make_engine(
-    module: nn.Module | None = None, clip_grad: float | None = None, precision: torch.dtype = torch.float32
+    module: nn.Module | None = None,
+    clip_grad: float | None = None,
+    precision: torch.dtype = torch.float32,
+    **options: bool,
 ) -> SingleEngine:
     config = OptimConfig(betas=list(BETAS), eps=EPS, clip_grad=clip_grad)
-    return SingleEngine(make_objective() if module is None else cast(Objective, module), config, CPU, precision)
+    objective = make_objective() if module is None else cast(Objective, module)
+    return SingleEngine(objective, config, CPU, precision, **options)
 
 
 def make_batch(step: int, batch: int = 8) -> tuple[Tensor, MaskedViews, Tensor]:
@@ -224,6 +228,24 @@ def test_micro_batches_add_up_to_the_batch(parts: int) -> None:
         parted.step(0.0, 0.0)
     losses = [train_step(engine, 2, count)[0] for engine, count in ((whole, 1), (parted, parts))]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_gradients_that_graphs_hand_over_are_kept_elsewhere() -> None:
+    """A graph writes each gradient where it wrote the last; to keep that tensor is to keep the last one alone."""
+    kept, plain = make_engine(clip_grad=1.0, cuda_graphs=True), make_engine(clip_grad=1.0)
+    places = [p.grad.data_ptr() for p in kept.module.parameters() if p.grad is not None]
+    for engine in (kept, plain):
+        set_gradients(engine, 0, scale=math.nan)
+        assert engine.step(0.1, 0.05).applied.item() == 0
+        train_step(engine, 8)
+        with engine.micro_batch(last=True):
+            engine.backward(engine.module(*make_batch(9)).total)
+        engine.discard()
+    for step in range(4):
+        assert train_step(kept, step, parts=2) == train_step(plain, step, parts=2)
+    assert_same(dict(kept.module.state_dict()), dict(plain.module.state_dict()))
+    assert places == [p.grad.data_ptr() for p in kept.module.parameters() if p.grad is not None]
+    assert len(places) == len(list(kept.module.parameters()))
 
 
 def test_a_fresh_engine_continues_bit_for_bit(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ from dmjd.models.vit import ViTEncoder
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.engine import Engine
-from dmjd.parallel.world import SHARDED, World, alone, join_world
+from dmjd.parallel.sharding import SHARDED
+from dmjd.parallel.world import World, alone, join_world
 from dmjd.parallel.zero_files import is_zero
 from dmjd.train.ema import EncoderEma
 from dmjd.train.schedules import cosine
@@ -44,6 +45,7 @@ def engine(name: str, **options: Any) -> EngineConfig:
 
 ENGINES = {
     "ddp": engine("ddp"),
+    "ddp, gradients kept": engine("ddp", cuda_graphs=True),  # which on a CPU is all that they ask for
     "fsdp": engine("fsdp"),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False, blocks_per_unit=1),
     "hsdp": engine("hsdp", replicas=2, blocks_per_unit=1),

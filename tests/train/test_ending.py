@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 
 from dmjd import cli
+from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, UserError
+from dmjd.train import loop
 from dmjd.train.cause import LONGEST, cause
 from dmjd.train.ending import NEXT
+from dmjd.train.judge import Judge
+from dmjd.train.run_folder import RunFolder
 
 HERE = platform.node()
 
@@ -122,6 +126,7 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
             dmjd("pretrain")
 
     say(RuntimeError("nobody asked"))
+    monkeypatch.setattr(cli, "FIRST_SPEAKER_SECONDS", 0)
     word = tmp_path / "word"
     monkeypatch.setenv("DMJD_LAST_WORD", str(word))
     monkeypatch.setenv("RANK", "1")
@@ -139,3 +144,32 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
     monkeypatch.setenv("DMJD_LAST_WORD", str(tmp_path / "removed" / "word"))
     with pytest.raises(RuntimeError, match="no such device"):
         dmjd("pretrain")
+
+
+def test_the_next_launch_clears_the_marker_away_and_leaves_the_last_word(
+    tmp_path: Path,
+    tiny: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    dmjd: Callable[..., tuple[int, str, str]],
+) -> None:
+    """A job that has waited for the folder begins before the script of the one before has looked why that one ended."""
+    run, first, second = (tmp_path / name for name in ("run", "first", "second"))
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: {})
+    pretrain = loop.pretrain
+
+    def followed(config: PretrainConfig, judges: Sequence[Judge]) -> RunFolder:
+        folder = pretrain(config, judges)
+        monkeypatch.setenv("DMJD_LAST_WORD", str(second))
+        monkeypatch.setattr(loop.Pretraining, "play", lambda self: marked.append(folder.stop_reason.exists()))
+        pretrain(config)  # it has the folder, and is under way when the first one looks
+        return folder
+
+    marked: list[bool] = []
+    monkeypatch.setattr(loop, "pretrain", followed)
+    monkeypatch.setenv("DMJD_LAST_WORD", str(first))
+    code, out, error = dmjd("pretrain", *tiny(run, "time_budget=0:00:00"))
+    assert marked == [False]
+    assert (code, error.count("rror")) == (0, 0)
+    assert out == f"{run}: its end is told, and another launch goes on in it\n"
+    assert first.read_text() == f"time: its time is over\n{NEXT['time']}\n"
+    assert not second.exists()

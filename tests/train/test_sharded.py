@@ -238,12 +238,26 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
         ("ddp", {"reshard_after_forward": False}, "fsdp, hsdp"),
         ("ddp", {"blocks_per_unit": 2}, "fsdp, hsdp"),
         ("fsdp", {"bucket_mb": 25}, "ddp"),
+        ("fsdp", {"cuda_graphs": True}, "single, ddp"),
     ],
 )
 def test_options_of_another_engine_are_refused(other: str, options: dict[str, Any], names: str) -> None:
     (key,) = options
     with pytest.raises(ConfigError, match=rf"^engine\.{key} is for engine={names}, not engine={other}$"):
         join_world(CPU, engine(other, **options))
+
+
+@pytest.mark.parametrize(("compiled", "device"), [("none", "cuda"), ("block", "cpu")])
+def test_cuda_graphs_are_of_what_is_compiled_for_cuda(compiled: str, device: str) -> None:
+    with pytest.raises(ConfigError, match=r"^engine\.cuda_graphs=true is for .* engine\.compile=block .* CUDA device$"):
+        join_world(torch.device(device), engine("ddp", compile=compiled, cuda_graphs=True))
+
+
+def test_a_model_that_ddp_cuts_does_not_become_cuda_graphs() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^engine\.cuda_graphs=true goes with engine\.compile=block under engine=ddp"
+    ):
+        join_world(torch.device("cuda"), engine("ddp", compile="model", cuda_graphs=True))
 
 
 @pytest.mark.parametrize("name", ["fsdp", "hsdp"])

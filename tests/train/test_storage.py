@@ -137,6 +137,33 @@ def test_a_job_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
             assert clock[0] == (40.0 if said else 0.0)
 
 
+def test_processes_that_srun_started_side_by_side_do_not_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a run of its own: the first one trained alone, and the others waited for it to end."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in {"JOB_ID": "7", "STEP_ID": "0", "STEP_NUM_TASKS": "8"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    with lock.only_run_in(tmp_path):
+        with pytest.raises(ConfigError, match=r"of step 7\.0 in launch 1, as this one is: .* torchrun's to start"):
+            lock.only_run_in(tmp_path, 40.0).__enter__()
+        assert clock == [0.0]
+        # The job was requeued while this process was on a node that was cut off, or this is another srun's.
+        for name, value in (("SLURM_RESTART_COUNT", "1"), ("SLURM_STEP_ID", "1"), ("SLURM_STEP_NUM_TASKS", "1")):
+            clock[0] = 0.0
+            with monkeypatch.context() as patch:
+                patch.setenv(name, value)
+                with pytest.raises(ConfigError, match="after 40 s too"):
+                    lock.only_run_in(tmp_path, 40.0).__enter__()
+            assert clock == [40.0]
+
+
 def test_a_rank_waits_for_a_folder_no_longer_than_the_others_wait_for_it(
     tmp_path: Path, tiny: Words, launch_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,94 @@
+"""The launches of a run: which jobs made them, what each left of its end, and what Slurm knows of a job."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dmjd.cluster.heartbeat import Beat
+
+
+class LastWord(NamedTuple):
+    """What a launch of a job left for its batch script, and when (seconds since 1970)."""
+
+    text: str
+    time: float
+
+
+def read_launches(run: Path) -> list[dict[str, Any]]:
+    """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
+    path, launches = run / "slurm" / "launches.jsonl", []
+    for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []:
+        with suppress(ValueError):
+            launches.append(json.loads(line))
+    return launches
+
+
+def began_at(launch: Mapping[str, Any] | None) -> float:
+    """When, in seconds since 1970; 0 for none."""
+    return datetime.fromisoformat(launch["when"].replace("Z", "+00:00")).timestamp() if launch else 0.0
+
+
+def recorded_at(run: Path) -> float:
+    """When the last launch that became a run did so, by whatever it was started."""
+    path = run / "provenance.json"
+    try:
+        return datetime.fromisoformat(json.loads(path.read_text())["started"]).timestamp()
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def read_last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
+    """None where the launch left none: it was killed, or has not ended."""
+    path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
+    lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
+    return LastWord(lines[0], path.stat().st_mtime) if lines else None
+
+
+def refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
+    """The last word of a launch, if ranks of another were heard of after it: two jobs had been submitted for a run."""
+    return word.text if word and any(beat.time > word.time for beat in beats) else ""
+
+
+def read_marker(run: Path, began: float) -> dict[str, Any]:
+    """What the run left of its end; empty if that is damaged, or from before ``began``: of an earlier launch."""
+    try:
+        marker = json.loads((run / "STOP_REASON").read_text())
+        of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return marker if of_this_launch and marker.keys() >= {"reason", "detail", "next"} else {}
+
+
+def ending(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:
+    """What was left last: the marker of a run, or the word of a launch that never became one."""
+    if word is None or (marker and f"{marker['reason']}: {marker['detail']}" == word.text):
+        return marker
+    if marker and datetime.fromisoformat(marker["when"]).timestamp() >= word.time:
+        return marker
+    reason, _, detail = word.text.partition(": ")
+    return {"reason": reason, "detail": detail, "next": "mend that, then dmjd submit again"}
+
+
+def slurm_state(job: str) -> str | None:
+    """``STATE (reason)``, from Slurm's memory of the job or from its accounting; None where there is neither."""
+    for command in (["scontrol", "show", "job", job], ["sacct", "-n", "-X", "-P", "-o", "State", "-j", job]):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
+        except subprocess.TimeoutExpired:
+            continue
+        if done.returncode == 0 and done.stdout.strip():
+            state = re.search(r"JobState=(\S+)(?: Reason=(\S+))?", done.stdout)
+            if state is None:
+                return done.stdout.split()[0]
+            return state.group(1) + (f" ({state.group(2)})" if state.group(2) not in (None, "None") else "")
+    return None

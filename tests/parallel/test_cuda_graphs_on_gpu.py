@@ -1,0 +1,128 @@
+"""What is compiled, replayed as CUDA graphs: the same bits, in memory that does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.data.batch import Batch
+from dmjd.parallel.build import build_engine
+from dmjd.parallel.engine import Engine
+from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
+from dmjd.train.preparation import Preparation
+from tests.runs import rows
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+WORDS = ("experiment=demo", "data=fashion_mnist", "backbone.drop_path=0.2", "optim.clip_grad=1.0")
+PARTS, STEPS, SETTLED = 2, 8, 4
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are chosen by timing them, and a choice decides the order of sums: both runs of a test read the same."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+
+
+def cast(*words: str) -> tuple[Engine, Preparation]:
+    config = compose("pretrain", [*WORDS, "engine.device=cuda", *words])
+    assert isinstance(config, PretrainConfig)
+    torch.manual_seed(0)
+    grid, data = token_grid(config), config.data
+    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
+    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
+    depth, drop_path = config.backbone.depth, config.backbone.drop_path
+    statistics = tuple(data.mean), tuple(data.std)
+    return engine, Preparation(spec, grid, tokenizer, *statistics, data.flip, config.seed, depth, drop_path)
+
+
+def micro_batch(step: int, part: int, size: int = 16) -> Batch:
+    generator = torch.Generator().manual_seed(PARTS * step + part)
+    images = torch.randint(0, 256, (size, 32, 32, 1), generator=generator, dtype=torch.uint8)
+    ids = torch.arange(size) + size * (PARTS * step + part)
+    return Batch(images, ids, ids).to(CUDA)
+
+
+def train(engine: Engine, prepare: Preparation, steps: range) -> tuple[list[float], list[int]]:
+    """Losses and gradient norms, and the bytes that torch holds after each step."""
+    numbers, held = [], []
+    for step in steps:
+        for part in range(PARTS):
+            prepared = prepare(micro_batch(step, part), 0)
+            with engine.micro_batch(last=part + 1 == PARTS):
+                loss = engine.module(*prepared.inputs).total
+                engine.backward(loss / PARTS)
+            numbers.append(loss.detach())
+        numbers.append(engine.step(1e-3, 0.05).grad_norm)
+        held.append(torch.cuda.memory_reserved())
+    return torch.stack(numbers).tolist(), held
+
+
+@pytest.mark.parametrize(
+    ("unit", "mode"), [("block", "none"), ("block", "mlp"), ("block", "full"), ("model", "none"), ("model", "full")]
+)
+def test_graphs_change_no_bit(unit: str, mode: str, tmp_path: Path) -> None:
+    words = (f"engine.compile={unit}", f"engine.activation_checkpointing={mode}")
+    torch._dynamo.reset()
+    engine, prepare = cast(*words)
+    expected, _ = train(engine, prepare, range(STEPS))
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine, prepare = cast(*words, "engine.cuda_graphs=true")
+    found, _ = train(engine, prepare, range(SETTLED))
+    engine.save(tmp_path, {})()
+    rest, held = train(engine, prepare, range(SETTLED, STEPS))
+    assert found + rest == expected
+    assert len(set(held)) == 1, "graphs are recorded once"
+    assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+
+    engine.load(tmp_path, {})  # as the guard does, into parameters that graphs know
+    assert train(engine, prepare, range(SETTLED, STEPS))[0] == rest
+
+
+def test_graphs_take_less_of_the_host() -> None:
+    """Of 12 narrow blocks the host is the bound, which is what graphs are for."""
+    milliseconds = []
+    for graphs in ("false", "true"):
+        torch._dynamo.reset()
+        words = ("backbone.depth=12", "engine.compile=block", f"engine.cuda_graphs={graphs}")
+        engine, prepare = cast(*words)
+        train(engine, prepare, range(STEPS))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        train(engine, prepare, range(20))
+        end.record()
+        torch.cuda.synchronize()
+        milliseconds.append(begin.elapsed_time(end))
+    assert milliseconds[1] < 0.8 * milliseconds[0]
+
+
+@pytest.mark.parametrize(
+    "size",
+    [1, pytest.param(2, marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"))],
+)
+def test_a_run_with_graphs_is_the_run_without(
+    size: int, tmp_path: Path, tiny: Callable[..., list[str]], launch_world: Callable[..., Any]
+) -> None:
+    """With its checkpoints and pictures, accumulation, and the first backward of DDP that is thrown away."""
+    curves = []
+    for graphs in ("false", "true"):
+        run = tmp_path / graphs
+        words = tiny(run, "engine=ddp", "engine.device=cuda", "engine.compile=block", f"engine.cuda_graphs={graphs}")
+        words += ["batch_size=64", "engine.accumulation=2", "log_every=1", "checkpoint_every=5", "workers=1"]
+        processes = launch_world(size, ["pretrain", *words])
+        for process in processes:
+            process.join(300)
+        assert [process.exitcode for process in processes] == [0] * size
+        curves.append(rows(run))
+    assert curves[0] == curves[1]
+    assert len(curves[0]) == 22
