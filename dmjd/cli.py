@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if verb not in VERBS:
             raise ConfigError(f"no verb {verb!r}; choose from {', '.join(VERBS)}")
         if "-h" in rest or "--help" in rest:
-            print(_help(verb))
+            print(_help(verb, [word for word in rest if word not in ("-h", "--help")]))
         elif "--cfg" in rest:
             print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
         else:
@@ -319,17 +319,22 @@ def _last_word() -> Iterator[None]:
 
 
 def _usage() -> str:
-    lines = ["dmjd VERB key=value ...   (dmjd VERB --help lists its keys, --cfg prints its configuration)", "", "verbs"]
+    lines = [
+        "dmjd VERB key=value ...   (dmjd VERB --help explains its keys, --cfg prints its configuration)",
+        "",
+        "verbs",
+    ]
     lines += [f"  {name:11} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
     return "\n".join(lines)
 
 
-def _help(verb: str) -> str:
+def _help(verb: str, words: Sequence[str]) -> str:
     lines = [f"dmjd {verb}: {(VERBS[verb].__doc__ or '').strip()}"]
-    from dmjd.compose import SCHEMAS, describe
+    from dmjd.compose import SCHEMAS
+    from dmjd.manual import page
 
     if verb in SCHEMAS:
-        lines += ["", *describe(verb)]
+        lines += ["", *page(verb, _of_checkpoint(words) if verb not in ("pretrain", "plan", "convert") else words)]
     if verb == "submit":
         from dmjd.cluster.submit import OPTIONS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,7 +19,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -59,54 +59,48 @@ def groups() -> dict[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def describe(verb: str) -> list[str]:
-    """Help lines: the verb's groups with their options, then every key with its type."""
-    schema = SCHEMAS[verb]
-    offered = _groups_of(verb).items()
-    lines = [f"  {name:12} {', '.join(options)}" for name, options in offered]
-    if lines:
-        lines = ["groups: GROUP=OPTION", *lines, ""]
-    return [*lines, "keys: KEY=VALUE", *(f"  {line}" for line in _keys(schema))]
-
-
-def _keys(schema: type, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(schema)
-    for field in fields(schema):
-        inner = _dataclass_of(hints[field.name])
-        if inner is PretrainConfig:
-            continue  # described by the words of DESCRIBING
-        if inner is not None:
-            yield from _keys(inner, f"{prefix}{field.name}.")
-            continue
-        choices = field.metadata.get("choices")
-        kind = " | ".join(choices) if choices else str(field.type)
-        yield f"{prefix + field.name:32} {kind}"
-
-
 def compose(verb: str, overrides: Sequence[str]) -> Any:
     """The configuration object of ``verb`` (see :data:`SCHEMAS`) under ``overrides`` such as ``"optim.base_lr=1e-3"``.
 
     Raises:
         ConfigError: naming the key and the allowed keys or values.
     """
-    schema = SCHEMAS[verb]
-    described = _describing(overrides) if _takes_files(schema) else []
-    words = _checked(verb, [word for word in overrides if word not in described])
-    store = ConfigStore.instance()
-    store.store(name=f"{verb}_schema", node=schema)
+    described = _describing(overrides) if _takes_files(SCHEMAS[verb]) else []
+    composed = _composed(verb, overrides)
     try:
-        with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
-            composed = hydra_compose(verb, words)
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
             raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
         config = _configuration(composed)
-    except (HydraException, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
         raise ConfigError(_sentence(error)) from error
     if described:
         config.model = compose("pretrain", described)
     check_fields(config)
     return config
+
+
+def values(verb: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """What :func:`compose` starts from, as nested dicts, in which a required value that is not given is "???".
+
+    Raises:
+        ConfigError: as :func:`compose`, of words and their types.
+    """
+    found = OmegaConf.to_container(_composed(verb, overrides))
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _composed(verb: str, overrides: Sequence[str]) -> DictConfig:
+    schema = SCHEMAS[verb]
+    described = _describing(overrides) if _takes_files(schema) else []
+    words = _checked(verb, [word for word in overrides if word not in described])
+    ConfigStore.instance().store(name=f"{verb}_schema", node=schema)
+    try:
+        with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
+            return hydra_compose(verb, words)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_sentence(error)) from error
 
 
 def _configuration(composed: Any) -> Any:
@@ -117,7 +111,7 @@ def _configuration(composed: Any) -> Any:
 
 def _takes_files(schema: type) -> bool:
     """Whether a verb takes files of weights, which do not say what model they are of."""
-    return any(field.name == "model" and _dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
+    return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
 
 
 def _describing(overrides: Sequence[str]) -> list[str]:
@@ -138,7 +132,7 @@ def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
 
 
-def _groups_of(verb: str) -> dict[str, list[str]]:
+def groups_of(verb: str) -> dict[str, list[str]]:
     """The groups that a verb's defaults list knows, with their options."""
     names = {field.name for field in fields(SCHEMAS[verb])}
     if issubclass(SCHEMAS[verb], PretrainConfig) or _takes_files(SCHEMAS[verb]):
@@ -148,7 +142,7 @@ def _groups_of(verb: str) -> dict[str, list[str]]:
 
 def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
     """The overrides as Hydra is to see them; malformed words, unknown keys and unknown options are refused here."""
-    schema, available = SCHEMAS[verb], _groups_of(verb)
+    schema, available = SCHEMAS[verb], groups_of(verb)
     chosen: set[str] = set()
     words = []
     for word in overrides:
@@ -206,7 +200,7 @@ def _leaf_type(schema: type, key: str) -> Any:
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{key} is not a key; {hint}{where} has {', '.join(names)}")
         annotation = get_type_hints(node)[name]
-        inner = _dataclass_of(annotation)
+        inner = dataclass_of(annotation)
         if inner is None:
             if depth + 1 < len(path):
                 raise ConfigError(f"{key} is not a key; {'.'.join(path[: depth + 1])} is a single value")
@@ -219,7 +213,7 @@ def _is_optional(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
 
 
-def _dataclass_of(annotation: Any) -> type | None:
+def dataclass_of(annotation: Any) -> type | None:
     """The dataclass inside ``X`` or ``X | None``."""
     for candidate in (annotation, *get_args(annotation)):
         if isinstance(candidate, type) and is_dataclass(candidate):

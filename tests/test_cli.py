@@ -69,9 +69,14 @@ def test_every_verb_has_help(dmjd: Command, verb: str) -> None:
 
 
 def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
-    lines = dmjd("pretrain", "--help")[1].splitlines()
-    assert any(line.split()[0] == "experiment" and "demo" in line for line in lines if line.strip())
-    assert any(line.split() == ["optim.lr_rule", "adaptive", "|", "classic"] for line in lines)
+    out = dmjd("pretrain", "--help")[1]
+    assert "\n  experiment " in out
+    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      the paper's Eq. 4" in out
+
+
+def test_help_goes_with_the_words_before_it(dmjd: Command) -> None:
+    assert "\n  epochs=1 " in dmjd("pretrain", "experiment=demo", "--help")[1]
+    assert "\n  checkpoint=runs/first " in dmjd("knn", "runs/first", "--help")[1]
 
 
 def test_version(dmjd: Command) -> None:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import asdict, fields
+from dataclasses import fields
 
 import pytest
 
-from dmjd.compose import DESCRIBING, SCHEMAS, compose, describe, from_yaml, groups, to_yaml
+from dmjd.compose import compose, from_yaml, to_yaml
 from dmjd.config import SCIENCE, KnnConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
@@ -229,33 +229,6 @@ def test_the_model_of_a_file_is_told_by_words_of_pretraining(verb: str) -> None:
     assert compose(verb, ["checkpoint=x"]).model is None
     with pytest.raises(ConfigError, match="backbone has no option 'vit_tall'; choose from convvit_base"):
         compose(verb, ["checkpoint=x.pth", "backbone=vit_tall"])
-
-
-def leaves(value: object, prefix: str = "") -> set[str]:
-    if not isinstance(value, dict):
-        return {prefix}
-    return set().union(*(leaves(inner, f"{prefix}.{key}".lstrip(".")) for key, inner in value.items()))
-
-
-@pytest.mark.parametrize("verb", SCHEMAS)
-def test_help_has_every_key_and_every_option(verb: str) -> None:
-    lines = describe(verb)
-    first = {line.split()[0] for line in lines if line.strip()}
-    names = {field.name for field in fields(SCHEMAS[verb])}
-    words = (
-        ["checkpoint=x"] if "checkpoint" in names else ["input=x", "output=y", "to=timm"] if "input" in names else []
-    )
-    words += ["data=digits"] if "checkpoint" in names and "data" in names else []
-    described = {"model"} & names  # by groups of pre-training
-    assert leaves(asdict(compose(verb, words))) - described <= first
-    text = "\n".join(lines)
-    assert "block | uniform" in text or verb not in ("pretrain", "plan")
-    for group, options in groups().items():
-        known = group in names or (group in DESCRIBING and (described or verb in ("pretrain", "plan")))
-        if known:
-            assert any(line.split() == [group, *", ".join(options).split()] for line in lines), group
-        else:
-            assert group not in first, f"{verb} has no group {group}"
 
 
 def test_science_and_orchestration_are_all_the_keys() -> None:

@@ -9,14 +9,28 @@ from dmjd.config.fields import choice, number, numbers, numbers_or_none, path, p
 
 @dataclass
 class DataConfig:
-    """Images. ``mean`` and ``std`` are per channel, on the 0..1 scale; ``pad`` is a black border in pixels.
+    """Images.
 
+    ``name``: a folder of images, one of two small data sets (auto: whichever is found), or tars (docs/data.md).
+    ``root``: where the images are; a URL too for shards, several between "::" for stream.
+    ``image_size``: height and width that every image is brought to.
+    ``channels``: 1 or 3.
+    ``pad``: a black border in pixels, of small data sets.
+    ``check``: what is looked at before the first step: nothing, the headers of images, or all of them.
     ``max_bad_percent``: how many training images may be bad, each with another in its place, before the run stops.
-    ``jitter`` is the strength of random brightness, contrast and saturation, 0 for none. ``second_size`` is that of
-    the same crop for a target that reads another size, resampled by Lanczos as BEiT does; its tokenizer says which.
+    ``cache`` (shards behind a URL): a folder on a disk of the node, below TMPDIR if left out.
+    ``cache_gib`` (the same): its size in GiB.
+    ``samples`` (stream): how many images count as an epoch.
+    ``shuffle_buffer`` (stream): how many images a reader draws the next from.
+    ``crop_scale``: least and greatest area of a training crop, as parts of the image's.
+    ``crop_ratio``: least and greatest width / height of a training crop.
+    ``interpolation``: of crops to ``image_size``, antialiased.
     ``crop_pct``: how much of an image's shorter side an evaluation sees, 0.875 being ImageNet's 224 of 256.
-    ``cache`` (shards behind a URL) is a folder on a disk of the node, below TMPDIR if left out; ``cache_gib`` its GiB.
-    ``samples`` (stream) is how many images count as an epoch, ``shuffle_buffer`` how many a reader draws the next from.
+    ``second_size``: that of the same crop for a target that reads another size, resampled by Lanczos as BEiT does; its
+    tokenizer says which.
+    ``flip``: mirror images, each with probability 1/2.
+    ``jitter``: the strength of random brightness, contrast and saturation, 0 for none.
+    ``mean`` and ``std``: of each channel, on the 0..1 scale.
     """
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")

@@ -13,8 +13,11 @@ from dmjd.config.pretrain import PretrainConfig
 class EncoderConfig:
     """A trained encoder, and where to put what is made of it.
 
-    ``checkpoint`` is a run folder, one of its checkpoints, or a file of weights, of ours or of another code base. What
-    model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it; they become ``model``.
+    What model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it: they become ``model``.
+
+    ``checkpoint``: a run folder, one of its checkpoints, or a file of weights, of ours or of another code base.
+    ``output``: where to put it, by default beside the checkpoint.
+    ``weights``: those of the last step, those that the run began with, or the average that ema_decay keeps.
     """
 
     checkpoint: str = path("???")
@@ -25,9 +28,11 @@ class EncoderConfig:
 
 @dataclass
 class ScoreConfig(EncoderConfig):
-    """What frozen features are judged by. ``train_images`` keeps that many, evenly spaced.
+    """What frozen features are judged by.
 
-    ``output`` is a folder for the score, by default the run's; a file's is named like it, without its suffix.
+    ``output``: a folder for the score, by default the run's; a file's is named like it, without its suffix.
+    ``pooling``: the patch tokens' mean, or the cls token.
+    ``train_images``: keep that many, evenly spaced.
     """
 
     pooling: str = choice("mean", "cls")
@@ -36,7 +41,12 @@ class ScoreConfig(EncoderConfig):
 
 @dataclass
 class KnnConfig(ScoreConfig):
-    """Weighted kNN on frozen features."""
+    """Weighted kNN on frozen features.
+
+    ``neighbours``: how many vote. ``temperature``: of their votes.
+    ``batch_size``: images encoded at once.
+    ``workers``: processes that load images. ``device``: auto is a GPU where there is one.
+    """
 
     neighbours: int = positive(20)
     temperature: float = positive(0.07)
@@ -50,8 +60,13 @@ class KnnConfig(ScoreConfig):
 class LinprobeConfig(ScoreConfig):
     """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
 
-    ``augment`` draws a new crop and flip of every image in each epoch; without it features are computed once. Crops are
-    those of MAE's probe, ``crop_scale`` of an image's area; ``data.crop_scale`` is pre-training's and not read here.
+    ``epochs``: of the probe. ``warmup_epochs``: those in which its learning rate grows.
+    ``base_lr``: the highest learning rate, for 256 images a step.
+    ``batch_size``: images a step.
+    ``augment``: draw a new crop and flip of every image in each epoch; without it features are computed once.
+    ``crop_scale``: least and greatest area of a crop, MAE's; ``data.crop_scale`` is pre-training's and not read here.
+    ``seed``: of weights, order and crops.
+    ``workers``: processes that load images. ``device``: auto is a GPU where there is one.
     """
 
     epochs: int = positive(90)
@@ -68,9 +83,10 @@ class LinprobeConfig(ScoreConfig):
 
 @dataclass
 class ExportConfig(EncoderConfig):
-    """An encoder as safetensors for timm. ``output`` is a file, by default ``RUN/export/encoder-....safetensors``.
+    """An encoder as safetensors for timm.
 
-    ``dtype`` is what its tensors are rounded to.
+    ``output``: a file, by default ``RUN/export/encoder-....safetensors``.
+    ``dtype``: what its tensors are rounded to.
     """
 
     dtype: str = choice("fp32", "bf16", "fp16")
@@ -78,7 +94,11 @@ class ExportConfig(EncoderConfig):
 
 @dataclass
 class ConsolidateConfig:
-    """A checkpoint in one safetensors file. ``output`` is a file, by default a part of the checkpoint itself."""
+    """A checkpoint in one safetensors file.
+
+    ``checkpoint``: a run folder, or one of its checkpoints.
+    ``output``: a file, by default a part of the checkpoint itself.
+    """
 
     checkpoint: str = path("???")
     output: str | None = path()
@@ -90,11 +110,14 @@ _LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfea
 
 @dataclass
 class ConvertConfig:
-    """A checkpoint of one code base for another. ``input`` is a file, or a run folder or checkpoint of ours.
+    """A checkpoint of one code base for another (docs/checkpoints.md).
 
-    ``grid`` (h, w) in tokens: interpolate positions and relative position biases to it. ``source_grid`` is that of the
-    input, where it is not square. ``bias_tables``: one for all blocks or one each; auto is what the target's models
-    expect. ``unknown``: what to do with names that the source's layout does not have.
+    ``input``: a file, or a run folder or checkpoint of ours. ``output``: a file, whose suffix tells its format.
+    ``source``: the layout of the input; auto tells it by its names. ``to``: the layout of the output.
+    ``grid``: height and width in tokens, to which positions and relative position biases are interpolated.
+    ``source_grid``: that of the input, where it is not square, or its rows may be of ``grid`` as well.
+    ``bias_tables``: one for all blocks or one each; auto is what the target's models expect.
+    ``unknown``: what to do with names that the source's layout does not have.
     """
 
     input: str = path("???")

@@ -95,7 +95,15 @@ _BOUNDS = {
 }
 
 
+def allowed(metadata: Mapping[str, Any]) -> str:
+    """What a field's metadata says of its values: the words to choose from, or the bounds of a number."""
+    if "choices" in metadata:
+        return " | ".join(metadata["choices"])
+    if "path" in metadata:
+        return "path"
+    return " and ".join(f"{_BOUNDS[name][1]} {bound:.10g}" for name, bound in metadata.get("bounds", {}).items())
+
+
 def _check_bounds(key: str, value: float, bounds: dict[str, float]) -> None:
     if not math.isfinite(value) or not all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
-        allowed = " and ".join(f"{_BOUNDS[name][1]} {bound:g}" for name, bound in bounds.items()) or "a finite number"
-        raise ConfigError(f"{key} must be {allowed}, got {value}")
+        raise ConfigError(f"{key} must be {allowed({'bounds': bounds}) or 'a finite number'}, got {value}")

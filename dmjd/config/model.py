@@ -9,7 +9,18 @@ from dmjd.config.fields import choice, number, numbers, path, positive
 
 @dataclass
 class MaskConfig:
-    """Disjoint masking; the fields are those of :class:`dmjd.masking.MaskSpec`."""
+    """Disjoint masking; the fields are those of ``dmjd.masking.MaskSpec``.
+
+    ``views``: how many masked views are made of each image that is read, the paper's K.
+    ``pattern``: what is hidden: single tokens, squares of ``block`` tokens, or BEiT's rectangles.
+    ``block``: height and width of a hidden unit in tokens, for the pattern of that name.
+    ``mask_ratio``: the part of a view's tokens that is hidden, m_corr.
+    ``pred_ratio``: the part of an image's tokens that all views together hide, m_pred; left out, as many as can be.
+    ``regulation``: disjoint views hide new ground first, none draws each alone, complementary ones keep no token twice.
+    ``rounding``: of rates to counts: exact on the decimals that are typed, or as the official code rounds.
+    ``count``: hidden units of a view, in place of ``mask_ratio``.
+    ``predict_ratio``: the part of the tokens that the loss is taken on, with one view; left out, those hidden.
+    """
 
     views: int = positive(2)
     pattern: str = choice("block", "uniform", "beit")
@@ -24,7 +35,10 @@ class MaskConfig:
 
 @dataclass
 class ConvStagesConfig:
-    """The two convolution stages of a ConViT, at strides 4 and 8."""
+    """The two convolution stages of a ConViT, at strides 4 and 8.
+
+    ``embed_dims``: channels of each. ``depths``: blocks of each. ``mlp_ratios``: hidden width / width of each.
+    """
 
     embed_dims: list[int] = numbers(256, 384, length=2, above=0)
     depths: list[int] = numbers(2, 2, length=2, least=0)
@@ -33,7 +47,10 @@ class ConvStagesConfig:
 
 @dataclass
 class WindowsConfig:
-    """The stages of a Swin, at strides 4, 8, 16 and 32: blocks, heads, and the side of a window in tokens."""
+    """The stages of a Swin, at strides 4, 8, 16 and 32.
+
+    ``depths``: blocks of each stage. ``num_heads``: heads of each stage. ``size``: the side of a window in tokens.
+    """
 
     depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0)
     num_heads: list[int] = numbers(4, 8, 16, 32, length=4, above=0)
@@ -42,13 +59,23 @@ class WindowsConfig:
 
 @dataclass
 class BackboneConfig:
-    """The encoder. ``hidden``: leave hidden tokens out, or put a mask token in their place.
+    """The encoder.
 
+    For convvit, width, depth, heads and MLP ratio are those of its third stage, a ViT.
+
+    ``name``: a ViT, ConvMAE's ConViT, or a Swin.
+    ``patch_size``: the side of a token in pixels; 16 for convvit and 32 for swin.
+    ``embed_dim``: width of a token; of swin, of the last stage, which is one token wide.
+    ``depth``: blocks; those of swin are in ``windows``.
+    ``num_heads``: heads of attention; those of swin are in ``windows``.
+    ``mlp_ratio``: hidden width of an MLP / width.
+    ``class_token`` (vit): put a cls token before the others.
+    ``hidden``: leave hidden tokens out, or put a mask token in their place.
+    ``drop_path``: the rate at which branches of the last block are left out; it grows with depth (not swin).
     ``positions`` (vit): fixed, learned, or BEiT's bias of attention by relative position, shared by all blocks.
     ``block`` (vit): timm's, or BEiT's, whose keys have no bias and whose branches ``layer_scale`` may scale.
-    For "convvit", width, depth, heads and MLP ratio are those of its third stage, a ViT; ``conv_stages`` are the two
-    before it, and ``multi_scale`` adds their outputs to the encoder's.
-    For "swin", ``embed_dim`` is the last stage's, which is one token wide, and ``windows`` has depths and heads.
+    ``layer_scale``: what the scales of BEiT's branches begin with; left out, there are none.
+    ``multi_scale`` (convvit): add the outputs of the stages before the third to the encoder's.
     """
 
     name: str = choice("vit", "convvit", "swin")
@@ -70,7 +97,11 @@ class BackboneConfig:
 
 @dataclass
 class DecoderConfig:
-    """The masked branch: MAE's transformer decoder, or a linear head on the encoder's mask tokens."""
+    """The masked branch.
+
+    ``name``: MAE's transformer decoder, or a linear head on the encoder's mask tokens.
+    ``dim``: width. ``depth``: blocks. ``num_heads``: heads of attention. ``mlp_ratio``: hidden width of an MLP / width.
+    """
 
     name: str = choice("mae", "linear")
     dim: int = positive(512)
@@ -81,7 +112,11 @@ class DecoderConfig:
 
 @dataclass
 class VisibleBranchConfig:
-    """The visible distillation branch. ``projector``: three layers with LayerNorm and GELU, or one linear layer."""
+    """The visible distillation branch.
+
+    ``enabled``: whether there is one. ``width``: of its projector.
+    ``projector``: three layers with LayerNorm and GELU, or one linear layer.
+    """
 
     enabled: bool = True
     width: int = positive(512)
@@ -90,8 +125,13 @@ class VisibleBranchConfig:
 
 @dataclass
 class MethodConfig:
-    """``mim_weight`` is the paper's lambda. ``mim_loss`` is cross_entropy for targets that are codes, and for them
-    alone. ``initialisation``: whose weights the model starts from."""
+    """What is learned from the views.
+
+    ``name``: of the method, for people.
+    ``mim_loss``: of what the masked branch predicts; cross_entropy for targets that are codes, and for them alone.
+    ``mim_weight``: the paper's lambda.
+    ``initialisation``: whose weights the model starts from.
+    """
 
     name: str = "dmjd"
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
@@ -103,17 +143,22 @@ class MethodConfig:
 
 @dataclass
 class TargetConfig:
-    """What is predicted. ``norm``: none or patch for pixels; none, l2 or layernorm for HOG; none or layernorm for
-    features (clip, teacher).
+    """What is predicted.
 
-    ``cell`` (HOG) is in pixels, half a patch if left out; ``flavour`` (HOG) says whose conventions, MaskFeat's go with
-    norm l2; ``unbiased`` (pixels) is the variance that MAE uses.
-
-    ``weights`` (clip, dvae, vqkd) is a file on this machine; nothing is ever downloaded. ``model`` (clip) is
-    open_clip's name of what the file holds, and ``dim`` the width of its features. ``layer`` counts its blocks from 0,
-    or from the last with -1; ``ln_post`` applies its last norm, ``projected`` what maps to the space of texts.
-    ``codes`` (dvae, vqkd) is how many there are. ``layers`` (teacher) is how many of the last blocks are averaged; the
-    teacher is the average that ``ema_decay`` keeps.
+    ``name``: histograms of gradients, pixels, features (clip, teacher) or visual codes (dvae, vqkd).
+    ``norm``: none or patch for pixels; none, l2 or layernorm for HOG; none or layernorm for features.
+    ``cell`` (hog): its side in pixels, half a patch if left out.
+    ``bins`` (hog): orientations of a cell.
+    ``flavour`` (hog): whose conventions; MaskFeat's go with norm l2.
+    ``unbiased`` (pixels): whether norm patch takes the variance that MAE uses.
+    ``weights`` (clip, dvae, vqkd): a file on this machine; nothing is ever downloaded.
+    ``model`` (clip): open_clip's name of what the file holds.
+    ``dim`` (clip): the width of its features.
+    ``layer`` (clip): the block whose features they are, counted from 0, or from the last with -1.
+    ``ln_post`` (clip): apply its last norm.
+    ``projected`` (clip): apply what maps to the space of texts.
+    ``codes`` (dvae, vqkd): how many there are.
+    ``layers`` (teacher): how many of the last blocks are averaged; the teacher is the average that ``ema_decay`` keeps.
     """
 
     name: str = choice("hog", "pixels", "clip", "dvae", "vqkd", "teacher")

@@ -13,10 +13,13 @@ from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 @dataclass
 class OnlineKnnConfig:
-    """Weighted kNN while a run is under way, every ``every_epochs`` epochs (0: never).
+    """Weighted kNN while a run is under way.
 
-    ``train_images`` keeps at most that many, evenly spaced. ``warn_drop``: how many points below the best score so far
-    are worth a warning.
+    ``every_epochs``: how often; 0 for never.
+    ``train_images``: keep at most that many, evenly spaced.
+    ``neighbours``: how many vote. ``temperature``: of their votes.
+    ``pooling``: the patch tokens' mean, or the cls token.
+    ``warn_drop``: how many points below the best score so far are worth a warning.
     """
 
     every_epochs: int = number(0, least=0)
@@ -31,16 +34,30 @@ class OnlineKnnConfig:
 class PretrainConfig:
     """A pre-training run.
 
-    ``batch_size`` counts unique images a step over all processes, each of which gives K views. ``ema_decay`` keeps an
-    average of the encoder. ``init`` is a checkpoint, or a file of weights of any known code base, to begin from where
-    the run folder has no checkpoint of its own.
-    The newest ``keep_checkpoints`` are kept, and for ever those of every ``keep_every``-th step.
-    ``checkpoint_async`` writes them while training goes on, from a copy in the host's memory.
-    ``wandb`` names a Weights & Biases project. After ``time_budget``, H:MM:SS or D-HH:MM:SS, a launch saves and stops;
-    auto: ``time_margin`` seconds before its Slurm job ends; null: never. A Slurm job waits ``lock_wait`` seconds for
-    another process that holds the run folder, such as one on a node that was cut off.
-    ``profile=steps:10-14`` has torch's profiler watch these steps, on rank 0 or on all ``profile_ranks``.
-    ``memory_history`` keeps the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
+    ``run``: the folder of the run, which is continued where there is one.
+    ``seed``: of all that is random.
+    ``epochs``: how often each image is read.
+    ``batch_size``: unique images a step over all processes, each of which gives K views.
+    ``ema_decay``: keep an average of the encoder.
+    ``workers``: processes that load images, for each process of the run.
+    ``resume``: auto continues from the newest checkpoint of ``run``; never refuses a folder that has one.
+    ``init``: a checkpoint, or a file of weights of any known code base, to begin from where the run folder has no
+    checkpoint of its own.
+    ``log_every``: steps between lines of the log.
+    ``checkpoint_every``: steps between checkpoints.
+    ``keep_checkpoints``: how many of the newest are kept.
+    ``keep_every``: keep those of every such step for ever.
+    ``checkpoint_async``: write them while training goes on, from a copy in the host's memory.
+    ``time_budget``: after this, H:MM:SS or D-HH:MM:SS, a launch saves and stops; auto, before its Slurm job ends; null,
+    never.
+    ``time_margin``: how many seconds before the end of the job, for auto.
+    ``lock_wait``: seconds a Slurm job waits for another process that holds the run folder, such as one on a node that
+    was cut off.
+    ``tensorboard``: write its files into the run folder.
+    ``wandb``: a Weights & Biases project.
+    ``profile``: steps:10-14 has torch's profiler watch these steps.
+    ``profile_ranks``: on rank 0 or on all.
+    ``memory_history``: keep the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
 
     run: str = path("runs/pretrain", of="a folder")
@@ -81,9 +98,11 @@ SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbon
 
 @dataclass
 class PlanConfig(PretrainConfig):
-    """What a pre-training run would take on ``gpus`` GPUs of kind ``gpu``, ``gpus_per_node`` to a host.
+    """What a pre-training run would take.
 
-    ``images`` is the size of the training set, ImageNet-1k's if left out, and ``mfu`` per cent of the GPU's peak.
+    ``gpus``: how many. ``gpu``: of which kind. ``gpus_per_node``: how many to a host.
+    ``images``: the size of the training set, by default ImageNet-1k's.
+    ``mfu``: per cent of the GPU's peak.
     """
 
     gpus: int = positive(1)

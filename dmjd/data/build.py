@@ -68,20 +68,28 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
 
 
+_KEYS = {"size": "image_size", "scale": "crop_scale", "ratio": "crop_ratio"}
+"""Arguments of :class:`RandomResizedCrop` -> keys of ``data``, where they are not called the same."""
+
+
 def training_crop(config: DataConfig) -> RandomResizedCrop:
     """How a run's images are cropped.
 
     Raises:
-        ConfigError: if a crop range is none.
+        ConfigError: what :class:`RandomResizedCrop` refuses, by the configuration's name for it.
     """
     (height, width), second = config.image_size, config.second_size
-    return RandomResizedCrop(
-        size=(height, width),
-        scale=(config.crop_scale[0], config.crop_scale[1]),
-        ratio=(config.crop_ratio[0], config.crop_ratio[1]),
-        interpolation=config.interpolation,
-        second_size=None if second is None else (second[0], second[1]),
-    )
+    try:
+        return RandomResizedCrop(
+            size=(height, width),
+            scale=(config.crop_scale[0], config.crop_scale[1]),
+            ratio=(config.crop_ratio[0], config.crop_ratio[1]),
+            interpolation=config.interpolation,
+            second_size=None if second is None else (second[0], second[1]),
+        )
+    except ValueError as error:
+        argument, _, rest = str(error).partition(" ")
+        raise ConfigError(f"data.{_KEYS.get(argument, argument)} {rest}") from error
 
 
 @overload

@@ -17,12 +17,14 @@ from PIL import Image
 from torch import Tensor
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
-from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform
 
 Range = tuple[float, float]
 
 ATTEMPTS = 10
+
+INTERPOLATIONS = ("bicubic", "bilinear")
+"""Ways to resample a box, both antialiased."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class RandomResizedCrop:
         size: (height, width) of the crops.
         scale: least and greatest area of a box, as parts of the image's.
         ratio: least and greatest width / height of a box.
-        interpolation: "bicubic" or "bilinear", both antialiased.
+        interpolation: one of :data:`INTERPOLATIONS`.
         second_size: (height, width) at which every crop is wanted again, for a target that reads another size; None for
             none.
 
     Raises:
-        ConfigError: if ``scale`` or ``ratio`` is no range.
+        ValueError: naming the argument, if a size, a range or the interpolation is none.
     """
 
     size: Size
@@ -48,10 +50,16 @@ class RandomResizedCrop:
     second_size: Size | None = None
 
     def __post_init__(self) -> None:
+        # Each sentence begins with the argument, in whose place training_crop puts the configuration's key.
+        for name, size in (("size", self.size), ("second_size", self.second_size)):
+            if size is not None and (len(size) != 2 or min(size) < 1):
+                raise ValueError(f"{name} must be a height and a width of at least 1 pixel, got {list(size)}")
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ConfigError(f"data.crop_scale must be 0 < least <= greatest <= 1, got {list(self.scale)}")
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise ConfigError(f"data.crop_ratio must be 0 < least <= greatest, got {list(self.ratio)}")
+            raise ValueError(f"scale must be 0 < least <= greatest <= 1, got {list(self.scale)}")
+        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
+            raise ValueError(f"ratio must be 0 < least <= greatest, got {list(self.ratio)}")
+        if self.interpolation not in INTERPOLATIONS:
+            raise ValueError(f"interpolation must be {' or '.join(INTERPOLATIONS)}, got {self.interpolation!r}")
 
     @property
     def sizes(self) -> tuple[Size, ...]:

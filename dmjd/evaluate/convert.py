@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +14,16 @@ from torch import Tensor
 
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
-from dmjd.errors import ConfigError
+from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.layouts import LAYOUTS, Layout, detect
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
-from dmjd.interop.state_file import SUFFIXES, read_state, write_state
+from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import is_consolidated, read_model
 from dmjd.train import checkpoint
 from dmjd.train.builders import token_grid
+from dmjd.train.weights import weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -45,21 +48,36 @@ def convert(config: ConvertConfig) -> Converted:
     """
     output = Path(config.output)
     _check_output(output, Path(config.input))
-    state, source, grid = _read(config)
-    weights = source.read(state, drop_unknown=config.unknown == "drop")
-    target, new = LAYOUTS[config.to], _pair(config.grid)
-    if new is not None and any(name.startswith("encoder.layers.") for name in weights):
-        raise ConfigError("grid=[h,w] is for ViTs; the windows of a Swin are resized by timm when it loads the file")
-    weights = with_positions(weights, _stored(config.to, weights), grid, new, config.to)
-    kind = config.bias_tables
-    if kind == "auto":
-        kind = "per_block" if config.to == "timm" else "keep"
-    weights = with_bias_tables(weights, kind, grid, new)
-    written, left_out = target.write(weights)
+    with _naming(config.input):
+        state, source, grid = _read(config)
+        weights = source.read(state, drop_unknown=config.unknown == "drop")
+        target, new = LAYOUTS[config.to], _pair(config.grid)
+        if new is not None and any(name.startswith("encoder.layers.") for name in weights):
+            raise ConfigError("grid=[h,w] is for ViTs; timm resizes the windows of a Swin when it loads the file")
+        weights = with_positions(weights, _stored(config.to, weights), grid, new, config.to)
+        kind = config.bias_tables
+        if kind == "auto":
+            kind = "per_block" if config.to == "timm" else "keep"
+        weights = with_bias_tables(weights, kind, grid, new)
+        written, left_out = target.write(weights)
     if left_out:
         logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
-    write_state(output, written, target.container, {"format": "pt", "layout": target.name, "from": source.name})
+    header = {"format": "pt", "layout": target.name, "from": source.name}
+    if at := new or grid:
+        header[GRID] = f"{at[0]}x{at[1]}"
+    write_state(output, written, target.container, header)
     return Converted(output, source.name, target.name, len(written), left_out)
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """A sentence about names and shapes is about this file."""
+    try:
+        yield
+    except CheckpointError as error:
+        if path in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _branches(names: list[str]) -> str:
@@ -88,13 +106,13 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     path = Path(config.input)
     grid = _pair(config.source_grid)
     if path.is_dir():
-        folder = checkpoint.resolve(path, "input")
+        folder = weights_at(config.input, "input")
         source = folder / checkpoint.CONFIG
         trained = from_yaml(PretrainConfig, source.read_text(), source)
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path), LAYOUTS["ours"], grid
-    state = read_state(path)
+    state, grid = read_state(path), grid or grid_noted(path)
     if config.source != "auto":
         return state, LAYOUTS[config.source], grid
     layout, fitting = detect(state)

@@ -66,6 +66,8 @@ VISIBLE_BRANCH = [
     *leaves("visible_branch.predictor"),
 ]
 VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
+LEAVES = {name.rpartition(".")[2] for name in VOCABULARY} | {"q_bias", "v_bias", "decoder_pos_embed"}
+"""The last parts of names of weights, in all layouts."""
 
 
 class Names:
@@ -95,7 +97,7 @@ def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
         return found
     # Numbers between dots are either indices or positions in an nn.Sequential (ffn.layers.0.0): try the fewest indices.
     parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    numbers = [place for place, part in enumerate(parts) if part.isdecimal()]
     for count in (1, 2):
         chosen = numbers[:count]
         if len(chosen) < count:
@@ -150,7 +152,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """blocks.2 before blocks.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def summary(names: Iterable[str], shown: int = 8) -> str:

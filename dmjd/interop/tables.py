@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from dmjd.interop.names import BIAS_TABLE, DECODER_POSITIONS, POSITIONS, SHARED_
 from dmjd.interop.tensors import (
     Grid,
     align_positions,
+    bias_rows,
     expand_bias_table,
     grid_of_bias_table,
+    grids_of,
     resize_bias_table,
     resize_positions,
     share_bias_table,
@@ -32,11 +34,12 @@ def with_positions(
     Args:
         stored: which of :data:`POSITIONS` and :data:`DECODER_POSITIONS` the target stores. Learned ones stay whichever
             they are, for whoever has no place for them to refuse.
-        old: the grid of the tables, (h, w) tokens; None for a square one, or else for ``new`` if it has as many.
+        old: the grid of the tables, (h, w) tokens; None for a square one or ``new``, whichever the
+            rows fit, or the values of a fixed table where they fit both.
         new: the grid that they are interpolated to; None for their own.
 
     Raises:
-        CheckpointError: if a table is of no such grid, or one has to be made and no grid is known.
+        CheckpointError: if a table is of no such grid, or of either of two, or one has to be made and no grid is known.
     """
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
@@ -56,10 +59,30 @@ def with_positions(
             width = weights[width_of]
             weights[name] = _fixed(at, width.shape[0], prefix).to(width.dtype)
             continue
-        table, grid = align_positions(name, table, prefix, old, new)
+        if table.ndim != 3 or table.shape[0] != 1:
+            raise CheckpointError(f"{name} is of shape {list(table.shape)}, not [1, rows, width]")
+        table, grid = align_positions(name, table, prefix, old or _grid_of(name, table, prefix, new))
         if name in stored or not _is_fixed(table, grid, prefix):
             weights[name] = resize_positions(table, prefix, grid, new or grid)
     return weights
+
+
+def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | None:
+    """What the rows of a table tell; where they fit a square and ``new``, only the values of a fixed one decide."""
+    grids = grids_of(table.shape[1], prefix, new)
+    if len(grids) < 2:
+        return grids[0] if grids else None
+    for grid in grids:
+        if _is_fixed(*align_positions(name, table, prefix, grid), prefix):
+            return grid
+    raise CheckpointError(_undecided(f"{name} has {table.shape[1]} rows", grids))
+
+
+def _undecided(said: str, grids: Sequence[Grid]) -> str:
+    return (
+        f"{said}, as a grid of {' has and one of '.join(f'{h}x{w}' for h, w in grids)}; say whose they are with "
+        "source_grid=[h,w]"
+    )
 
 
 def _fixed(grid: Grid, width: int, prefix: int) -> Tensor:
@@ -83,7 +106,7 @@ def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None,
         old, new: as for :func:`with_positions`.
 
     Raises:
-        CheckpointError: if blocks that differ are to share a table, or a table is of no such grid.
+        CheckpointError: if blocks that differ are to share a table, or a table is of no such grid, or of either of two.
     """
     weights = dict(weights)
     if kind == "per_block":
@@ -94,5 +117,8 @@ def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None,
         return weights
     for name, table in weights.items():
         if name == SHARED_TABLE or (name.startswith("encoder.blocks.") and name.endswith(BIAS_TABLE)):
-            weights[name] = resize_bias_table(table, old or grid_of_bias_table(table) or new, new)
+            grid = grid_of_bias_table(table) or new
+            if old is None and grid != new and table.shape[0] == bias_rows(new):
+                raise CheckpointError(_undecided(f"{name} has {table.shape[0]} rows", [grid, new]))
+            weights[name] = resize_bias_table(table, old or grid, new)
     return weights

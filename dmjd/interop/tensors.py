@@ -22,12 +22,20 @@ CLS_ROWS = 3
 
 
 def join_qv_bias(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays."""
+    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays.
+
+    Raises:
+        CheckpointError: if a pair has two shapes.
+    """
     joined = dict(state)
     for name in state:
         stem = name.removesuffix("q_bias")
         if stem != name and f"{stem}v_bias" in state:
             q, v = joined.pop(name), joined.pop(f"{stem}v_bias")
+            if q.ndim != 1 or q.shape != v.shape:
+                raise CheckpointError(
+                    f"{name} and {stem}v_bias are of shapes {list(q.shape)} and {list(v.shape)}, not both [width]"
+                )
             joined[f"{stem}qkv.bias"] = torch.cat((q, torch.zeros_like(q), v))
     return joined
 
@@ -89,31 +97,38 @@ def square(count: int) -> Grid | None:
     return (side, side) if side and side * side == count else None
 
 
-def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None, new: Grid | None) -> tuple[Tensor, Grid]:
-    """The table called ``name`` as ``[1, prefix + h * w, D]``, whether or not it has rows for a prefix, and its grid.
+def grids_of(rows: int, prefix: int, new: Grid | None) -> list[Grid]:
+    """The grids that a table of positions may be of: a square, or ``new``; both where they have equally many tokens.
+
+    Rows of the model's own prefix come before those of a table that has a row more or less for the cls token.
+    """
+    other = new if new and rows - math.prod(new) in (0, 1) else None
+    grids = [grid for grid in (square(rows - prefix), other, square(rows - 1 + prefix)) if grid]
+    return list(dict.fromkeys(grid for grid in grids if math.prod(grid) == math.prod(grids[0])))
+
+
+def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None) -> tuple[Tensor, Grid]:
+    """The table ``[1, rows, D]`` as ``[1, prefix + h * w, D]``, whether or not it has rows for a prefix, and its grid.
 
     A cls token without a row gets one of zeros, which is what leaving it out computes; a row without a cls token goes.
 
     Args:
+        name: of the table, for the sentence that refuses it.
         prefix: 1 for a model with a cls token, else 0.
-        old: the grid. If it is None, the rows tell a square one, or else one of as many tokens as ``new``.
+        old: the grid; None where no grid fits, which the sentence then tells.
 
     Raises:
-        CheckpointError: if the rows are no such grid.
+        CheckpointError: if the rows are not those of ``old``.
     """
-    if table.ndim != 3 or table.shape[0] != 1:
-        raise CheckpointError(f"{name} is of shape {list(table.shape)}, not [1, rows, width]")
     rows = table.shape[1]
-    for grid in (old,) if old else (square(rows - prefix), new, square(rows - 1 + prefix)):
-        if grid is None:
-            continue
-        tokens = grid[0] * grid[1]
+    if old is not None:
+        tokens = math.prod(old)
         if rows == prefix + tokens:
-            return table, grid
+            return table, old
         if prefix and rows == tokens:
-            return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1), grid
+            return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1), old
         if not prefix and rows == 1 + tokens:
-            return table[:, 1:].clone(), grid
+            return table[:, 1:].clone(), old
     wanted = f"a grid of {old[0]}x{old[1]}" if old else "a square grid; name another with source_grid=[h,w]"
     raise CheckpointError(f"{name} has {rows} rows, which are not {wanted}")
 
@@ -134,7 +149,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
         CheckpointError: if the rows are not those of ``old``.
     """
     spans, wanted = ((2 * old[0] - 1, 2 * old[1] - 1), (2 * new[0] - 1, 2 * new[1] - 1))
-    if table.shape[0] != spans[0] * spans[1] + CLS_ROWS:
+    if table.ndim != 2 or table.shape[0] != bias_rows(old):
         raise CheckpointError(
             f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; name its grid with "
             "source_grid=[h,w]"
@@ -144,6 +159,11 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
     maps = table[:-CLS_ROWS].T.unflatten(1, spans).unsqueeze(0)
     resized = F.interpolate(maps.float(), size=wanted, mode="bicubic", align_corners=False).to(table.dtype)
     return torch.cat((resized[0].flatten(1).T, table[-CLS_ROWS:]))
+
+
+def bias_rows(grid: Grid) -> int:
+    """Rows of a ViT's bias table for ``grid``."""
+    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + CLS_ROWS
 
 
 def grid_of_bias_table(table: Tensor) -> Grid | None:

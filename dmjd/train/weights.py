@@ -11,7 +11,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.interop.layouts import detect, needed_by_encoder
 from dmjd.interop.names import POSITIONS, SHARED_TABLE, summary
-from dmjd.interop.state_file import read_state
+from dmjd.interop.state_file import SUFFIXES, grid_noted, read_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import split_qv_bias
 from dmjd.models.masked_image_model import Encoder
@@ -41,7 +41,17 @@ def weights_at(name: str, key: str) -> Path:
     path = Path(name)
     if not path.exists():
         raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
-    return path if path.is_file() else checkpoint.resolve(path, key)
+    if path.is_file():
+        return path
+    try:
+        return checkpoint.resolve(path, key)
+    except CheckpointError:
+        files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
+        if not files or (path / checkpoint.MANIFEST).is_file():
+            raise
+        raise CheckpointError(
+            f"{key}={name} is a folder; name the file of weights in it, as {key}={files[0]}"
+        ) from None
 
 
 def load_weights(objective: Objective, path: Path) -> str:
@@ -105,10 +115,10 @@ def _read(path: Path, encoder: Encoder) -> _File:
         weights = layout.read(state)
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
-        weights = with_positions(weights, {POSITIONS} & own, None, encoder.grid, "this model")
-        weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", None, encoder.grid)
+        weights = with_positions(weights, {POSITIONS} & own, grid_noted(path), encoder.grid, "this model")
+        weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", grid_noted(path), encoder.grid)
     except CheckpointError as error:
-        hint = "; dmjd convert takes this word, and its file is read here" if "source_grid=" in str(error) else ""
+        hint = "; dmjd convert takes this word, and its .safetensors has it" if "source_grid=" in str(error) else ""
         raise CheckpointError(f"{said}: {error}{hint}") from error
     return _File(said, weights)
 

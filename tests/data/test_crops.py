@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ from PIL import Image
 from skimage import data
 from torch import Tensor
 
+from dmjd.config import DataConfig
+from dmjd.data.build import training_crop
 from dmjd.data.crops import ATTEMPTS, RandomResizedCrop, Range, evaluation_view
 from dmjd.data.dataset import InMemory
 from dmjd.errors import ConfigError
@@ -139,20 +143,37 @@ def test_a_box_of_the_right_size_is_only_cut_out() -> None:
         np.testing.assert_array_equal(cut.numpy(), PHOTO[top : top + height, left : left + width])
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"scale": (0.0, 1.0)}, "data.crop_scale must be 0 < least <= greatest <= 1, got [0.0, 1.0]"),
-        ({"scale": (0.5, 0.4)}, "data.crop_scale must be"),
-        ({"scale": (0.5, 1.1)}, "data.crop_scale must be"),
-        ({"ratio": (0.0, 1.0)}, "data.crop_ratio must be"),
-        ({"ratio": (2.0, 1.0)}, "data.crop_ratio must be 0 < least <= greatest, got [2.0, 1.0]"),
-    ],
-)
-def test_what_is_no_range_is_refused(options: dict[str, Range], sentence: str) -> None:
+RANGES: list[tuple[dict[str, Any], str]] = [
+    ({"scale": (0.0, 1.0)}, "scale must be 0 < least <= greatest <= 1, got [0.0, 1.0]"),
+    ({"scale": (0.5, 0.4)}, "scale must be"),
+    ({"scale": (0.5, 1.1)}, "scale must be"),
+    ({"scale": (math.nan, 1.0)}, "scale must be"),
+    ({"ratio": (0.0, 1.0)}, "ratio must be"),
+    ({"ratio": (2.0, 1.0)}, "ratio must be 0 < least <= greatest, got [2.0, 1.0]"),
+    ({"ratio": (1.0, math.inf)}, "ratio must be"),
+    ({"interpolation": "nearest"}, "interpolation must be bicubic or bilinear, got 'nearest'"),
+    ({"size": (224, 0)}, "size must be a height and a width of at least 1 pixel, got [224, 0]"),
+    ({"second_size": (112, -1)}, "second_size must be a height and a width of at least 1 pixel, got [112, -1]"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), RANGES)
+def test_a_caller_reads_of_the_argument(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}") as caught:
+        RandomResizedCrop(**{"size": (224, 224), **options})
+    assert type(caught.value) is ValueError, "no configuration is at fault"
+
+
+@pytest.mark.parametrize(("options", "sentence"), RANGES)
+def test_a_user_reads_of_the_key(options: dict[str, Any], sentence: str) -> None:
+    keys = {"scale": "crop_scale", "ratio": "crop_ratio", "size": "image_size"}
+    values: dict[str, Any] = {
+        keys.get(name, name): list(v) if isinstance(v, tuple) else v for name, v in options.items()
+    }
     with pytest.raises(ConfigError) as caught:
-        RandomResizedCrop((224, 224), **options)  # type: ignore[arg-type]
-    assert sentence in str(caught.value)
+        training_crop(DataConfig(**values))
+    argument, _, rest = sentence.partition(" ")
+    assert str(caught.value).startswith(f"data.{keys.get(argument, argument)} {rest}")
 
 
 def test_the_evaluation_view_of_an_image_of_the_right_size_is_the_image() -> None:

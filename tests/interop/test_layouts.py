@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -143,6 +144,19 @@ def test_half_an_attention_bias_or_one_table_fewer_is_missed(kind: str) -> None:
             del state[name]
             with pytest.raises(CheckpointError, match=r"missing|unknown"):
                 LAYOUTS[layout].read(state)
+
+
+def test_biases_of_q_and_v_of_two_shapes_are_named() -> None:
+    state = draw(states.beit())
+    state["blocks.0.attn.q_bias"] = state["blocks.0.attn.q_bias"][None]
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.attn\.q_bias and .*v_bias are of shapes \[1, 24\] and"):
+        detect(state)
+
+
+@pytest.mark.parametrize("name", ["blocks.².norm.weight", "blocks.²0.x", "²"])
+def test_digits_that_are_no_numbers_are_part_of_a_name(name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"mae comes nearest and does not know 2 of \d+: .*{re.escape(name)}"):
+        detect(draw(states.mae()) | {name: torch.ones(1), "blocks.1.y": torch.ones(1)})
 
 
 def test_no_layout_fits_and_the_nearest_is_named() -> None:

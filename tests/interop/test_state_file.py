@@ -4,6 +4,7 @@ import argparse
 import os
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dmjd.errors import CheckpointError
-from dmjd.interop.state_file import read_state, write_state
+from dmjd.interop.state_file import GRID, grid_noted, read_state, write_state
 
 STATE = {"norm.weight": torch.arange(3.0), "blocks.0.module.weight": torch.zeros(2).bfloat16()}
 
@@ -37,7 +38,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | N
 
 
 @pytest.mark.parametrize("container", ["model", "model_state", "state_dict", "module"])
-@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("prefix", ["", "model.", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_containers_and_wrappers_are_taken_off(tmp_path: Path, container: str, prefix: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({"epoch": 3, container: {prefix + name: value for name, value in STATE.items()}}, path)
@@ -149,11 +150,94 @@ def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, content: bytes
         read_state(path)
 
 
+def test_other_archives_are_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pth"
+    np.savez(tmp_path / "weights.npz", a=np.ones(3))
+    (tmp_path / "weights.npz").rename(path)
+    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it$"):
+        read_state(path)
+    with zipfile.ZipFile(path, "w") as archive:  # as torch.jit.save lays it out
+        for part in ("data.pkl", "constants.pkl", "code/__torch__.py"):
+            archive.writestr(f"weights/{part}", b"")
+    with pytest.raises(CheckpointError, match=r"it is a TorchScript archive; torch\.save the state_dict\(\)"):
+        read_state(path)
+
+
+def test_a_file_is_what_its_bytes_say_whatever_it_is_called(tmp_path: Path) -> None:
+    write_state(tmp_path / "a.safetensors", STATE, None, {GRID: "7x28"})
+    (tmp_path / "a.safetensors").rename(tmp_path / "a.pth")
+    same_bits(read_state(tmp_path / "a.pth"), STATE)
+    assert grid_noted(tmp_path / "a.pth") == (7, 28)
+    for old in (False, True):
+        torch.save(STATE, tmp_path / "b.safetensors", _use_new_zipfile_serialization=old)
+        same_bits(read_state(tmp_path / "b.safetensors"), STATE)
+        assert grid_noted(tmp_path / "b.safetensors") is None
+
+
+@pytest.mark.parametrize("noted", ["", "7", "0x28", "7x", "[7,28]"])
+def test_a_header_of_others_notes_no_grid(tmp_path: Path, noted: str) -> None:
+    write_state(tmp_path / "a.safetensors", STATE, None, {GRID: noted})
+    assert grid_noted(tmp_path / "a.safetensors") is None
+
+
 def test_a_broken_pickle_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "broken.pth"
     path.write_bytes(b"\x80\x02h\x07.")  # asks for an object that was never made
     with pytest.raises(CheckpointError, match=r"broken\.pth cannot be read as a checkpoint: it is damaged"):
         read_state(path)
+
+
+FAULTS: dict[str, tuple[object, str]] = {
+    "sparse": (torch.eye(3).to_sparse(), "is sparse; store what to_dense() gives"),
+    "scalar": (torch.tensor(1.0), "is a single number, which no weight is"),
+    "integers": (
+        torch.ones(3, dtype=torch.int8),
+        "is of torch.int8, as after quantisation; weights are read in torch",
+    ),
+    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, as after quantisation"),
+    "meta": (torch.ones(3, device="meta"), "is without values, for the model was on torch's meta device"),
+    "a shard of none": (torch.ones(0), "is empty, as where each process of a sharded model stores its own part"),
+    "list": ([1.0, 2.0], "is not stored as torch's tensors"),
+    "array": (np.ones(3), "is not stored as torch's tensors"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["norm.weight", "blocks.0.attn.q_bias", "decoder_pos_embed"])
+def test_what_is_called_a_weight_and_can_be_none_is_named(tmp_path: Path, name: str, fault: str) -> None:
+    path = tmp_path / "theirs.pth"
+    value, sentence = FAULTS[fault]
+    torch.save({"model": STATE | {name: value}}, path)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path)
+    assert str(caught.value).startswith(f"{path}: {name} {sentence}")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch has announced the end of these types
+def test_quantised_tensors_are_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.pth"
+    quantised = torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8)
+    torch.save(STATE | {f"blocks.{index}.fc.weight": quantised for index in range(12)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        read_state(path)
+    assert str(caught.value) == f"{path}: blocks.*.fc.weight (12) are quantised; store what dequantize() gives"
+
+
+def test_counters_options_and_buffers_beside_weights_do_not_hinder(tmp_path: Path) -> None:
+    """They are called otherwise: a layout says whether it knows them."""
+    path = tmp_path / "theirs.pth"
+    beside = {"bn.num_batches_tracked": torch.tensor(7), "graph": torch.eye(3).to_sparse()}
+    torch.save(STATE | beside | {"epoch": 3, "mean": [0.5], "attn._extra_state": None}, path)
+    assert read_state(path).keys() == STATE.keys() | beside.keys()
+
+
+def test_the_container_is_the_one_with_tensors(tmp_path: Path) -> None:
+    """Some code bases keep the pickled module, or its options, under the name that others have for the weights."""
+    path = tmp_path / "theirs.pth"
+    torch.save({"model": {"name": "vit", "depth": 12}, "state_dict": STATE}, path)
+    same_bits(read_state(path), STATE)
+    torch.save({"model": torch.nn.Linear(2, 2), "state_dict": STATE}, path)
+    same_bits(read_state(path), STATE)
 
 
 def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,26 @@ def test_positions_of_oblong_images_are_read_as_they_are(tmp_path: Path, size: t
     assert torch.equal(table, model.pos_embed)
 
 
+def test_positions_of_as_many_tokens_are_not_guessed(tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:
+    """36 learned rows of 6 x 6 tokens, for images of 4 x 9: as many, and where they lie the file does not say."""
+    model = vit(img_size=(96, 96))
+    path, words = stored(tmp_path / "vit.pth", model.state_dict()), (*described("learned"), "data=folder")
+    with pytest.raises(
+        CheckpointError, match=r"37 rows, as a grid of 6x6 has and one of 4x9; .*dmjd convert takes this"
+    ):
+        encoder_of(path, *words, "data.image_size=[64,144]")
+    tables: list[Tensor] = []
+    for grid in ("[6,6]", "[4,9]"):
+        out = tmp_path / f"of_{len(tables)}.safetensors"
+        assert dmjd("convert", f"input={path}", f"output={out}", "to=timm", f"source_grid={grid}")[0] == 0
+        table = encoder_of(out, *words, "data.image_size=[64,144]").encoder.pos_embed
+        assert isinstance(table, Tensor)
+        tables.append(table)
+    assert torch.equal(tables[1], model.pos_embed)
+    maps = model.pos_embed[:, 1:].mT.unflatten(2, (6, 6))
+    torch.testing.assert_close(tables[0][:, 1:], F.interpolate(maps, (4, 9), mode="bicubic").flatten(2).mT)
+
+
 def less(name: str) -> Callable[[State], State]:
     return lambda state: {key: value for key, value in state.items() if key != name}
 
@@ -327,6 +348,25 @@ def test_a_run_knows_its_model_itself(finished_run: Path) -> None:
 def test_a_name_that_is_nothing_may_have_been_a_file(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint=.*mae\.pht is not there; name a file of weights"):
         encoder_of(tmp_path / "mae.pht", *described("mae"))
+
+
+def test_a_folder_of_a_file_says_which(
+    tmp_path: Path, finished_run: Path, dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    """As of a download, or the export of a run. A folder of ours that is damaged says that instead."""
+    (tmp_path / "model").mkdir()
+    path = stored(tmp_path / "model" / "pytorch_model.pth", a_vit_of_mae()[1])
+    with pytest.raises(CheckpointError, match=rf"checkpoint=.*model is a folder; name .* as checkpoint={path}$"):
+        encoder_of(path.parent, *described("mae"), *IMAGES)
+    code, _, err = dmjd("convert", f"input={path.parent}", f"output={tmp_path / 'out.pth'}", "to=mae")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.endswith(f"as input={path}\n")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(next((finished_run / "checkpoints").glob("step-*")), damaged)
+    max((file for file in damaged.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size).write_bytes(b"")
+    shutil.copy(path, damaged)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        encoder_of(damaged)
 
 
 def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> None:

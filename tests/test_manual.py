@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from typing import Any, get_type_hints
+
+import pytest
+
+from dmjd.compose import DESCRIBING, SCHEMAS, compose, dataclass_of, groups, values
+from dmjd.config import EngineConfig, GuardConfig, OptimConfig
+from dmjd.manual import meanings, page
+
+REQUIRED = {"knn": ["checkpoint=x"], "linprobe": ["checkpoint=x"], "export": ["checkpoint=x"]}
+REQUIRED |= {"consolidate": ["checkpoint=x"], "convert": ["input=x", "output=y"]}
+
+
+def leaves(value: object, prefix: str = "") -> set[str]:
+    if not isinstance(value, dict):
+        return {prefix}
+    return set().union(*(leaves(inner, f"{prefix}.{key}".lstrip(".")) for key, inner in value.items()))
+
+
+def shown(lines: list[str]) -> dict[str, str]:
+    """Key -> value, of a page's lines that can be typed."""
+    typed = [line.split()[0].partition("=") for line in lines if line.startswith("  ") and "=" in line.split()[0]]
+    return {key: value for key, _, value in typed}
+
+
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(verb: str) -> None:
+    words = [*REQUIRED.get(verb, []), *(["data=digits"] if verb in ("knn", "linprobe") else [])]
+    config = compose(verb, words)
+    found = shown(page(verb, words))
+    assert found.keys() == leaves(asdict(config)) - {"model"}  # which is described by groups of pre-training
+    assert compose(verb, [*words, *(f"{key}={value}" for key, value in found.items())]) == config
+
+
+@pytest.mark.parametrize("verb", SCHEMAS)
+def test_every_option_of_every_group_is_there_and_no_group_of_others(verb: str) -> None:
+    lines = page(verb)
+    names = {field.name for field in fields(SCHEMAS[verb])}
+    text = " ".join(" ".join(lines).split())
+    first = {line.split()[0] for line in lines if line.strip()}
+    for group, options in groups().items():
+        if group in names or (group in DESCRIBING and ("model" in names or verb in ("pretrain", "plan"))):
+            assert f"{group} {', '.join(options)}" in text
+        else:
+            assert group not in first, f"{verb} has no group {group}"
+
+
+def parts(schema: type) -> Iterator[type]:
+    yield schema
+    for annotation in get_type_hints(schema).values():
+        inner = dataclass_of(annotation)
+        if inner is not None:
+            yield from parts(inner)
+
+
+CLASSES = sorted({part for schema in SCHEMAS.values() for part in parts(schema)}, key=lambda schema: schema.__name__)
+AS_EVERYWHERE: dict[type[Any], set[str]] = {
+    OptimConfig: {
+        "base_lr",
+        "milestones",
+        "min_lr",
+        "warmup_lr",
+        "warmup_epochs",
+        "weight_decay",
+        "betas",
+        "eps",
+        "clip_grad",
+    },
+    EngineConfig: {"name", "device", "precision"},
+    GuardConfig: {"max_skips", "window", "margin", "max_rollbacks", "spike_steps"},
+}
+"""Keys that papers and torch call alike, or that the summary of their class explains together."""
+
+
+@pytest.mark.parametrize("schema", CLASSES)
+def test_every_key_says_what_it_means(schema: type) -> None:
+    hints, said = get_type_hints(schema), meanings(schema)
+    single = {field.name for field in fields(schema) if dataclass_of(hints[field.name]) is None}
+    silent = {name for name in single if not said.get(name)}
+    assert silent <= AS_EVERYWHERE.get(schema, set())
+
+
+def test_values_are_those_of_the_words_or_the_defaults_where_they_are_wrong() -> None:
+    demo = shown(page("pretrain", ["experiment=demo", "epochs=3"]))
+    assert demo["epochs"] == "3"
+    assert demo["data.mean"] == "[0.219]"
+    for wrong in (["epochz=3"], ["epochs=many"], ["experiment=demo", "nonsense"]):
+        assert page("pretrain", wrong) == page("pretrain")
+    assert values("convert", [])["input"] == "???"
+    assert shown(page("convert"))["input"] == "..."
+
+
+@pytest.mark.parametrize("columns", [60, 80, 300])
+def test_lines_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = page("pretrain")
+    assert max(map(len, lines)) <= min(columns, 110)
+    assert " ".join(" ".join(lines).split()).count("masked views are made of each image that is read") == 1
+
+
+def test_what_a_value_may_be_is_said_beside_it() -> None:
+    monotone = " ".join(" ".join(page("pretrain")).split())
+    for line in (
+        "mask.views=2 (int, above 0) how many masked views",
+        "seed=0 (int, at least 0 and below 4294967296)",
+        "mask.block=[2,2] (list of 2: int, at least 1)",
+        "data.second_size=null (list of 2: int, at least 1; or null)",
+        "optim.no_decay=[] (list: text)",
+        "data.root=null (path; or null)",
+        "engine.compile=none (none | block | model)",
+        "data.flip=true (true | false) mirror images",
+        "wandb=null (text; or null)",
+    ):
+        assert line in monotone
