@@ -13,11 +13,20 @@ _FP16 = "needs a loss scale and skips steps to find one; bf16 has the range of f
 class OptimConfig:
     """AdamW and its learning rate.
 
-    ``lr_rule``: the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, or the classic
-    ``base_lr * K * batch_size / 256``. ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer
-    counts give them (30/49). ``schedule``: half a cosine to ``min_lr``, or a tenth after each epoch of ``milestones``;
-    both after a linear warm-up from ``warmup_lr``. ``no_decay`` names parameters that weight decay leaves alone besides
-    biases and norms, by the last part of their names.
+    ``base_lr``: the highest learning rate, before ``lr_rule``.
+    ``lr_rule``: adaptive is the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, classic is
+    ``base_lr * K * batch_size / 256``.
+    ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer counts give them (30/49).
+    ``schedule``: half a cosine to ``min_lr``, or a tenth after each epoch of ``milestones``; a linear warm-up before.
+    ``milestones``: epochs, for multistep.
+    ``min_lr``: where the cosine ends, as it is, not by ``lr_rule``.
+    ``warmup_lr``: where the warm-up begins, likewise.
+    ``warmup_epochs``: how long it lasts.
+    ``weight_decay``: of matrices, convolutions and tokens; biases and norms are left alone.
+    ``betas``: how slowly the averages of gradients and of their squares forget.
+    ``eps``: added to the root of the latter.
+    ``clip_grad``: the most that the norm of all gradients may be; left out, they are not clipped.
+    ``no_decay``: parameters that weight decay leaves alone as well, by the last part of their names.
     """
 
     base_lr: float = positive(1.5e-4)
@@ -37,8 +46,12 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    """How a step is computed. ``accumulation`` micro-batches make one step of ``batch_size`` images.
+    """How a step is computed (docs/engines.md).
 
+    ``name``: one process; whole copies that average gradients; slices (FSDP2), or copies of them; DeepSpeed's stages.
+    ``device``: auto is a GPU where there is one.
+    ``precision``: of computation; parameters, gradients and moments are fp32. auto is bf16 on GPUs.
+    ``accumulation``: micro-batches that make one step of ``batch_size`` images.
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
     matrix products, attention and convolutions, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
@@ -47,10 +60,10 @@ class EngineConfig:
     ``blocks_per_unit`` (fsdp, hsdp): consecutive blocks whose parameters are gathered, and gradients reduced, at once.
     ``bucket_mb`` (ddp): MiB of gradients reduced at once; left out, 400 on one host and 25 across hosts.
     ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
-    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory. ``deepspeed_config`` (the same): a
-    JSON file of DeepSpeed's keys that are not ours to decide.
-    ``start_timeout`` and ``step_timeout``: minutes a rank waits for the others until the first step is done, and in a
-    step after it.
+    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory.
+    ``deepspeed_config`` (zero1, zero2, zero3): a JSON file of DeepSpeed's keys that are not ours to decide.
+    ``start_timeout``: minutes a rank waits for the others until the first step is done.
+    ``step_timeout``: minutes a rank waits for the others in a later step.
     """
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
@@ -74,11 +87,17 @@ class EngineConfig:
 class GuardConfig:
     """What is done about steps that go wrong (docs/robustness.md); a run without any does not depend on it.
 
-    A step whose loss or gradient is not finite is skipped. More than ``max_skips`` of them in ``window`` steps roll the
-    run back to a checkpoint from ``margin`` or more steps before the first, and the batches from ``margin`` steps
-    before the first to the last are passed over. What would be the rollback after ``max_rollbacks`` stops the run; with
-    both limits at 0 the first bad step does. ``spike`` rolls back as well, after ``spike_steps`` losses in a row that
-    are so many standard deviations above the median of the last ``window``; null: a loss may be as high as it likes.
+    A step whose loss or gradient is not finite is skipped. Too many of them roll the run back to a checkpoint, and it
+    passes over the batches that led there, or stops.
+
+    ``max_skips``: more than so many in ``window`` steps roll back.
+    ``window``: how many steps are looked back upon.
+    ``margin``: go back to a checkpoint from so many steps before the first bad one, or more, and pass over the batches
+    from so many steps before it on.
+    ``max_rollbacks``: what would be the next stops the run; with this and ``max_skips`` at 0 the first bad step does.
+    ``spike``: also roll back after ``spike_steps`` losses in a row that are so many standard deviations above the
+    median of the last ``window``; null: a loss may be as high as it likes.
+    ``spike_steps``: how many of them.
     """
 
     max_skips: int = number(3, least=0)
