@@ -64,4 +64,13 @@ def build_engine(
     apply(objective.model, engine)
     if world.size == 1:
         return SingleEngine(objective, optim, world.device, precision, cuda_graphs=engine.cuda_graphs)
-    return DDPEngine(objective, optim, world, precision, bucket_mb=engine.bucket_mb, cuda_graphs=engine.cuda_graphs)
+    return DDPEngine(
+        objective,
+        optim,
+        world,
+        precision,
+        bucket_mb=engine.bucket_mb,
+        cuda_graphs=engine.cuda_graphs,
+        # Dropped, they would come outside of the buckets until the last micro-batch, beside those.
+        keep_gradients=engine.accumulation > 1,
+    )

@@ -45,8 +45,11 @@ class DDPEngine(SingleEngine):
         *,
         bucket_mb: int | None = None,
         cuda_graphs: bool = False,
+        keep_gradients: bool = False,
     ) -> None:
-        super().__init__(objective, config, world.device, precision, cuda_graphs=cuda_graphs)
+        super().__init__(
+            objective, config, world.device, precision, cuda_graphs=cuda_graphs, keep_gradients=keep_gradients
+        )
         no_buffers: dict[str, Any] = {_BUFFER_SWITCH: False}  # positions are functions of the grid, equal everywhere
         self._replicas = DistributedDataParallel(
             objective,

@@ -27,6 +27,7 @@ class SingleEngine:
         objective: on its device and already transformed by :func:`dmjd.parallel.apply.apply`.
         precision: torch.float32, or torch.bfloat16 for autocast.
         cuda_graphs: what is compiled is replayed as CUDA graphs, whose results live until the next micro-batch begins.
+        keep_gradients: give gradients their memory for good; graphs need that.
     """
 
     rehearses = False
@@ -39,6 +40,7 @@ class SingleEngine:
         precision: torch.dtype,
         *,
         cuda_graphs: bool = False,
+        keep_gradients: bool = False,
     ) -> None:
         assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
         self.objective = objective
@@ -50,8 +52,8 @@ class SingleEngine:
         self._optimizer = build_optimizer(self._owned, config)
         self._stepped = False
         self._copies = HostCopies(device)
-        self._graphs = cuda_graphs
-        if cuda_graphs:
+        self._graphs, self._keeps_gradients = cuda_graphs, cuda_graphs or keep_gradients
+        if self._keeps_gradients:
             # The first gradient to come would be taken over, not copied; and where a graph has put it, the same graph
             # puts that of the next micro-batch: in place of a sum there would be twice the last.
             for parameter in self._owned.values():
@@ -116,7 +118,7 @@ class SingleEngine:
         self._stepped = True
 
     def discard(self) -> None:
-        self._optimizer.zero_grad(set_to_none=not self._graphs)
+        self._optimizer.zero_grad(set_to_none=not self._keeps_gradients)
 
     def local_shards(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._owned.items()}

@@ -61,6 +61,8 @@ def _advice(config: PretrainConfig, world: World) -> str:
     more = next((n for n in range(engine.accumulation + 1, images + 1) if images % n == 0), None)
     if more is not None:
         remedies.append(f"engine.accumulation={more} (micro-batches of {images // more} images)")
+    if engine.cuda_graphs:
+        remedies.append("engine.cuda_graphs=false")
     stronger = MODES[MODES.index(engine.activation_checkpointing) + 1 :]
     if stronger:
         remedies.append(f"engine.activation_checkpointing={stronger[0]}")

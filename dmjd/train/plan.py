@@ -32,6 +32,11 @@ RESERVE_GIB = 2.0
 """Of a GPU's memory, for the CUDA context, workspaces of libraries, and fragmentation."""
 
 
+GRAPHS = 0.06
+"""So much more CUDA graphs take, since their memory and that of all else cannot lend each other anything: the most of
+eight cells of engines_h200.json."""
+
+
 @dataclass(frozen=True)
 class Growth:
     """Bytes by the images of a micro-batch: straight between the traced sizes, and on beyond them."""
@@ -114,20 +119,22 @@ class Plan:
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
         return state_bytes(engine, self.parameters, largest, shards)
 
-    def peak(self, engine: str, mode: str, images: int) -> float:
-        """The most bytes that a GPU holds in a step with micro-batches of ``images``."""
+    def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
+        """The most bytes that a GPU holds in a step of ``accumulation`` micro-batches of ``images``."""
         state, some = self.state(engine), self.activations[mode]
         graphs = self.config.engine.cuda_graphs and engine in ("single", "ddp")
-        if engine in SHARDED or (engine == "single" and not graphs):
+        come = engine in SHARDED or engine == "single"
+        if come and accumulation == 1 and not graphs:
             # Gradients come while activations go, and of what comes the GPU keeps its part alone.
             kept = state.gradients / (FLOAT * self.parameters)
             step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
-        else:  # the buckets of all of them, or the shards, are there before
+        else:  # all of them, or their shards, are there before: in buckets, or from the micro-batch before
             # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
             twice = graphs and self.config.engine.compile == "model"
-            step = state.gradients + (some.with_gradients if twice else some.transient)(images)
+            step = state.gradients + (some.with_gradients if twice else some.transient)(images) - self._uncopied(engine)
         held = state.weights + state.optimizer + state.gathered
-        return held + max(step + some.inputs(images), state.gradients)
+        most = held + max(step + some.inputs(images), state.gradients)
+        return (1 + GRAPHS) * most if graphs else most
 
     def _uncopied(self, engine: str) -> int:
         """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
@@ -143,7 +150,7 @@ class Plan:
         room = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
         for accumulation in _divisors(self.images_per_gpu):
             images = self.images_per_gpu // accumulation
-            peak = self.peak(engine, mode, images)
+            peak = self.peak(engine, mode, images, accumulation)
             if peak <= room:
                 return Fit(images, accumulation, peak)
         return None

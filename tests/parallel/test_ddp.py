@@ -1,8 +1,9 @@
-"""How many gradients DDP reduces at once, and which rank copies what of a checkpoint."""
+"""How many gradients DDP reduces at once, where they add up, and which rank copies what of a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from dmjd.config import OptimConfig
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
-from tests.parallel.walk import CPU, engine, make_objective
+from tests.parallel.walk import CPU, engine, make_batch, make_objective
 
 
 @pytest.fixture
@@ -60,3 +61,22 @@ def test_what_one_rank_writes_no_other_copies(
     sizes = [sum(tensor.nbytes for tensor in share.values()) for share in taken]
     largest = max(tensor.nbytes for share in taken for tensor in share.values())
     assert max(sizes) - min(sizes) <= largest
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_micro_batches_add_up_inside_the_buckets(parts: int, lone_group: None) -> None:
+    """Beside buckets that are empty until the last of them, gradients would be there twice."""
+    built = build_engine(
+        make_objective(), replace(engine("ddp"), accumulation=parts), OptimConfig(), World(0, 2, 0, CPU)
+    )
+    seen = []
+    for step in range(3):
+        for part in range(parts):
+            with built.micro_batch(last=part + 1 == parts):
+                built.backward(built.module(*make_batch(step, range(4 * part, 4 * part + 4))).total)
+        seen.append([p.grad.data_ptr() for p in built.objective.parameters() if p.grad is not None])
+        built.step(1e-3, 0.05)
+    assert seen[1] == seen[2], "after the first, DDP lays buckets out anew"
+    kept = [p.grad is not None for p in built.objective.parameters()]
+    assert all(kept) if parts > 1 else not any(kept)
+    built.close()

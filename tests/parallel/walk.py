@@ -45,7 +45,6 @@ def engine(name: str, **options: Any) -> EngineConfig:
 
 ENGINES = {
     "ddp": engine("ddp"),
-    "ddp, gradients kept": engine("ddp", cuda_graphs=True),  # which on a CPU is all that they ask for
     "fsdp": engine("fsdp"),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False, blocks_per_unit=1),
     "hsdp": engine("hsdp", replicas=2, blocks_per_unit=1),

@@ -86,6 +86,23 @@ def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     assert with_activations(plan, 40 * GIB).fit("ddp", "none") is None
 
 
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_gradients_of_an_earlier_micro_batch_are_there_throughout_the_next(engine: str) -> None:
+    plan = with_activations(make_plan("experiment=mae_vit_base", "gpus=2", "batch_size=64"), GIB)
+    state = plan.state(engine)
+    held = state.weights + state.optimizer + state.gathered
+    uncopied = 2 * 119_000_000 if engine == "fsdp" else 0  # blocks' bfloat16 copies, about
+    assert plan.peak(engine, "none", 4) == pytest.approx(held + 4 * GIB - uncopied, rel=0.01)
+    assert plan.peak(engine, "none", 4, 2) == pytest.approx(plan.peak(engine, "none", 4) + state.gradients, rel=1e-9)
+
+
+def test_cuda_graphs_are_counted_with_gradients_of_their_own_and_what_they_do_not_lend() -> None:
+    words = "experiment=mae_vit_base", "batch_size=64"
+    plain = with_activations(make_plan(*words), GIB)
+    graphs = with_activations(make_plan(*words, "engine.compile=block", "engine.cuda_graphs=true"), GIB)
+    assert graphs.peak("single", "none", 4) == pytest.approx(1.06 * plain.peak("single", "none", 4, 2))
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
