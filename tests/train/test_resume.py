@@ -214,13 +214,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_touched(str
     run = Path(configure(words("run")).run)
     shutil.copytree(straight / "checkpoints", run / "checkpoints")
     before = sorted(run.rglob("*"))
-    for word, part in (
-        ("backbone.depth=2", "missing"),
-        ("backbone.embed_dim=64", r"weight is \(32, .* there and \(64, .* here"),
-    ):
-        with pytest.raises(CheckpointError, match=part) as caught:
+    for word, was in (("backbone.depth=2", "backbone.depth=1"), ("backbone.embed_dim=64", "backbone.embed_dim=32")):
+        with pytest.raises(ConfigError, match=f"was started with {was} and now {word} is asked for") as caught:
             pretrain(words("run", word))
-        assert "checkpoint of another model" in str(caught.value)
         assert "\n" not in str(caught.value)
         assert sorted({*run.rglob("*")} - {run / ".lock"}) == before
 
