@@ -114,6 +114,9 @@ class Pretraining:
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
         self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
+        if world.is_main and config.optim.warmup_epochs >= config.epochs:  # a preset's, of a run that was cut short
+            message = "optim.warmup_epochs=%g is not below epochs=%d: the learning rate never comes to its highest"
+            logger.warning(message, config.optim.warmup_epochs, config.epochs)
 
         self.saver = Saver(
             run.checkpoints,

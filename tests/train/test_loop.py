@@ -65,6 +65,14 @@ def test_the_log_has_its_columns_and_they_are_right(words: Words, no_pictures: N
     assert timing[0]["seconds"] < timing[1]["seconds"] < timing[2]["seconds"]
 
 
+@pytest.mark.parametrize("epochs", ["1.9", "2"])
+def test_a_warm_up_as_long_as_the_run_is_said(
+    epochs: str, words: Words, no_pictures: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    pretrain(words("run", f"optim.warmup_epochs={epochs}"))
+    assert ("optim.warmup_epochs=2 is not below epochs=2" in caplog.text) == (epochs == "2")
+
+
 def test_a_window_is_the_mean_of_its_steps(straight: Path, words: Words, no_pictures: None) -> None:
     coarse, fine = rows(straight), rows(pretrain(words("fine", "log_every=1")))
     assert [row["step"] for row in fine] == list(range(1, STEPS + 1))
