@@ -16,10 +16,14 @@ from dmjd.cluster.heartbeat import Beat
 
 
 class LastWord(NamedTuple):
-    """What a launch of a job left for its batch script, and when (seconds since 1970)."""
+    """What a launch of a job left for its batch script, and when (seconds since 1970).
+
+    of_run: whether it had become a run, which leaves a marker too.
+    """
 
     text: str
     time: float
+    of_run: bool
 
 
 def read_launches(run: Path) -> list[dict[str, Any]]:
@@ -49,12 +53,12 @@ def read_last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
     """None where the launch left none: it was killed, or has not ended."""
     path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
     lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
-    return LastWord(lines[0], path.stat().st_mtime) if lines else None
+    return LastWord(lines[0], path.stat().st_mtime, of_run=len(lines) > 1) if lines else None  # with its advice
 
 
 def refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
     """The last word of a launch, if ranks of another were heard of after it: two jobs had been submitted for a run."""
-    return word.text if word and any(beat.time > word.time for beat in beats) else ""
+    return word.text if word and not word.of_run and any(beat.time > word.time for beat in beats) else ""
 
 
 def read_marker(run: Path, began: float) -> dict[str, Any]:
@@ -69,7 +73,7 @@ def read_marker(run: Path, began: float) -> dict[str, Any]:
 
 def ending(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:
     """What was left last: the marker of a run, or the word of a launch that never became one."""
-    if word is None or (marker and f"{marker['reason']}: {marker['detail']}" == word.text):
+    if word is None or word.of_run:  # of ranks that fail at once the two keep whose came first, not always the same
         return marker
     if marker and datetime.fromisoformat(marker["when"]).timestamp() >= word.time:
         return marker

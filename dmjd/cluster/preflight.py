@@ -28,6 +28,7 @@ from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
+from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import UserError
 from dmjd.ops import build_info
@@ -59,7 +60,9 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
     began = time.monotonic()
     try:
         dataset = training_source(config.data)
-        facts.data = dataset.fingerprint if isinstance(dataset, ShardDataset) else f"{len(dataset)} images"
+        facts.data = f"{len(dataset)} images"
+        if isinstance(dataset, ImageFolder | ShardDataset):
+            facts.data = dataset.fingerprint
         training_batches(config.data, dataset, config.batch_size, config.seed, world.rank, world.size).load(0)
     except (UserError, OSError) as error:  # a disk that is gone has errors of its own
         facts.data_error = str(error)

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,12 +171,11 @@ def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def _cannot_write(draft: Path, error: Exception) -> StorageError:
-    free = (
-        shutil.disk_usage(standing_place(draft)).free >> 20
-    )  # torch says of a full disk that a position is unexpected
-    return StorageError(
-        f"cannot write {draft.with_suffix('')}: {error} ({free} MiB are free); earlier checkpoints are intact"
-    )
+    free = ""
+    with suppress(OSError):  # of a disk that is gone
+        # Of a full one torch says that a position is unexpected.
+        free = f" ({shutil.disk_usage(standing_place(draft)).free >> 20} MiB are free)"
+    return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; earlier checkpoints are intact")
 
 
 def committed(folder: Path) -> list[Path]:

@@ -34,15 +34,15 @@ class Feed:
     def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
         self._source = world.together(lambda: training_source(config.data))
-        self._batches = training_batches(
-            config.data, self._source, config.batch_size, config.seed, world.rank, world.size
-        )
-        self.steps_per_epoch = self._batches.steps_per_epoch
         self.identity = None
         if isinstance(self._source, ImageFolder | ShardDataset):
             self.identity = DataIdentity(self._source.fingerprint, len(self._source))
         first = world.on_main(lambda: str(self.identity))
         world.together(lambda: self._require_those_of(first))
+        self._batches = training_batches(
+            config.data, self._source, config.batch_size, config.seed, world.rank, world.size
+        )
+        self.steps_per_epoch = self._batches.steps_per_epoch
 
     def _require_those_of(self, first: str) -> None:
         """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""

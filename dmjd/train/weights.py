@@ -47,7 +47,7 @@ def weights_at(name: str, key: str) -> Path:
         return checkpoint.resolve(path, key)
     except CheckpointError:
         files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
-        if not files or (path / checkpoint.MANIFEST).is_file():
+        if not files or (path / checkpoint.MANIFEST).is_file() or (path / checkpoint.FOLDER).is_dir():
             raise
         raise CheckpointError(
             f"{key}={name} is a folder; name the file of weights in it, as {key}={files[0]}"

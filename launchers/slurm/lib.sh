@@ -233,11 +233,12 @@ value_of() {
     printf '%s\n' "$value"
 }
 
-# Optimizer steps behind the newest committed checkpoint; 0 without one.
+# Optimizer steps behind the newest committed checkpoint; 0 without one. What is called otherwise is somebody's copy.
 committed_step() {
-    local manifest step=0
-    for manifest in "$RUN"/checkpoints/step-*[0-9]/manifest.json; do
-        [[ ! -e $manifest ]] || step=$(basename "$(dirname "$manifest")")
+    local manifest name step=0
+    for manifest in "$RUN"/checkpoints/step-*/manifest.json; do
+        name=${manifest%/manifest.json} name=${name##*/}
+        [[ ! -e $manifest || ! $name =~ ^step-[0-9]{8,}$ ]] || step=$name
     done
     echo $((10#${step#step-}))
 }

@@ -320,6 +320,28 @@ def test_a_crash_is_told_from_a_kill(run: Path) -> None:
     assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
 
 
+def test_ranks_that_crash_at_once_are_one_crash_of_this_run(run: Path) -> None:
+    """The marker keeps one of them, the last word another, which is written after the second that the marker tells."""
+    launched(run, ago=500)
+    mark(run, ago=1, reason="crashed", detail="rank 0: no luck", next="the same command")
+    speak(run, "crashed: rank 1: no luck\nthe same command\n", ago=0.5)
+    for rank in range(2):
+        beat(run, rank, phase="stop", ago=0)
+    found = said(run)
+    assert "it crashed at step 7 of 20: rank 0: no luck -> the same command" in found
+    assert "it is running" not in found
+    assert "refused" not in found
+
+
+def test_a_run_by_hand_after_a_job_is_not_beside_it(run: Path) -> None:
+    launched(run, ago=500)
+    speak(run, "time: its time is over\nthe same command\n", ago=100)
+    beat(run, 0, ago=1)
+    found = said(run)
+    assert "it is running: step 7" in found
+    assert "refused" not in found
+
+
 def test_a_launch_that_never_became_a_run(run: Path) -> None:
     mark(run, ago=500, reason="time", detail="its time is over", next="go on")
     launched(run, ago=100)

@@ -161,6 +161,16 @@ def test_by_hand_the_run_has_to_be_named_plainly(tmp_path: Path, words: list[str
     assert slurm.asked("srun") == []
 
 
+@pytest.mark.parametrize("name", ["step-00000009_2", "step-00000009-v2", "step-00000009.tmp", "step-9"])
+def test_copies_beside_the_checkpoints_are_not_counted(launches: Launches, name: str) -> None:
+    copy = launches.run / "checkpoints" / name
+    copy.mkdir(parents=True)
+    (copy / "manifest.json").touch()
+    done = launches("signal", step=5)
+    assert "stopped at step 5 (began at 0): signal" in done.stdout + done.stderr
+    assert launches.requeues == 1
+
+
 def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launches) -> None:
     log = '/runs/lr=1 C:\\a "b" wd=0/7.out'
     assert launches("finished", step=5, PLAY_LOG=log).returncode == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -132,6 +134,16 @@ def test_a_write_that_raises_leaves_the_previous_checkpoint(tmp_path: Path) -> N
     assert newest(tmp_path) == second
     assert (second / "model.pt").read_text() == "2"
     assert list(tmp_path.iterdir()) == [second]
+
+
+def test_a_disk_that_is_gone_is_a_sentence_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: object) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    draft = begin(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", gone)
+    with pytest.raises(StorageError, match=r"^cannot write .*: \[Errno 116\] Stale file handle; earlier"):
+        commit(draft, gone, keep=1)
 
 
 def killing(at: str) -> str:

@@ -367,6 +367,11 @@ def test_a_folder_of_a_file_says_which(
     shutil.copy(path, damaged)
     with pytest.raises(CheckpointError, match="is damaged"):
         encoder_of(damaged)
+    run = tmp_path / "run"
+    shutil.copytree(damaged, run / "checkpoints" / "step-00000011")
+    shutil.copy(path, run)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        encoder_of(run)
 
 
 def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> None:

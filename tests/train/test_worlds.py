@@ -125,18 +125,19 @@ def test_a_refusal_is_said_once_and_ends_every_rank(
     assert (tmp_path / "said").read_text().count("error: ") == 1
 
 
+@pytest.mark.parametrize(("part", "images"), [("[:-3]", 39), ("[:1]", 1)])  # which is less than a batch
 def test_ranks_that_see_other_images_are_told_apart(
-    tmp_path: Path, recipe: Callable[..., list[str]], launch_world: Callable[..., Any]
+    part: str, images: int, tmp_path: Path, recipe: Callable[..., list[str]], launch_world: Callable[..., Any]
 ) -> None:
     words = ["pretrain", *recipe(tmp_path / "run", "engine=ddp")]
-    fewer = "import dmjd.data.folder as folder; walk = folder._walk\nfolder._walk = lambda *at: list(walk(*at))[:-3]"
+    fewer = f"import dmjd.data.folder as folder; walk = folder._walk\nfolder._walk = lambda *at: list(walk(*at)){part}"
     processes = launch_world(2, words, telling(tmp_path / "said"), {1: fewer})
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [2, 2]
     (said,) = (line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("error: "))
     assert "has 48 images of fingerprint" in said
-    assert "and 39 images of fingerprint" in said
+    assert f"and {images} images of fingerprint" in said
     assert "for rank 1 (" in said
     assert not (tmp_path / "run").exists()
 
