@@ -96,7 +96,7 @@ def _judge_data(facts: Sequence[Facts]) -> Check:
         found = f"{facts[0].data} on {facts[0].host}, {other.data} on {other.host}"
         return Check("data", found, "data.root must be the same data on every node")
     slowest = max(facts, key=lambda fact: fact.data_seconds)
-    return Check("data", f"{facts[0].data[:24]}, the first batch in {slowest.data_seconds:.1f} s at the slowest rank")
+    return Check("data", f"{facts[0].data}, the first batch in {slowest.data_seconds:.1f} s at the slowest rank")
 
 
 def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:

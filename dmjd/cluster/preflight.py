@@ -28,8 +28,6 @@ from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
-from dmjd.data.folder import ImageFolder
-from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import build_engine, select_device
@@ -38,6 +36,7 @@ from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
 from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
 from dmjd.train.preparation import Preparation
+from dmjd.train.state import DataIdentity
 
 PREFETCH = 2
 """Batches that torch's loader has ready for each worker."""
@@ -60,9 +59,7 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
     began = time.monotonic()
     try:
         dataset = training_source(config.data)
-        facts.data = f"{len(dataset)} images"
-        if isinstance(dataset, ImageFolder | ShardDataset):
-            facts.data = dataset.fingerprint
+        facts.data = str(DataIdentity.of(dataset) or f"{len(dataset)} images")
         training_batches(config.data, dataset, config.batch_size, config.seed, world.rank, world.size).load(0)
     except (UserError, OSError) as error:  # a disk that is gone has errors of its own
         facts.data_error = str(error)

@@ -11,10 +11,8 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.detour import Detour, DetourAhead
-from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
-from dmjd.data.shards.dataset import ShardDataset
 from dmjd.errors import DataError, UserError
 from dmjd.parallel.world import World
 from dmjd.train.state import DataIdentity, Position
@@ -34,9 +32,7 @@ class Feed:
     def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
         self._source = world.together(lambda: training_source(config.data))
-        self.identity = None
-        if isinstance(self._source, ImageFolder | ShardDataset):
-            self.identity = DataIdentity(self._source.fingerprint, len(self._source))
+        self.identity = DataIdentity.of(self._source)
         first = world.on_main(lambda: str(self.identity))
         world.together(lambda: self._require_those_of(first))
         self._batches = training_batches(

@@ -8,7 +8,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
+from dmjd.data.dataset import ImageDataset
 from dmjd.data.detour import Windows, batch_of
+from dmjd.data.folder import ImageFolder
+from dmjd.data.shards.dataset import ShardDataset
+from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError
 from dmjd.parallel.world import World
 
@@ -88,6 +92,11 @@ class DataIdentity:
 
     def __init__(self, fingerprint: str, images: int) -> None:
         self._fingerprint, self._images = fingerprint, images
+
+    @classmethod
+    def of(cls, source: ImageDataset | TarStream) -> DataIdentity | None:
+        """None for what cannot tell: a stream of tars, and small sets of fixed content."""
+        return cls(source.fingerprint, len(source)) if isinstance(source, ImageFolder | ShardDataset) else None
 
     def __str__(self) -> str:
         return f"{self._images} images of fingerprint {self._fingerprint[:12]}"
