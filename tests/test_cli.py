@@ -71,7 +71,7 @@ def test_every_verb_has_help(dmjd: Command, verb: str) -> None:
 def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
     out = dmjd("pretrain", "--help")[1]
     assert "\n  experiment " in out
-    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      the paper's Eq. 4" in out
+    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      adaptive is the paper's Eq. 4" in out
 
 
 def test_help_goes_with_the_words_before_it(dmjd: Command) -> None:
@@ -262,13 +262,15 @@ def test_an_image_cut_short_is_named_when_its_turn_comes(
     assert folder.exists() == bool(checkpoint.newest(folder))
 
 
-def test_a_checkpoint_of_another_model_is_refused(
+def test_a_checkpoint_of_another_model_is_refused_by_what_it_says_of_itself(
     dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run / "checkpoints", run / "checkpoints")
     before = everything(run)
-    refused(dmjd("pretrain", *tiny(run, "backbone.depth=2")), "step-00000011 is a checkpoint of another model", "block")
+    refused(
+        dmjd("pretrain", *tiny(run, "backbone.depth=2")), "was started with backbone.depth=1", "name another folder"
+    )
     assert everything(run) - {run / ".lock"} == before
 
 
