@@ -1,9 +1,21 @@
-"""Names of files, and files that a reader never meets half written. Knows nothing but the standard library."""
+"""Names of files, bounded reads, private folders, and files that a reader never meets half written."""
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import stat
+import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+from dmjd.errors import StorageError
+
+_log = logging.getLogger("dmjd")
+
+_PRIVATE_NAMES = 100  # that are tried in order before a random one
 
 
 def at_home(path: str) -> str:
@@ -34,3 +46,84 @@ def replace_file(path: Path, content: bytes | str) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def regular_descriptor(path: str | Path) -> int:
+    """A descriptor of the file ``path``, for reading.
+
+    Raises:
+        OSError: as ``open`` does, and where ``path`` is a folder, a named pipe, a socket or a device, none of which is
+            waited for.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(file).st_mode
+    if stat.S_ISREG(mode):
+        return file
+    os.close(file)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """The file ``path``, open for reading; raises as :func:`regular_descriptor` does."""
+    return os.fdopen(regular_descriptor(path), "rb")
+
+
+def read_at_most(path: str | Path, limit: int) -> bytes:
+    """The bytes of the regular file ``path``.
+
+    Raises:
+        OSError: as :func:`open_regular` does.
+        ValueError: if it has more than ``limit`` bytes, of which no more are read.
+    """
+    with open_regular(path) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"it has more than the {limit} bytes that are read")
+    return content
+
+
+def private_folder(name: str) -> Path:
+    """The folder ``NAME-UID`` below TMPDIR, of mode 0700, which is made if it does not exist.
+
+    A folder that belongs to another user, that others can write to, or that is a symbolic link is not used: the next of
+    ``NAME-UID-1``, ``NAME-UID-2``, ... is, and a warning names both. All processes of a user on a node try the names in
+    this order and so agree. TMPDIR itself has to keep others from renaming what is not theirs, as the sticky bit does.
+
+    Raises:
+        StorageError: if no folder can be made below TMPDIR.
+    """
+    try:
+        first = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
+        names = (first, *(first.with_name(f"{first.name}-{number}") for number in range(1, _PRIVATE_NAMES)))
+        path = next((path for path in names if _make_private(path) is None), None)
+        path = path or Path(tempfile.mkdtemp(prefix=f"{first.name}-"))
+    except OSError as error:
+        raise StorageError(
+            f"no folder can be made below TMPDIR ({error.strerror or error}); set TMPDIR to a folder that can be "
+            "written to"
+        ) from error
+    if path != first:
+        _log.warning("%s is not used, for %s; remove it. %s is used instead", first, _make_private(first), path)
+    return path
+
+
+def _make_private(path: Path) -> str | None:
+    """Make ``path`` a folder of this user alone; else the reason why it is not."""
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return "it is a symbolic link or a file" if error.errno in (errno.ELOOP, errno.ENOTDIR) else str(error.strerror)
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            return f"it belongs to user {status.st_uid}"
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return "other users can write to it"
+        os.fchmod(folder, 0o700)
+        return None
+    finally:
+        os.close(folder)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 from functools import cache
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Literal, cast, overload
 
 from dmjd.config import DataConfig
@@ -27,6 +25,7 @@ from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import PIPE
 from dmjd.errors import ConfigError, DataError
+from dmjd.files import private_folder
 
 STREAM = "stream"
 _EXAMPLE = "'\"pipe:aws s3 cp s3://bucket/train-{000000..000146}.tar -\"'"
@@ -236,7 +235,7 @@ def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
             f"{largest / GIB:.3g} GiB"
         )
     # TMPDIR is what a scheduler sets to the disk of a node.
-    folder = Path(config.cache) if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
+    folder = Path(config.cache) if config.cache else private_folder("dmjd-shards")
     return ShardCache(folder, budget)
 
 

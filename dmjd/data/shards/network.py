@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from dmjd.errors import DataError
 
@@ -20,6 +21,9 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What goes wrong on this side."""
 
 _PASSING = (408, 425, 429)  # of the 4xx, those that another try may mend
+
+_SLOWEST = 16 << 10
+"""Bytes a second that a download has to bring on average, after the first ``Patience.stall`` seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +76,90 @@ def persist(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Re
     )
 
 
-def read(url: str, patience: Patience, start: int | None = None, end: int | None = None) -> bytes:
-    """The file at ``url``, or its bytes ``start .. end - 1`` as far as there are any.
+def read(url: str, patience: Patience, limit: int) -> bytes:
+    """The file at ``url``, of at most ``limit`` bytes; no more are taken from a server that sends more.
 
     Raises:
         FileNotFoundError: if the server says that there is none.
-        DataError: if it may not be read, or every attempt failed.
+        DataError: if it is longer, may not be read, or every attempt failed.
     """
-    act = lambda files, name: files.cat_file(name, start=start, end=end)  # noqa: E731
-    data = persist(url, lambda: cast(bytes, _once(url, patience, act)), patience)
-    whole = start is not None and end is not None and len(data) > end - start  # a server need not know of ranges
-    return data[start:end] if whole else data
+    try:
+        return persist(url, lambda: _read_once(url, patience, limit), patience)
+    except _TooLong as error:
+        raise DataError(f"{url} has more than the {limit} bytes that are read of it") from error
 
 
-def download(url: str, path: Path, patience: Patience) -> None:
+def read_range(url: str, patience: Patience, start: int, end: int) -> bytes:
+    """Bytes ``start .. end - 1`` of the file at ``url``, as far as there are any; raises as :func:`read` does."""
+    data = persist(url, lambda: _read_once(url, patience, end, (start, end)), patience)
+    return data[start:end] if len(data) > end - start else data  # a server need not know of ranges
+
+
+def download(url: str, path: Path, patience: Patience, limit: int) -> None:
     """One attempt to put the file at ``url`` into ``path``.
 
     Raises:
-        FileNotFoundError: if there is none. PassingFault: if another attempt may go better.
+        FileNotFoundError: if there is none.
+        PassingFault: if another attempt may go better; also where more than ``limit`` bytes came.
         OSError: of :data:`DISK`. DataError: if it may not be read.
     """
-    _once(url, patience, lambda files, name: files.get_file(name, str(path)))
-
-
-def _once(url: str, patience: Patience, act: Callable[[Any, str], _Result]) -> _Result:
-    from fsspec.core import url_to_fs  # comes with torch
-
     try:
-        return act(*url_to_fs(url, **_options(url.partition("://")[0], patience.stall)))
-    except FileNotFoundError:
+        _get(url, path, patience, limit)
+    except _TooLong as error:
+        raise PassingFault(f"more than the {limit} bytes came that it should have") from error
+
+
+class _TooLong(Exception):
+    """More bytes came than are taken; the first of them are in the file."""
+
+
+def _read_once(url: str, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> bytes:
+    """At most ``limit`` bytes. With a ``span`` the file may be longer, and these are asked for or its beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copy"
+        try:
+            _get(url, path, patience, limit, span)
+        except _TooLong:
+            if span is None:
+                raise
+        with path.open("rb") as file:
+            return file.read(limit)
+
+
+def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> None:
+    from fsspec.callbacks import Callback  # comes with torch
+    from fsspec.core import url_to_fs
+
+    class Bound(Callback):  # type: ignore[misc]
+        """Ends a download that is too long or too slow; protocols call it after every piece."""
+
+        received, began = 0, time.monotonic()
+
+        def relative_update(self, inc: int = 1) -> None:
+            self.received += inc
+            if self.received > limit:
+                raise _TooLong
+            if time.monotonic() - self.began > patience.stall + self.received / _SLOWEST:
+                raise PassingFault(f"{self.received} bytes came in {time.monotonic() - self.began:.0f} s")
+
+    protocol = url.partition("://")[0]
+    request: dict[str, Any] = {}
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        total = patience.stall + limit / _SLOWEST  # sock_read bounds the wait for a byte and not for all headers
+        request["timeout"] = ClientTimeout(total=total, sock_connect=patience.stall, sock_read=patience.stall)
+        if span is not None:
+            request["headers"] = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
+    try:
+        files, name = url_to_fs(url, **_options(protocol, patience.stall))
+        if span is not None and "headers" not in request:
+            path.write_bytes(files.cat_file(name, start=span[0], end=span[1]))
+        else:
+            files.get_file(name, str(path), callback=Bound(), **request)
+            if path.stat().st_size > limit:  # a local file is copied at once
+                raise _TooLong
+    except (FileNotFoundError, PassingFault, _TooLong):
         raise
     except (PermissionError, ImportError, ValueError) as error:
         raise DataError(f"{url} cannot be fetched: {_reason(error)}") from error
@@ -115,10 +174,6 @@ def _once(url: str, patience: Patience, act: Callable[[Any, str], _Result]) -> _
 
 def _options(protocol: str, stall: float) -> dict[str, Any]:
     """What makes a protocol give up on a dead connection, and leave trying again to us."""
-    if protocol in ("http", "https"):
-        from aiohttp import ClientTimeout
-
-        return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=stall, sock_read=stall)}}
     if protocol == "s3":
         return {
             "config_kwargs": {"connect_timeout": stall, "read_timeout": stall, "retries": {"max_attempts": 1}},

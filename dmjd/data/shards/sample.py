@@ -9,8 +9,9 @@ from PIL import Image, UnidentifiedImageError
 from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
-from dmjd.data.shards.network import PATIENCE, read
+from dmjd.data.shards.network import PATIENCE, read_range
 from dmjd.errors import BadImage
+from dmjd.files import open_regular
 
 
 def image_bytes(shards: ShardSet, index: int) -> bytes:
@@ -24,9 +25,9 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
     location, start, size = shards.location(int(record["shard"])), int(record["offset"]), int(record["size"])
     try:
         if is_remote(location):
-            data = read(location, PATIENCE, start, start + size)
+            data = read_range(location, PATIENCE, start, start + size)
         else:
-            with open(location, "rb") as file:
+            with open_regular(location) as file:
                 file.seek(start)
                 data = file.read(size)
     except FileNotFoundError as error:
