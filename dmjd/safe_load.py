@@ -95,7 +95,11 @@ def one_line(error: BaseException) -> str:
 
 
 def load_torch(
-    file: Path | IO[bytes], allowed: Collection[str] | None, stand_in: Callable[[str], Any] | None = None
+    file: Path | IO[bytes],
+    allowed: Collection[str] | None,
+    stand_in: Callable[[str], Any] | None = None,
+    *,
+    mapped: bool = False,
 ) -> Any:
     """What ``torch.save`` wrote, on the CPU, in any of its formats but the tar of 2016.
 
@@ -103,6 +107,7 @@ def load_torch(
         file: a path, or an open file at its start.
         allowed: classes and functions that the file may name, such as :data:`TENSORS`; None for all that torch allows.
         stand_in: makes what takes the place of any other class from its name. None rejects a file that names one.
+        mapped: leave the tensors of a file at a path on the disk until they are used.
 
     Raises:
         ValueError: one line, if it cannot be read so, or holds more than its size.
@@ -118,7 +123,9 @@ def load_torch(
             stream.seek(0)
             with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # of kinds of tensors that are rejected later
-                return torch.load(stream, map_location="cpu", weights_only=True)
+                # Of a path, torch goes by its suffix too.
+                source = os.fspath(file) if mapped and isinstance(file, Path) else stream
+                return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         raise ValueError(error.strerror or one_line(error)) from error
     except Exception as error:  # bytes that are no pickle do what they happen to mean, and fail as that fails
@@ -222,7 +229,7 @@ def _names_in_pickle(stream: IO[bytes]) -> set[str]:
     from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 
     found = set()
-    for opcode, argument, _ in pickletools.genops(stream):
+    for opcode, argument, _ in _opcodes(stream):
         if opcode.name == "GLOBAL":
             module, _, name = str(argument).partition(" ")
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -230,6 +237,13 @@ def _names_in_pickle(stream: IO[bytes]) -> set[str]:
         elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
             raise ValueError("torch.save did not write it")
     return found
+
+
+def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
+    try:
+        yield from pickletools.genops(stream)
+    except (ValueError, IndexError) as error:
+        raise ValueError("it is damaged") from error
 
 
 @contextmanager
