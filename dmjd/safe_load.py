@@ -68,6 +68,12 @@ def parse_yaml(text: str) -> Any:
             self.depth -= 1
             return node
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            made = super().construct_mapping(node, deep)
+            if len(made) < len(node.value):
+                raise ValueError("it gives a key twice")
+            return made
+
     if len(text) > _YAML_LENGTH:
         raise ValueError(f"it has {len(text)} characters, more than the {_YAML_LENGTH} that are read")
     try:

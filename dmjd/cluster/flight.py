@@ -37,7 +37,7 @@ def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
     stands = []
     for path in sorted((run / FLIGHT).glob("rank_*")):
         match = re.search(r"rank_(\d+)$", path.name)
-        entries = _entries(path) if path.stat().st_mtime >= since else []
+        entries = _entries(path) if path.is_file() and path.stat().st_mtime >= since else []
         last: dict[str, dict[str, Any]] = {}
         for entry in entries:
             group = _group(entry)
@@ -81,7 +81,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     except (OSError, ValueError):
         return []
     entries = record.get("entries", []) if isinstance(record, dict) else []
-    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("collective_seq_id"), int)]
+    entries = entries if isinstance(entries, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("collective_seq_id")) is int]
 
 
 def _group(entry: dict[str, Any]) -> str:

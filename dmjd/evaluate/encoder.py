@@ -148,8 +148,8 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
         return model, to_yaml(model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
-    text = (path / checkpoint.CONFIG).read_text()
-    return from_yaml(PretrainConfig, text, path / checkpoint.CONFIG), text
+    content = (path / checkpoint.CONFIG).read_bytes()
+    return from_yaml(PretrainConfig, content, path / checkpoint.CONFIG), content.decode()
 
 
 def _judged_data(trained: PretrainConfig, other: DataConfig | None) -> DataConfig:
