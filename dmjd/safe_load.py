@@ -122,7 +122,7 @@ def load_torch(
 
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as stream:
-            others = sorted(_names(stream) - _allowed(allowed))
+            others = sorted(_names(stream).difference(_allowed(allowed)))
             if others and stand_in is None:
                 raise ValueError(f"it names {others[0]}, which is neither a tensor nor a container of them")
             stand_ins: list[Any] = [(stand_in(name), name) for name in others] if stand_in is not None else []
@@ -140,7 +140,7 @@ def load_torch(
 
 def check_torch(file: IO[bytes], allowed: Collection[str] | None) -> None:
     """Leave ``file`` at its start if :func:`load_torch` would read it. Raises ValueError if it would not."""
-    others = sorted(_names(file) - _allowed(allowed))
+    others = sorted(_names(file).difference(_allowed(allowed)))
     if others:
         raise ValueError(f"it names {others[0]}, which is neither a tensor nor a container of them")
     file.seek(0)
@@ -276,7 +276,7 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 # Pickles of others ----------------------------------------------------------------------------------------------------
 
 
-class _Plain(pickle._Unpickler):  # type: ignore[name-defined, misc]
+class _Plain(pickle._Unpickler):
     """Of a pickle, numbers, text and containers, and records of the classes in ``allowed``, of which none is made.
 
     Python's own implementation, for that in C allocates a table as long as a number in the file says. Keys are text,
@@ -284,7 +284,10 @@ class _Plain(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """
 
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -389,13 +392,14 @@ def parse_shard_index(content: bytes) -> dict[str, SavedTensor]:
     top = _unpickled(_ShardIndex, content)
     try:
         fields = _state(top, "Metadata")
-        places = {}
+        places: dict[Any, tuple[str, int, int]] = {}
         for index, place in fields["storage_data"].items():
             at, where = _state(index, "MetadataIndex"), _state(place, "_StorageInfo")
             if where.get("transform_descriptors"):
                 raise ValueError("its tensors are compressed, which is not read")
             key = _text(at["fqn"]), at.get("offset") and _sizes(at["offset"])
-            places[key] = _text(where["relative_path"]), *_sizes((where["offset"], where["length"]))
+            start, length = _sizes((where["offset"], where["length"]))
+            places[key] = _text(where["relative_path"]), start, length
         return {_text(name): _saved(name, item, places) for name, item in fields["state_dict_metadata"].items()}
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError("it is damaged") from error
