@@ -120,6 +120,7 @@ class Trials:
             code, _, err = self._dmjd(*words)
         except Exception as error:
             fault = f"a trace of {type(error).__name__}: {error}"
+            self.ends["traces"] += 1
         else:
             said = [line for line in err.splitlines() if line.startswith("error: ")]
             advice = "weights_only" in err or "Traceback" in err
@@ -138,11 +139,12 @@ def ends(pytestconfig: pytest.Config) -> Iterator[Counter[str]]:
     """How all commands of this module ended; printed behind its last test."""
     counts = Counter[str]()
     yield counts
-    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None:
-        lost = counts.pop("lost", 0)
-        tried = sum(counts.values())
-        reporter.write_line(f"\nplanted: {tried} tried / {tried - lost} survived / {lost} lost ({dict(counts)})")
+    capture = pytestconfig.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+    lost = counts["lost"]
+    tried = counts["rejected"] + counts["ended well"] + counts["traces"]
+    with capture.global_and_fixture_disabled():
+        print(f"\nplanted: {tried} tried / {tried - lost} survived / {lost} lost ({dict(counts)})")
 
 
 @pytest.fixture

@@ -501,6 +501,26 @@ def test_a_loops_state_of_something_else_is_one_line(
     assert "loop.pt does not hold the state of this run" in lines[0]
 
 
+@pytest.mark.parametrize("before", ["embed_dim: 32", "  depth: 1", "mlp_ratio: 4.0", "width: 32"])
+def test_a_model_is_no_larger_than_the_tensors_beside_it(
+    before: str, finished_run: Path, tmp_path: Path, dmjd: Any
+) -> None:
+    """A configuration that asks for terabytes, or for blocks without end."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run)
+    folder = next((run / "checkpoints").glob("step-*"))
+    text = (folder / "config.yaml").read_text()
+    assert before in text
+    content = text.replace(before, before.split(":")[0] + ": 320000000").encode()
+    (folder / "config.yaml").write_bytes(content)
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_bytes())
+    manifest["files"]["config.yaml"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    for which in ("trained", "untrained"):
+        code, _, err = dmjd("knn", str(run), f"weights={which}", "device=cpu", "workers=0")
+        assert (code, err.count("error: "), err.count("\n")) == (2, 1, 1), err
+
+
 # DeepSpeed's files ----------------------------------------------------------------------------------------------------
 
 

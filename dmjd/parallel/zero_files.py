@@ -141,17 +141,22 @@ def _make_folders(path: Path) -> None:
         (path / folder).mkdir()
 
 
-def check(path: Path, shapes: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
+def shapes(path: Path) -> dict[str, torch.Size]:
+    """Shapes of the parameters in a checkpoint of a ZeRO engine, by their own names."""
+    return {name: torch.Size(shape) for name, shape in _index(path).shapes.items()}
+
+
+def check(path: Path, own: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError if ``path`` holds other parameters or averages."""
     if is_zero(path):
-        saved = {name: torch.Size(shape) for name, shape in _index(path).shapes.items()}
+        saved = shapes(path)
         saved_averages = native_files.shapes(path / AVERAGES, AVERAGE)
     else:
         saved, saved_averages = (
             native_files.shapes(path, PARAMETER),
             native_files.shapes(path, AVERAGE),
         )
-    native_files.check_same_model(shapes, saved, path)
+    native_files.check_same_model(own, saved, path)
     native_files.check_same_model(averages, saved_averages, path, AVERAGE)
 
 
