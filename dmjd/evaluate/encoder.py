@@ -13,19 +13,17 @@ from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import CheckpointError, ConfigError
+from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.models.masked_image_model import Encoder
-from dmjd.parallel import store
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
-from dmjd.safe_load import one_line
 from dmjd.train import checkpoint
 from dmjd.train.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.train.builders.refusal import refusing
 from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
-from dmjd.train.weights import load_encoder_weights, load_weights, weights_at
+from dmjd.train.weights import check_described, load_encoder_weights, load_weights, weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -105,7 +103,7 @@ def _home_of(path: Path) -> Path:
 
 
 def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
-    _check_size(folder, trained)
+    check_described(folder, trained)
     objective = build_objective(trained, target_dim(trained))
     if which != "untrained":
         load_weights(objective, folder)
@@ -117,25 +115,6 @@ def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
     if which == "ema":
         _load_average(encoder, folder)
     return encoder
-
-
-def _check_size(folder: Path, trained: PretrainConfig) -> None:
-    """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
-
-    It is made on the meta device, so that one from somebody else cannot ask for more memory than its tensors take.
-    """
-    saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
-    blocks = sum(backbone.windows.depths) if backbone.name == "swin" else backbone.depth
-    blocks += sum(backbone.conv_stages.depths) if backbone.name == "convvit" else 0
-    blocks += decoder.depth if decoder.name == "mae" else 0
-    if blocks > len(saved):
-        raise CheckpointError(f"{folder / checkpoint.CONFIG} has {blocks} blocks, and {len(saved)} tensors beside it")
-    try:
-        with torch.device("meta"):
-            bare = build_objective(trained, target_dim(trained))
-    except (RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder / checkpoint.CONFIG} describes no model: {one_line(error)}") from error
-    store.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
 
 
 def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:

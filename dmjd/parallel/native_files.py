@@ -57,6 +57,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 CONSOLIDATED = "consolidated.safetensors"
 _INDEX = ".metadata"
+_DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
 _SHARDING = "DCP_SHARDING_INFO"
 """Of the header of a .safetensors file: torch's note that its tensors are parts of others. Ours are whole."""
 _SHARDS = re.compile(r"__\d+_\d+\.distcp")
@@ -118,10 +119,7 @@ def _fill(tensors: dict[str, Tensor], reader: FileSystemReader, path: Path) -> N
             load_shards(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         _, cause = _cause(error)
-        raise CheckpointError(
-            f"{path} cannot be read ({one_line(cause)}); a run that goes on drops all but its newest "
-            "keep_checkpoints=..., so name the run again, or keep more"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({one_line(cause)}); {_DROPPED}") from error
 
 
 def _cause(error: CheckpointException) -> tuple[int, BaseException]:
@@ -188,8 +186,10 @@ class _Shards(FileSystemReader):
         try:
             tensors = parse_shard_index((path / _INDEX).read_bytes())
             _check_on_disk(path, tensors)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path / _INDEX} cannot be read: {one_line(error)}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); {_DROPPED}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path / _INDEX} cannot be read: {error}") from error
         self._index = _for_torch(tensors)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:

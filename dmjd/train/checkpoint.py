@@ -294,11 +294,11 @@ def _defects(path: Path) -> list[str]:
         file = path / name
         try:
             found = file.stat()
-            if not file.resolve().is_relative_to(path.resolve()):
-                defects.append(f"{name} leads out of the checkpoint; put a copy in its place")
-            # The size first: nothing is read from a device or a pipe, which have none.
-            elif not stat.S_ISREG(found.st_mode) or found.st_size != size or _digest(file) != digest:
+            # A pipe or a device is not opened.
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size or _digest(file) != digest:
                 defects.append(f"{name} is not the file that was saved")
+            elif not file.resolve().is_relative_to(path.resolve()):
+                defects.append(f"{name} leads out of the checkpoint; put a copy in its place")
         except FileNotFoundError:
             defects.append(f"{name} is missing")
         except OSError as error:  # a bad disk, or rights
