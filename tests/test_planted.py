@@ -276,13 +276,7 @@ def test_in_an_archive_of_torchscript(tmp_path: Path, trials: Trials) -> None:
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize(
-    "index",
-    [
-        False,
-        pytest.param(True, marks=pytest.mark.xfail(reason="index.npy has a reader of its own to come", strict=False)),
-    ],
-)
+@pytest.mark.parametrize("index", [False, True])
 def test_in_a_shard_set(
     index: bool, kind: str, image_folder: Path, tmp_path: Path, trials: Trials, dmjd: Command
 ) -> None:

@@ -73,8 +73,8 @@ class ShardCache:
                 pass
             self.fetch(url, shard)  # and somebody may evict it at once
         raise DataError(
-            f"{self._path(shard)} was removed or changed {_LOSSES} times before it could be read; raise data.cache_gib, "
-            "or set data.cache to a folder that nobody else writes to"
+            f"{self._path(shard)} was removed or changed {_LOSSES} times before it could be read; raise "
+            "data.cache_gib, or set data.cache to a folder that nobody else writes to"
         )
 
     def fetch(self, url: str, shard: Shard, keep: Callable[[], Collection[Shard]] = tuple) -> None:
@@ -209,11 +209,11 @@ def _locked(draft: Path) -> Iterator[Path]:
 
 def _sweep(draft: Path) -> None:
     """Remove what nobody is writing: who did was killed."""
-    with suppress(FileNotFoundError, BlockingIOError, _NotADraft):
-        with _opened(draft, os.O_WRONLY | os.O_NOFOLLOW) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_same(file, draft):
-                draft.unlink()
+    lost = suppress(FileNotFoundError, BlockingIOError, _NotADraft)
+    with lost, _opened(draft, os.O_WRONLY | os.O_NOFOLLOW) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_same(file, draft):
+            draft.unlink()
 
 
 class _NotADraft(Exception):

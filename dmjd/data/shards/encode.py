@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from dmjd.data.decode import read_whole
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
@@ -94,7 +95,7 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 if max(image.size) > MOST_SIDE:
                     raise BadImage(name, "too large", f"has a side of {max(image.size)} pixels, more than {MOST_SIDE}")
-                image.load()
+                read_whole(data, image)
                 yield image
     except BadImage:
         raise

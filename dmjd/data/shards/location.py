@@ -53,13 +53,30 @@ def check_name(name: str, folder: str) -> None:
         if protocol not in (*_NETWORKS, own) or "::" in name:
             raise ValueError(f"a path or a URL of {', '.join(_NETWORKS)}")
         return
-    parts = name.removeprefix("/").split("/")
     if name.startswith("/") and is_remote(folder):
         raise ValueError("relative to the manifest, which is behind a URL")
-    if any(part in ("", ".", "..") or len(os.fsencode(part)) > 255 or "\\" in part for part in parts):
-        raise ValueError("a path without '.', '..' or backslashes")
-    if not name.startswith("/") and (name.startswith("-") or re.match("[A-Za-z]:", name)):
+    check_below(name.removeprefix("/"))
+
+
+def check_below(name: object) -> str:
+    """``name`` from a file, if joined to a folder it is below that folder, links aside.
+
+    Raises:
+        ValueError: saying what is allowed.
+    """
+    if (
+        not isinstance(name, str)
+        or not name
+        or len(name) > _LONGEST
+        or _CONTROL.search(name)
+        or not _is_encodable(name)
+    ):
+        raise ValueError(f"a path of 1 to {_LONGEST} printable characters")
+    if any(part in ("", ".", "..") or len(os.fsencode(part)) > 255 or "\\" in part for part in name.split("/")):
+        raise ValueError("a path below the folder, without '.', '..', backslashes or a slash at an end")
+    if name.startswith("-") or re.match("[A-Za-z]:", name):
         raise ValueError("a file name that begins with neither a dash nor a drive")
+    return name
 
 
 def _is_encodable(name: str) -> bool:

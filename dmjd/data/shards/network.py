@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,17 +145,14 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
 
     protocol = url.partition("://")[0]
     request: dict[str, Any] = {}
-    if protocol in ("http", "https"):
-        from aiohttp import ClientTimeout
-
-        total = patience.stall + limit / _SLOWEST  # sock_read bounds the wait for a byte and not for all headers
-        request["timeout"] = ClientTimeout(total=total, sock_connect=patience.stall, sock_read=patience.stall)
-        if span is not None:
-            request["headers"] = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
+    if span is not None and protocol in ("http", "https"):
+        request["headers"] = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
     try:
         files, name = url_to_fs(url, **_options(protocol, patience.stall))
+        if getattr(files, "async_impl", False):  # fsspec's own limit of a call; headers can trickle as well
+            request["timeout"] = patience.stall + limit / _SLOWEST
         if span is not None and "headers" not in request:
-            path.write_bytes(files.cat_file(name, start=span[0], end=span[1]))
+            path.write_bytes(files.cat_file(name, start=span[0], end=span[1], **request))
         else:
             files.get_file(name, str(path), callback=Bound(), **request)
             if path.stat().st_size > limit:  # a local file is copied at once
@@ -174,6 +172,11 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
 
 def _options(protocol: str, stall: float) -> dict[str, Any]:
     """What makes a protocol give up on a dead connection, and leave trying again to us."""
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(total=None, sock_connect=stall, sock_read=stall)
+        return {"client_kwargs": {"timeout": timeout, "trace_configs": [_redirects()]}}
     if protocol == "s3":
         return {
             "config_kwargs": {"connect_timeout": stall, "read_timeout": stall, "retries": {"max_attempts": 1}},
@@ -181,7 +184,26 @@ def _options(protocol: str, stall: float) -> dict[str, Any]:
     return {}
 
 
+@cache
+def _redirects() -> Any:
+    """A hook that ends a redirect from https to http; aiohttp itself follows none to a protocol but these two."""
+    from aiohttp import TraceConfig
+
+    hook = TraceConfig()
+    hook.on_request_redirect.append(_check_redirect)
+    return hook
+
+
+async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
+    response = redirect.response
+    location = response.headers.get("Location") or response.headers.get("URI") or ""
+    if response.url.scheme == "https" and response.url.join(type(response.url)(location)).scheme != "https":
+        raise PermissionError("the server redirects from https to a connection that is not encrypted")
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; install dmjd[remote]"
+    if type(error).__name__ == "FSTimeoutError":
+        return "it took too long"
     return " ".join(str(error).split()) or type(error).__name__

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dmjd.data.shards.index import MANIFEST, load
+from dmjd.data.shards.index import MANIFEST, MOST_IMAGE_BYTES, load
+from dmjd.data.shards.location import check_below
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
+from dmjd.files import read_at_most
+from dmjd.safe_load import JSON_BYTES, parse_json
 
 _STAT_THREADS = 16  # a network file system makes them wait
 _NO_LABEL = -1
 _BAD_LABEL = -2
 _LEFT_OUT = -3
+_MOST_ANNOTATION_BYTES = 1 << 30
 _LABEL_DIGITS = 6  # every class below the highest has a name, so one wrong number could fill the memory
 
 
@@ -48,6 +51,8 @@ class Item(NamedTuple):
         if self.label == _BAD_LABEL:
             fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
             raise BadImage(self.name, "label", fault)
+        if self.size > MOST_IMAGE_BYTES:
+            raise BadImage(self.name, "too large", f"has {self.size} bytes, more than {MOST_IMAGE_BYTES}")
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.offset)
@@ -184,9 +189,13 @@ def _from_coco(root: Path) -> Source:
             # Captions, instances and key points list the same images; instances are twenty times the size.
             path = min(root.glob(f"annotations/*_{split}{year}.json"), key=lambda path: (path.stat().st_size, path))
             try:
-                names = sorted(image["file_name"] for image in json.loads(path.read_bytes())["images"])
+                content = parse_json(read_at_most(path, _MOST_ANNOTATION_BYTES), _MOST_ANNOTATION_BYTES)
+                names = sorted(check_below(image["file_name"]) for image in content["images"])
             except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
+                reason = f" ({error})" if isinstance(error, ValueError) else ""
+                raise DataError(
+                    f"{path} is damaged, or lists no images as COCO does{reason}; fetch it again"
+                ) from error
             folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
             folder = next((folder for folder in folders if folder.is_dir()), folders[0])
             splits[split] = _stat([(str(folder / name), _NO_LABEL) for name in names])
@@ -197,7 +206,11 @@ def _from_ade(root: Path) -> Source:
     scenes: dict[str, str] = {}
     listing = root / "sceneCategories.txt"
     if listing.is_file():
-        words = (line.split() for line in listing.read_text().splitlines())
+        try:
+            text = read_at_most(listing, JSON_BYTES).decode()
+        except ValueError as error:
+            raise DataError(f"{listing} is damaged, or is no list of scenes ({error}); fetch it again") from error
+        words = (line.split() for line in text.splitlines())
         scenes = {pair[0]: pair[1] for pair in words if len(pair) == 2}
     classes = sorted(set(scenes.values()))
     numbers = {name: number for number, name in enumerate(classes)}

@@ -21,6 +21,7 @@ from dmjd.errors import DataError
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "img", "image")
 
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's: up to the first dot after the last slash
+_MOST_LABEL_BYTES = 64  # of a cls member; what is longer is no class number
 _META = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -140,7 +141,7 @@ def tar_samples(path: str) -> Iterator[TarSample]:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 yield from _group(_members(tar))
                 end = tar.offset
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of odd headers
             raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
         file.seek(end)
         if file.read(len(END_MARK)) != END_MARK:
@@ -170,7 +171,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
             continue
         content = b""
         if info.name.lower().endswith(".cls") and (stream := tar.extractfile(info)):
-            content = stream.read()
+            content = stream.read(_MOST_LABEL_BYTES)
         yield _Member(info.name, info.offset_data, info.size, content)
 
 

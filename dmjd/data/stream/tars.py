@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from dmjd.data.shards.index import MOST_IMAGE_BYTES
 from dmjd.data.shards.location import open_binary
 from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, is_content
 from dmjd.data.stream.pipe import Pipe
@@ -65,7 +66,11 @@ def _members(tar: tarfile.TarFile, location: str) -> Iterator[dict[str, Any]]:
     """As webdataset wants them."""
     for info in tar:
         tar.members = []  # type: ignore[attr-defined]  # it would keep every header
-        if is_content(info) and (file := tar.extractfile(info)):
+        if not is_content(info):
+            continue
+        if info.size > MOST_IMAGE_BYTES:
+            raise _Damage("unreadable", f"has a member of {info.size} bytes, more than {MOST_IMAGE_BYTES}")
+        if file := tar.extractfile(info):
             yield {"fname": info.name, "data": file.read(), "__url__": location}
 
 
