@@ -32,9 +32,6 @@ from dmjd.errors import BadImage
 TOO_SMALL = "too small"
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
-MOST_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 1 << 40)
-"""Of an image, which are compared with its header before it is decoded; Pillow's limit."""
-
 _DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256}
 """The most pixels that a byte of a file can stand for: one bit for 8x8 samples of which at most 4x4 share one pixel's
 place in Huffman codes, strings of 3840 in 12 bits in LZW, 1032 bytes of 8 pixels in deflate."""
@@ -90,7 +87,8 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
             raise EOFError("the file is empty")
         if _native and data.startswith(_JPEG_MAGIC):
             height, width, plain = _native.header(data)
-            if plain and height * width <= MOST_PIXELS:  # Pillow rejects larger ones
+            # Pillow rejects those that are so large that they must be an attack.
+            if plain and height * width <= 2 * (Image.MAX_IMAGE_PIXELS or height * width):
                 require_plausible("JPEG", (height, width), len(data))
                 _require(name, (height, width), min_size)
                 return _NativeJpeg(data, name, channels, (height, width))

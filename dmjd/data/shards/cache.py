@@ -113,6 +113,8 @@ class ShardCache:
     def _is_checked(self, shard: Shard, file: int) -> bool:
         """Whether the content of the open file was compared with its name, by this process or another of this user."""
         identity = _identity(file)
+        if os.fstat(file).st_size != shard.bytes:
+            return False
         if self._checked.get(shard.sha256) == identity:
             return True
         with suppress(OSError), _opened(self._stamp_path(shard), os.O_RDONLY | os.O_NOFOLLOW) as stamp:

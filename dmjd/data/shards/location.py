@@ -41,16 +41,16 @@ def check_name(name: str, folder: str) -> None:
     """Require that ``name``, from a manifest in ``folder``, may be joined to it.
 
     It is the path of a file below the folder, or a URL of a network or of the folder's own protocol, or, where the
-    folder is on a disk, an absolute path.
+    folder is on a disk, an absolute path or a file:// URL.
 
     Raises:
         ValueError: saying what is allowed.
     """
-    if not name or len(name) > _LONGEST or _CONTROL.search(name) or not _is_encodable(name):
+    if not _is_line(name):
         raise ValueError(f"a path or a URL of 1 to {_LONGEST} printable characters")
     if is_remote(name):
-        protocol, own = name.partition("://")[0], folder.partition("://")[0] if is_remote(folder) else None
-        if protocol not in (*_NETWORKS, own) or "::" in name:
+        own = folder.partition("://")[0] if is_remote(folder) else "file"
+        if name.partition("://")[0] not in (*_NETWORKS, own) or "::" in name:
             raise ValueError(f"a path or a URL of {', '.join(_NETWORKS)}")
         return
     if name.startswith("/") and is_remote(folder):
@@ -64,13 +64,7 @@ def check_below(name: object) -> str:
     Raises:
         ValueError: saying what is allowed.
     """
-    if (
-        not isinstance(name, str)
-        or not name
-        or len(name) > _LONGEST
-        or _CONTROL.search(name)
-        or not _is_encodable(name)
-    ):
+    if not isinstance(name, str) or not _is_line(name):
         raise ValueError(f"a path of 1 to {_LONGEST} printable characters")
     if any(part in ("", ".", "..") or len(os.fsencode(part)) > 255 or "\\" in part for part in name.split("/")):
         raise ValueError("a path below the folder, without '.', '..', backslashes or a slash at an end")
@@ -79,12 +73,13 @@ def check_below(name: object) -> str:
     return name
 
 
-def _is_encodable(name: str) -> bool:
+def _is_line(name: str) -> bool:
+    """Whether it is 1 to 4096 characters without line breaks and the like, which the file system can have."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
         return False
-    return True
+    return 0 < len(name) <= _LONGEST and not _CONTROL.search(name)
 
 
 def open_binary(location: str) -> BinaryIO:
