@@ -75,13 +75,13 @@ def read_at_most(path: str | Path, limit: int) -> bytes:
 
     Raises:
         OSError: as :func:`open_regular` does.
-        ValueError: if it has more than ``limit`` bytes, of which no more are read.
+        ValueError: if it has more than ``limit`` bytes.
     """
     with open_regular(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
-        raise ValueError(f"it has more than the {limit} bytes that are read")
-    return content
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"it has {size} bytes, more than the {limit} that are read")
+        return file.read(size)
 
 
 def private_folder(name: str) -> Path:

@@ -136,9 +136,9 @@ class ShardCache:
         path = self._path(shard)
         try:
             with _opened(path, os.O_RDONLY) as file:
-                os.fsync(file)
-                before, whole = _identity(file), False
-                if os.fstat(file).st_size == shard.bytes:
+                before, whole, status = _identity(file), False, os.fstat(file)
+                if stat.S_ISREG(status.st_mode) and status.st_size == shard.bytes:
+                    os.fsync(file)
                     with os.fdopen(os.dup(file), "rb") as content:
                         whole = sha256(content, shard.bytes) == shard.sha256
                 if whole and _identity(file) == before:

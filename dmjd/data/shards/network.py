@@ -124,7 +124,7 @@ def _read_once(url: str, patience: Patience, limit: int, span: tuple[int, int] |
             if span is None:
                 raise
         with path.open("rb") as file:
-            return file.read(limit)
+            return file.read(min(limit, path.stat().st_size))
 
 
 def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> None:

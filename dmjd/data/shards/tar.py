@@ -143,6 +143,8 @@ def tar_samples(path: str) -> Iterator[TarSample]:
                 end = tar.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of odd headers
             raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
+        except OSError as error:  # also of an offset in a header that no file has
+            raise DataError(f"{path} cannot be read, or is damaged ({error.strerror}); fetch it again") from error
         file.seek(end)
         if file.read(len(END_MARK)) != END_MARK:
             raise DataError(f"{path} is truncated or damaged at byte {end}: its end mark is missing; fetch it again")
