@@ -79,12 +79,11 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
 
 def _resolved(src: str) -> str:
     """``src``, a path or a pattern, absolute and without links: however it is written, a source has one name."""
-    src = at_home(src)
-    if os.path.lexists(src):
-        return os.path.realpath(src)
-    parts = Path(src).parts
-    plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))
-    return os.path.join(glob.escape(os.path.realpath(Path(*parts[:plain]))), *parts[plain:])
+    parts = Path(at_home(src)).parts
+    # What exists is a path, also if its name holds brackets; the pattern begins after it.
+    exists = sum(os.path.lexists(Path(*parts[:count])) for count in range(1, len(parts) + 1))
+    path = os.path.realpath(Path(*parts[:exists]))
+    return path if exists == len(parts) else os.path.join(glob.escape(path), *parts[exists:])
 
 
 def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
