@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.ops import gelu_hidden
-from dmjd.ops._lib import define, once_differentiable
+from dmjd.ops._lib import define
 
 
 def _fake_backward(
@@ -54,7 +54,7 @@ def _triton_backward(
     "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=once_differentiable("gelu_mlp"),
+    differentiable=True,
     triton=_triton_backward,
 )
 def _reference_backward(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmjd.ops._lib import define, once_differentiable
+from dmjd.ops._lib import define
 
 KERNEL_SIZES = (3, 5, 7)
 
@@ -52,7 +52,7 @@ def _fake_backward(
     f"{_NAME}_backward(Tensor grad, Tensor x, Tensor visible, Tensor restore, Tensor weight, SymInt grid_h, "
     "SymInt grid_w, SymInt q) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=once_differentiable(_NAME),
+    differentiable=True,
 )
 def _reference_backward(
     grad: Tensor, x: Tensor, visible: Tensor, restore: Tensor, weight: Tensor, grid_h: int, grid_w: int, q: int

@@ -71,15 +71,15 @@ def _gather_backward_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 def _gather_backward_reference(grad: Tensor, ids: Tensor, tokens: int, prefix_tokens: int) -> Tensor:
     views, batch, _ = ids.shape
     channels = grad.shape[-1]
-    total = grad.new_zeros(batch, prefix_tokens + tokens, channels, dtype=_sum_dtype(grad.dtype))
     by_view = grad.unflatten(0, (views, batch))
+    total = grad.new_zeros(batch, prefix_tokens + tokens, channels, dtype=_sum_dtype(grad.dtype))
+    prefix, seen = total[:, :prefix_tokens], total[:, prefix_tokens:]
     for view in range(views):
-        total[:, :prefix_tokens] += by_view[view, :, :prefix_tokens]
+        prefix = prefix + by_view[view, :, :prefix_tokens]
         # A plain write and not scatter_add: ids are unique within a view, and the order of the views is ours.
         index = ids[view].unsqueeze(-1).expand(-1, -1, channels)
-        seen = total[:, prefix_tokens:]
-        seen.scatter_(1, index, seen.gather(1, index) + by_view[view, :, prefix_tokens:])
-    return total.to(grad.dtype)
+        seen = seen.scatter(1, index, seen.gather(1, index) + by_view[view, :, prefix_tokens:])
+    return torch.cat((prefix, seen), dim=1).to(grad.dtype)
 
 
 def _scatter_fake(
