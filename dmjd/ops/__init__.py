@@ -4,6 +4,9 @@ Every op has a PyTorch reference that works on any device without a compiler, an
 built: :func:`status` tells which kernel serves which op.
 """
 
+import torch.serialization
+
+from dmjd.ops import flops as _flops
 from dmjd.ops._lib import reference, status
 from dmjd.ops._native import build_info
 from dmjd.ops.gelu_mlp import gelu_mlp
@@ -15,6 +18,9 @@ from dmjd.ops.masks import disjoint_masks, draw_masks
 from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4x32
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
+
+# torch.load reads them with weights_only=True: they hold tensors and numbers.
+torch.serialization.add_safe_globals([MaskPlan, Views])
 
 __all__ = [
     "Domain",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -127,6 +128,18 @@ def define(
         return reference
 
     return register
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast casts to on a device of this type; None where it is off or there is none, as on "meta"."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The context in which a reference computes in the dtypes that it was given."""
+    return torch.autocast(device_type, enabled=False) if autocast_dtype(device_type) else nullcontext()
 
 
 def reference(name: str) -> Callable[..., Any]:

@@ -42,7 +42,7 @@ def reachable_unions(units: int, hidden: int, views: int) -> set[int]:
             union + new
             for union in unions
             for new in range(hidden + 1)
-            if union + new <= units and (new >= 1 or union == units)
+            if union + new <= units and new >= 1
         }
     return unions
 
@@ -106,7 +106,9 @@ def test_union_is_valid_exactly_where_the_regulation_can_be_met() -> None:
             for views in range(1, 5):
                 request: dict[str, Any] = {"views": views, "mask_ratio": 0.5, "count": hidden}
                 unions = reachable_unions(units, hidden, views)
-                assert sum(mask_plan((1, units), **request).fresh) == max(unions)
+                assert allowed((1, units), **request) == bool(unions)
+                if unions:
+                    assert sum(mask_plan((1, units), **request).fresh) == max(unions)
                 for union in range(1, units + 1):
                     case = f"{union} of {units} units by {views} views of {hidden}"
                     assert allowed((1, units), **request, pred_ratio=union / units) == (union in unions), case
@@ -165,7 +167,7 @@ def test_every_refused_pred_ratio_names_the_smallest_and_largest_that_work() -> 
         for hidden in range(1, units):
             for views in range(1, 5):
                 unions = reachable_unions(units, hidden, views)
-                for union in set(range(1, units + 1)) - unions:
+                for union in set(range(1, units + 1)) - unions if unions else ():
                     request: dict[str, Any] = {"views": views, "mask_ratio": 0.5, "count": hidden}
                     offered = pred_ratios_offered(refusal((1, units), **request, pred_ratio=union / units))
                     followed = {sum(mask_plan((1, units), **request, pred_ratio=ratio).fresh) for ratio in offered}

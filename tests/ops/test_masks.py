@@ -87,7 +87,7 @@ IDS = (0, 1, 2, 77, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 12345 << 32 |
         ((14, 14), {"mask_ratio": 0.6, "pattern": "block"}, 49, 30, (30, 19)),
         ((4, 6), {"mask_ratio": 0.25, "pred_ratio": 0.5}, 24, 6, (6, 3, 3)),
         ((12, 20), {"mask_ratio": 0.3, "pattern": "block", "block": (3, 5), "pred_ratio": 0.75}, 16, 5, (5, 3, 2, 2)),
-        ((1, 5), {"mask_ratio": 0.8}, 5, 4, (4, 1, 0)),
+        ((1, 5), {"mask_ratio": 0.6}, 5, 3, (3, 1, 1)),
         ((16, 16), {"mask_ratio": 0.6, "regulation": "none"}, 256, 154, (154, 154, 154)),
         ((14, 14), {"mask_ratio": 0.75, "pattern": "block", "regulation": "complementary"}, 49, 37, (37, 12, 0, 0)),
         ((1, 5), {"mask_ratio": 0.8, "regulation": "complementary"}, 5, 4, (4, 1, 0, 0, 0)),
@@ -138,6 +138,10 @@ def structures() -> Iterator[Any]:
         if regulation == "complementary" and views == 1:
             continue
         for ratio in ratios:
+            rows, columns = GRIDS[grid] if pattern == "block" else (1, 1)
+            units = grid[0] * grid[1] // (rows * columns)
+            if regulation == "disjoint" and units - math.ceil(round(ratio * units, 9)) < views - 1:
+                continue  # no new unit is left for the last view
             yield pytest.param(
                 grid,
                 {"views": views, "mask_ratio": ratio, "pattern": pattern, "regulation": regulation},
