@@ -79,7 +79,11 @@ def _differentiable(
     def kernel(keyset: Any, *args: Any) -> Any:
         if _transformed(args):
             return reference(*args)
-        if autograd is None and torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in args):
+        if (
+            autograd is None
+            and torch.is_grad_enabled()
+            and any(getattr(value, "requires_grad", False) for value in args)
+        ):
             return reference(*args)
         return below(keyset, *args)
 

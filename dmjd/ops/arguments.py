@@ -13,7 +13,7 @@ from torch import Tensor
 def shown(value: Any) -> str:
     """``value`` in a message: its repr in one line, or its type where that is long."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"a {type(value).__name__}"
+    return text if len(text) <= 60 else f"a value of type {type(value).__name__}"
 
 
 def integer(name: str, value: Any) -> int:

@@ -41,9 +41,7 @@ def _dense(x: Shape, weight: Shape, grid_h: int, grid_w: int, q: int) -> tuple[S
 def _register(counter: ModuleType) -> None:
     ops, registry = torch.ops.dmjd, counter.flop_registry
 
-    def convolution(
-        x: Shape, visible: Shape, restore: Shape, weight: Shape, bias: Any, *layout: int, **_: Any
-    ) -> int:
+    def convolution(x: Shape, visible: Shape, restore: Shape, weight: Shape, bias: Any, *layout: int, **_: Any) -> int:
         pixels, taps = _dense(x, weight, *layout)
         formula = registry[torch.ops.aten.convolution]
         return int(formula(pixels, taps, None, None, None, None, False, out_val=pixels))

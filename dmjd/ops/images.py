@@ -46,6 +46,7 @@ def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
 def _numbers(name: str, values: Sequence[float]) -> list[float]:
     if isinstance(values, str) or not hasattr(values, "__iter__"):
         raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
+    values = values.tolist() if isinstance(values, Tensor) else values
     return [number(f"normalise: {name}", value) for value in values]
 
 

@@ -26,6 +26,7 @@ MAX_VIEWS = 128
 """Of one image, whose counts travel with the launch of a kernel."""
 
 _BILLION = 10**9
+_MOST_TOKENS = 2**31 - 1  # as in csrc/core/mask_plan.h
 
 _SMALLEST_RECTANGLE = 16
 _ASPECT_LEVELS = 64
@@ -219,6 +220,8 @@ def mask_plan(
         raise ValueError("pattern='beit' needs regulation='disjoint' or 'none': sets of kept tokens are not rectangles")
     if min(grid) < 1:
         raise ValueError(f"grid must hold at least one token each way, got {grid}")
+    if grid[0] * grid[1] > _MOST_TOKENS:
+        raise ValueError(f"grid must hold at most {_MOST_TOKENS} tokens, got {grid}")
     unit = block if pattern == "block" else (1, 1)
     if min(unit) < 1 or grid[0] % unit[0] or grid[1] % unit[1]:
         raise ValueError(f"block {unit[0]}x{unit[1]} does not divide the token grid {grid[0]}x{grid[1]}")

@@ -38,12 +38,7 @@ def reachable_unions(units: int, hidden: int, views: int) -> set[int]:
     """Union sizes that ``views`` views can have under Eq. 3, by trying every legal number of new units view by view."""
     unions = {hidden}
     for _ in range(views - 1):
-        unions = {
-            union + new
-            for union in unions
-            for new in range(hidden + 1)
-            if union + new <= units and new >= 1
-        }
+        unions = {union + new for union in unions for new in range(hidden + 1) if union + new <= units and new >= 1}
     return unions
 
 
