@@ -3,8 +3,8 @@
     python packaging/check_wheel.py [--glibc 2.34] [--glibcxx 3.4.29] WHEEL_OR_LIBRARY ...
 
 Fails on a C++ symbol of torch in a kernel library (those names change with every torch release; the stable ABI is plain
-C), on any exported symbol but the init function (others would be mixed with those of torch that have the same name), and
-on symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
+C), on an exported symbol besides the init function (torch has symbols of the same names, with which they would be mixed),
+and on symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
 Needs `nm`; imports nothing but the standard library.
 """
 
@@ -38,7 +38,7 @@ def faults(library: Path, ceilings: dict[str, str]) -> Iterator[str]:
     exported = {line.split()[-1] for line in symbols_of(library, "defined").splitlines()}
     surplus = sorted(exported - {f"PyInit_{library.name.split('.')[0]}"})
     if surplus:
-        yield f"exports {len(surplus)} symbols besides its init function, such as {surplus[0]}: link with csrc/exports.map"
+        yield f"exports {len(surplus)} symbols besides its init function, such as {surplus[0]}: use csrc/exports.map"
     symbols = symbols_of(library, "undefined")
     if library.name.startswith("_C_"):
         if "torch_library_impl" not in symbols:

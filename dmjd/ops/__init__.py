@@ -6,9 +6,9 @@ built: :func:`status` tells which kernel serves which op.
 
 import torch.serialization
 
-from dmjd.ops import flops as _flops
 from dmjd.ops._lib import reference, status
 from dmjd.ops._native import build_info
+from dmjd.ops.flops import register as _register_flops
 from dmjd.ops.gelu_mlp import gelu_mlp
 from dmjd.ops.hog import hog
 from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
@@ -21,6 +21,7 @@ from dmjd.ops.views import Views
 
 # torch.load reads them with weights_only=True: they hold tensors and numbers.
 torch.serialization.add_safe_globals([MaskPlan, Views])
+_register_flops()
 
 __all__ = [
     "Domain",

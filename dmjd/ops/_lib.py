@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 

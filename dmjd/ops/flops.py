@@ -83,7 +83,9 @@ class _OnImport(MetaPathFinder):
         return spec
 
 
-if COUNTER in sys.modules:
-    _register(sys.modules[COUNTER])
-else:
-    sys.meta_path.insert(0, _OnImport())
+def register() -> None:
+    """Add the formulas to torch's counter, now or when it is imported. Call once, after the ops are defined."""
+    if COUNTER in sys.modules:
+        _register(sys.modules[COUNTER])
+    else:
+        sys.meta_path.insert(0, _OnImport())

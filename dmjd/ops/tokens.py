@@ -236,7 +236,7 @@ def scatter_tokens(
         mask_token: ``[C]``, or ``[1, 1, C]`` as MAE has it, cast to ``x``'s dtype.
         restore: int64 ``[K, B, N]``, token -> slot, a permutation of the N slots within a view; slots >= V are hidden.
             ``DMJD_CHECK_IDS=1`` checks it, see :mod:`dmjd.ops.id_check`.
-        positions: ``[N, C]`` or ``[1, N, C]``, added to the N tokens (not to the prefix), cast to ``x``'s dtype; or None.
+        positions: ``[N, C]`` or ``[1, N, C]``, added to the N tokens (not to the prefix) in ``x``'s dtype; or None.
         prefix_tokens: how many tokens of ``x`` pass through in front.
 
     Returns:

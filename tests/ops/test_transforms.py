@@ -83,7 +83,7 @@ TRANSFORMS: dict[str, Callable[[Function, Values, Values], Any]] = {
     "vmap of grad": lambda f, v, d: vmap(grad(scalar(f), every(v)))(*three(v)),
     "grad of vmap": lambda f, v, d: grad(lambda *x: vmap(f)(*three(x)).square().sum(), every(v))(*v),
     "jvp of grad": lambda f, v, d: jvp(grad(scalar(f), every(v)), v, d),
-    "grad of jvp": lambda f, v, d: grad(lambda *x: jvp(f, x, d)[1].square().sum(), every(v))(*v),
+    "grad of jvp": lambda f, v, d: grad(lambda *x: jvp(scalar(f), x, d)[1].sin(), every(v))(*v),
     "dual tensors": lambda f, v, d: tangent(f, v, d, every(v)),
     "a dual weight": lambda f, v, d: tangent(f, v, d, (len(v) - 1,)),
     "dual tensors without grad": lambda f, v, d: torch.no_grad()(tangent)(f, v, d, every(v)),
