@@ -3,8 +3,8 @@
     python packaging/check_wheel.py [--glibc 2.34] [--glibcxx 3.4.29] WHEEL_OR_LIBRARY ...
 
 Fails on a C++ symbol of torch in a kernel library (those names change with every torch release; the stable ABI is plain
-C), on an exported symbol besides the init function (torch has symbols of the same names, with which they would be mixed),
-and on symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
+C), on an exported symbol besides the init function (it would be mixed with torch's symbol of the same name), and on
+symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
 Needs `nm`; imports nothing but the standard library.
 """
 

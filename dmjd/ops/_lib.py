@@ -71,7 +71,7 @@ def _transformed(arguments: tuple[Any, ...]) -> bool:
 def _differentiable(
     name: str, reference: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None
 ) -> Callable[..., Any]:
-    """The op's Autograd kernel: the formulas of ``autograd`` in a plain backward pass, else torch's of ``reference``."""
+    """The op's Autograd kernel: ``autograd`` in a plain backward pass, else what torch makes of ``reference``."""
     setup_context, backward = autograd if autograd is not None else (None, None)
     below = make_autograd_impl(getattr(torch.ops.dmjd, name).default, Info(backward, setup_context))
 

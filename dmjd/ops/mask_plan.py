@@ -195,7 +195,8 @@ def mask_plan(
         rounding: "exact", or "official" for the float truncation of the official code.
 
     Raises:
-        TypeError: where a number or an integer is needed. ValueError: naming the argument and the values that would work.
+        TypeError: where a number or an integer is needed.
+        ValueError: naming the argument and the values that would work.
     """
     for name, value, allowed in (
         ("pattern", pattern, PATTERNS),
@@ -230,7 +231,7 @@ def mask_plan(
         raise ValueError(f"pattern='beit' takes a grid of at most {_MOST_RECTANGLE_UNITS} tokens, got {grid}")
     if units < 2:
         raise ValueError(
-            f"grid must have at least 2 units, so that a view hides one and keeps one; {grid} with blocks of {unit} has 1"
+            f"grid must have at least 2 units, one to hide and one to keep; {grid} tokens in units of {unit} are {units}"
         )
     hidden = _hidden_units(units, mask_ratio, count, rounding)
     if not 1 <= hidden < units:

@@ -241,7 +241,8 @@ def disjoint_masks(
         :class:`~dmjd.ops.views.Views` on ``sample_ids``' device.
 
     Raises:
-        ValueError: on a combination that cannot be, saying which numbers would work. TypeError: on a wrong type or dtype.
+        TypeError: on a wrong type or dtype.
+        ValueError: on a combination that cannot be, saying which numbers would work.
     """
     plan = mask_plan(
         grid,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, hog
+from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, Flavour, Norm, hog
 
 _SHORTEST_CELL = 12  # pixels; below it nine orientations are not told apart by eye
 
@@ -29,8 +29,8 @@ class HogTarget:
     channels: int
     cell: int | None = None
     bins: int = 9
-    flavour: str = "dmjd"
-    norm: str = "layernorm"
+    flavour: Flavour = "dmjd"
+    norm: Norm = "layernorm"
 
     def __post_init__(self) -> None:
         for name, count in (("patch", self.patch), ("channels", self.channels), ("bins", self.bins)):

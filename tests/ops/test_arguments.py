@@ -95,9 +95,13 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: masks(count=2.5), TypeError, "count must be an integer, got 2.5"),
     (lambda: ops.disjoint_masks([1, 2], **REQUEST), TypeError, "sample_ids must be a tensor, got [1, 2]"),
     (lambda: ops.disjoint_masks(np.arange(2), **REQUEST), TypeError, "sample_ids must be a tensor, got array([0, 1])"),
-    (lambda: ops.draw_masks(IDS, (6, 6), seed=0, epoch=0), TypeError, "plan must be a MaskPlan, as ops.mask_plan(...)"),
+    (lambda: ops.draw_masks(IDS, (6, 6), seed=0, epoch=0), TypeError, "plan must be a MaskPlan, as mask_plan(...)"),
     (lambda: ops.gather_tokens(X, [[0]]), TypeError, "gather_tokens: ids must be a tensor, got [[0]]"),
-    (lambda: ops.gather_tokens(X.numpy(), VIEWS.visible), TypeError, "gather_tokens: x must be a tensor, got a value of"),
+    (
+        lambda: ops.gather_tokens(X.numpy(), VIEWS.visible),
+        TypeError,
+        "gather_tokens: x must be a tensor, got a value of",
+    ),
     (lambda: ops.gather_tokens(X, VIEWS.visible, "1"), TypeError, "gather_tokens: prefix_tokens must be an integer"),
     (
         lambda: ops.scatter_tokens(SHOWN, 0.0, VIEWS.restore),

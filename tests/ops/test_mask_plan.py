@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dmjd.ops import MaskPlan, mask_plan
+from dmjd.ops.mask_plan import ROUNDINGS
 
 PERCENTS = [percent / 100 for percent in range(1, 100)]
 
@@ -73,7 +74,7 @@ def test_hidden_units_of_every_percent(units: int) -> None:
     for ratio in PERCENTS:
         exact = math.ceil(Fraction(str(ratio)) * units)
         official = units - int(units * (1 - ratio))  # MAE's and DMJD's len_keep, in binary floating point
-        for rounding, hidden in (("exact", exact), ("official", official)):
+        for rounding, hidden in zip(ROUNDINGS, (exact, official), strict=True):
             if hidden < units:  # at 49 units, .99 would leave nothing to see
                 assert mask_plan((1, units), views=1, mask_ratio=ratio, rounding=rounding).hidden == hidden
 
@@ -210,7 +211,7 @@ def test_pred_ratio_outside_zero_and_one(ratio: float) -> None:
 
 
 @pytest.mark.parametrize("regulation", ["none", "complementary"])
-def test_pred_ratio_belongs_to_the_disjoint_regulation(regulation: str) -> None:
+def test_pred_ratio_belongs_to_the_disjoint_regulation(regulation: Any) -> None:
     sentence = refusal((14, 14), views=2, mask_ratio=0.75, pred_ratio=0.9, regulation=regulation)
     assert "pred_ratio" in sentence
     assert "disjoint" in sentence
