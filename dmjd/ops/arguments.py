@@ -46,7 +46,7 @@ def number(name: str, value: Any) -> float:
     """A real number of Python or numpy."""
     if isinstance(value, float):
         return value
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     # As text numpy's float32 is the decimal that was typed; as a double .6 would be 0.6000000238418579.
     return float(str(value)) if hasattr(value, "dtype") else float(value)

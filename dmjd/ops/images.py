@@ -6,6 +6,7 @@ Plain compositions of torch operators, which ``torch.compile`` fuses; none of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.stack([like.new_full((1, 1), value) for value in values])
 
 
-def _numbers(name: str, values: Sequence[float]) -> list[float]:
+def _numbers(name: str, values: Any) -> list[float]:
     if isinstance(values, str) or not hasattr(values, "__iter__"):
         raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
     values = values.tolist() if isinstance(values, Tensor) else values

@@ -230,9 +230,7 @@ def mask_plan(
     if pattern == "beit" and units > _MOST_RECTANGLE_UNITS:
         raise ValueError(f"pattern='beit' takes a grid of at most {_MOST_RECTANGLE_UNITS} tokens, got {grid}")
     if units < 2:
-        raise ValueError(
-            f"grid must have at least 2 units, one to hide and one to keep; {grid} tokens in units of {unit} are {units}"
-        )
+        raise ValueError(f"grid must have at least 2 units, one to hide and one to keep, got {grid} in units of {unit}")
     hidden = _hidden_units(units, mask_ratio, count, rounding)
     if not 1 <= hidden < units:
         asked = f"count={count}" if count is not None else f"mask_ratio={mask_ratio}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +30,8 @@ class HogTarget:
     channels: int
     cell: int | None = None
     bins: int = 9
-    flavour: Flavour = "dmjd"
-    norm: Norm = "layernorm"
+    flavour: str = "dmjd"
+    norm: str = "layernorm"
 
     def __post_init__(self) -> None:
         for name, count in (("patch", self.patch), ("channels", self.channels), ("bins", self.bins)):
@@ -67,7 +68,8 @@ class HogTarget:
         """
         if images.shape[-1] != self.channels:
             raise ValueError(f"HogTarget: images must have {self.channels} channels, got {images.shape[-1]}")
-        return hog(images, self.cell_size, self.bins, self.patch, self.flavour, self.norm)
+        flavour, norm = cast(Flavour, self.flavour), cast(Norm, self.norm)  # checked above
+        return hog(images, self.cell_size, self.bins, self.patch, flavour, norm)
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """A glyph per cell of ``values`` ``[N, dim]``, white on black, as uint8 RGB.
