@@ -56,7 +56,7 @@ def make_images(batch: int, grid: Grid, channels: int = 3, dtype: torch.dtype = 
 
 
 def draw_views(views: int, batch: int, grid: Grid, pattern: Any = "block") -> Views:
-    ratio = 0.6 if pattern == "block" else 0.75
+    ratio = 0.5 if pattern == "block" else 0.75
     return MaskSpec(views=views, mask_ratio=ratio, pattern=pattern).draw(torch.arange(batch), grid, seed=0, epoch=0)[0]
 
 

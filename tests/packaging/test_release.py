@@ -64,7 +64,18 @@ def test_a_library_that_exports_more_than_its_init_function_is_refused(tmp_path:
         ([], "_jpeg.so: exports 1 symbols besides its init function, such as _ZSt9to_stringl"),
         ([f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"], "_jpeg.so: good"),
     ):
-        command = ["c++", "-shared", "-fPIC", "-fvisibility=hidden", "-x", "c++", "-", "-o", library, *flags]
+        command: list[str | Path] = [
+            "c++",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            library,
+            *flags,
+        ]
         subprocess.run(command, input=source.replace("namespace std {", DEFAULT), text=True, check=True)
         assert complaint in check_wheel(library).stdout
 
