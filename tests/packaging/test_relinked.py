@@ -79,7 +79,7 @@ error(TypeError, "incompatible function arguments", library.header, 3)
 CUDA = """
 counts, restore = counts.cuda(), restore.cuda()
 for _ in range(3):
-    error(RuntimeError, "got Int", ops.scatter_tokens, counts, counts[0, 0], restore, None, 0)
+    error(RuntimeError, "got Int", ops.scatter_tokens, counts, counts[0, 0], restore, counts.new_zeros(4, 3), 0)
 ids, key = torch.arange(3, device="cuda"), torch.zeros(2, dtype=long)
 error(RuntimeError, "hide one", ops.disjoint_masks, ids, key, [4, 4], [1, 1], 40, [40], "disjoint")
 """
