@@ -65,9 +65,10 @@ class Position:
     The loader's whole state follows from it. ``judged`` is false where an epoch has ended and its evaluation has not.
     """
 
+    judged = True
+
     def __init__(self) -> None:
         self.step = 0
-        self.judged = True
         self.passed_over: Windows = ()
 
     def batch(self, step: int) -> int:
