@@ -76,11 +76,12 @@ class Position:
         return batch_of(step, self.passed_over)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "passed_over": self.passed_over, "judged": self.judged}
+        state = {"step": self.step, "passed_over": self.passed_over}
+        return state if self.judged else {**state, "judged": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.passed_over = state["step"], state["passed_over"]
-        self.judged = state.get("judged", True)  # older checkpoints always were
+        self.judged = state.get("judged", True)
 
 
 class DataIdentity:

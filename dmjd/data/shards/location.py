@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from dmjd.data.regular import open_regular
 from dmjd.data.shards.network import PATIENCE, download, persist
 from dmjd.errors import DataError
 
@@ -31,7 +33,7 @@ def open_binary(location: str) -> BinaryIO:
         DataError: if fsspec lacks what the URL needs.
     """
     if not is_remote(location):
-        return Path(location).open("rb")
+        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, open_regular(location))))
     import fsspec  # comes with torch
 
     try:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.data.regular import only_files, open_regular
 from dmjd.data.shards.index import MANIFEST, load
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
@@ -49,7 +50,7 @@ class Item(NamedTuple):
             fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
             raise BadImage(self.name, "label", fault)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
         except FileNotFoundError as error:
