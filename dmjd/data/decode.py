@@ -104,7 +104,7 @@ def check_header(path: str, min_size: Size) -> None:
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path), open_regular(path) as file:  # pathlib would intern the path, and a worker grow
+    with mishaps(path), open_regular(path) as file:
         return file.read()
 
 

@@ -8,7 +8,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 FILE, FOLDER = "file", "folder"
 LOOP = "link to a folder above it"
@@ -47,7 +47,7 @@ def only_files(paths: list[str], place: str) -> list[str]:
 def log_skipped(place: str, skipped: Counter[str]) -> None:
     """A line that counts what was left out of ``place``, by kind; none if nothing was."""
     if skipped:
-        kinds = (f"{count} {kind}" if count == 1 else f"{count} {_plural(kind)}" for kind, count in sorted(skipped.items()))
+        kinds = [f"{count} {kind if count == 1 else _plural(kind)}" for kind, count in sorted(skipped.items())]
         _log.warning("%s: skipped %d: %s", place, skipped.total(), ", ".join(kinds))
 
 
@@ -59,12 +59,12 @@ def _plural(kind: str) -> str:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """``path`` open for reading, unbuffered. Never waits.
+    """``path`` open for reading. Never waits for a writer.
 
     Raises:
         OSError: as ``open`` does, and if it is no regular file.
     """
-    return cast(BinaryIO, open(open_descriptor(path), "rb", buffering=0))  # noqa: SIM115
+    return open(open_descriptor(path), "rb")  # noqa: SIM115
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:

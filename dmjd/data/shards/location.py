@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ def open_binary(location: str) -> BinaryIO:
         DataError: if fsspec lacks what the URL needs.
     """
     if not is_remote(location):
-        return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, open_regular(location))))
+        return open_regular(location)
     import fsspec  # comes with torch
 
     try:
