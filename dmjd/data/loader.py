@@ -394,7 +394,7 @@ class _ErrorsAsItems(TorchDataset[_Item]):
 class _Context(ForkContext):
     """Workers are forked, whatever the default of this Python, so that they share the index and are this process's."""
 
-    def Queue(self, maxsize: int = 0) -> Queue[Any]:  # noqa: N802
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:
         return _Queue(maxsize, ctx=self.get_context())
 
 

@@ -7,7 +7,6 @@ import logging
 import os
 import stat
 from collections import Counter
-from pathlib import Path
 from typing import BinaryIO
 
 FILE, FOLDER = "file", "folder"
@@ -64,7 +63,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     Raises:
         OSError: as ``open`` does, and if it is no regular file.
     """
-    return open(open_descriptor(path), "rb")  # noqa: SIM115
+    return open(open_descriptor(path), "rb")
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
@@ -73,5 +72,5 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
     kind = _KINDS.get(stat.S_IFMT(os.fstat(file).st_mode), "device")
     if kind != FILE:
         os.close(file)
-        raise OSError(errno.EINVAL, f"it is a {kind}", str(Path(path)))
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR)) if kind == FOLDER else OSError(errno.EINVAL, f"a {kind}")
     return file

@@ -19,7 +19,6 @@ from dmjd.parallel.world import World
 from dmjd.train.state import DataIdentity, Position
 from dmjd.train.stop import Requests, StoppedBefore
 
-
 STACKS = "stacks"
 """The folder, inside a run's, of what a rank and its loader workers did when no data arrived for too long."""
 

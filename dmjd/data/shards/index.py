@@ -145,7 +145,10 @@ def _read_manifest(folder: str, patience: Patience) -> Manifest | None:
     """None where there is none, which is not to be confused with a server that does not answer."""
     path = join(folder, MANIFEST)
     try:
-        return _parse(path, read(path, patience) if is_remote(path) else Path(path).read_bytes())
+        if is_remote(path):
+            return _parse(path, read(path, patience))
+        with open_regular(path) as file:
+            return _parse(path, file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
