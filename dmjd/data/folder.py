@@ -161,7 +161,7 @@ def _list(folder: str) -> list[tuple[str, str]]:
 
 
 def _walk(folder: str, prefix: str, above: tuple[str, ...], skipped: Counter[str]) -> Iterator[str]:
-    """Paths of the images below ``folder``, relative to where the walk began; counts what is neither file nor folder."""
+    """Paths of the images below ``folder``, relative to where the walk began; ``skipped`` counts other kinds."""
     real = os.path.realpath(folder)
     if real in above:
         skipped[LOOP] += 1

@@ -236,7 +236,7 @@ class Pretraining:
                 rehearsed = True
         self.saver.wait()
         self._note_saved()
-        if self.position.step == self.total_steps:
+        if self.position.step == self.total_steps and self.position.judged:
             self.ending.write("finished", "all steps are done")
         else:
             self.ending.write(*self.requests.stopping())
