@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dmjd.data.shards.build import build
 from tests.runs import NO_PICTURES, checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
@@ -138,6 +141,27 @@ def test_a_run_that_waits_for_data_ends_within_five_seconds_of_a_signal(
     assert_same_run(tmp_path / "run", undisturbed)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_that_waits_for_a_shard_ends_within_five_seconds_of_a_signal(
+    workers: int, tmp_path: Path, tiny: Words, launch: Launch, image_folder: Path
+) -> None:
+    root = tmp_path / "shards"
+    build(str(image_folder / "train"), str(root), workers=1)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and never answers
+        manifest = json.loads((root / "manifest.json").read_text())
+        for shard in manifest["shards"]:
+            shard["url"] = f"http://127.0.0.1:{server.getsockname()[1]}/{shard['url']}"
+        (root / "manifest.json").write_text(json.dumps(manifest))
+        data = ("data=shards", f"data.root={root}", "data.image_size=[16,16]", f"data.cache={tmp_path / 'cache'}")
+        statistics = ("data.mean=[.5,.5,.5]", "data.std=[.5,.5,.5]", "batch_size=8", f"workers={workers}")
+        process = launch(["pretrain", *tiny(tmp_path / "run", *data, *statistics)], NO_PICTURES)
+        until(lambda: bool(list((tmp_path / "cache").glob("*.part"))), process)
+        until((tmp_path / "run" / "heartbeat" / "rank-00000.json").exists, process)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(5)
+        assert (process.exitcode, reason(tmp_path / "run")["reason"]) == (0, "signal")
+
+
 def test_a_stop_file_ends_a_run_that_waits_for_data(tmp_path: Path, tiny: Words, launch: Launch) -> None:
     file = tmp_path / "blocked"
     command = ["pretrain", *tiny(tmp_path / "run", *EVERY)]
@@ -211,15 +235,17 @@ EvaluationBatches.__getitem__ = block
 # Shared memory and sockets
 
 
-def test_a_long_tmpdir_does_not_keep_workers_from_handing_batches_over(
-    tmp_path: Path, tiny: Words, launch: Launch
+@pytest.mark.parametrize("command", ["shards build", pytest.param("pretrain", marks=pytest.mark.slow)])
+def test_a_long_tmpdir_is_not_too_long_for_the_sockets_of_workers(
+    command: str, tmp_path: Path, tiny: Words, image_folder: Path
 ) -> None:
     folder = tmp_path / ("long" * 25)
     folder.mkdir()
-    prelude = NO_PICTURES + "import tempfile; tempfile.tempdir = None\n"
-    process = launch(["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=1")], prelude, TMPDIR=str(folder))
-    process.join(30)
-    assert process.exitcode == 0
+    words = ["shards", "build", str(image_folder), str(tmp_path / "shards"), "workers=2"]
+    if command == "pretrain":
+        words = ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=1")]
+    done = subprocess.run([sys.executable, "-m", "dmjd", *words], env={**os.environ, "TMPDIR": str(folder)}, timeout=60)
+    assert done.returncode == 0
 
 
 def in_small_shm(size: str, words: list[str], prelude: str) -> subprocess.CompletedProcess[str]:
