@@ -273,7 +273,6 @@ class Pretraining:
                 self._observe(batch, losses, rates, result)
                 self.position.step += 1
                 if self.position.step % self.steps_per_epoch == 0:
-                    self.position.judged = False
                     self._judge()
                 if self._is_time_to_persist():
                     self._persist(batch)
@@ -365,6 +364,7 @@ class Pretraining:
         if self.jury:
             self.journal.clock.enter("evaluate")
             self._settle()
+            self.position.judged = False
             if not self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch):
                 raise StoppedBefore(self.position.step + 1)
         self.position.judged = True

@@ -173,10 +173,11 @@ def test_a_stop_file_ends_a_run_that_waits_for_data(tmp_path: Path, tiny: Words,
     assert checkpoints(tmp_path / "run") == [2]
 
 
-@pytest.mark.parametrize(("engine", "rank"), [("ddp", 1), ("fsdp", 0)])
+@pytest.mark.parametrize(("engine", "rank", "at"), [("ddp", 1, 5), ("fsdp", 0, 21)])  # 21: an evaluation would follow
 def test_two_ranks_save_the_last_step_that_both_took(
     engine: str,
     rank: int,
+    at: int,
     tmp_path: Path,
     tiny: Words,
     launch_world: Callable[..., list[Any]],
@@ -185,10 +186,10 @@ def test_two_ranks_save_the_last_step_that_both_took(
     file = tmp_path / "blocked"
 
     def start(name: str, fault: str = "") -> list[Any]:
-        words = tiny(tmp_path / name, *EVERY, f"engine={engine}", "workers=1")
+        words = tiny(tmp_path / name, *EVERY, f"engine={engine}", "workers=1", "online_knn.every_epochs=1")
         return launch_world(2, ["pretrain", *words], NO_PICTURES + fault)
 
-    processes = start("run", BLOCKED.format(at=5, rank=rank, file=str(file)))
+    processes = start("run", BLOCKED.format(at=at, rank=rank, file=str(file)))
     until(file.exists, processes[0])
     time.sleep(1.5)
     for process in processes:
@@ -198,8 +199,8 @@ def test_two_ranks_save_the_last_step_that_both_took(
         process.join(20)
     assert time.monotonic() - begin < 5
     assert [process.exitcode for process in processes] == [0, 0]
-    assert reason(tmp_path / "run")["step"] == 5
-    assert checkpoints(tmp_path / "run") == [5]
+    assert reason(tmp_path / "run")["step"] == at
+    assert checkpoints(tmp_path / "run") == [at]
     for name in ("run", "oracle"):
         for process in (again := start(name)):
             process.join(60)
