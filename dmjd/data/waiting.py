@@ -26,7 +26,7 @@ from dmjd.errors import DataError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.2
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 0.5
 """After a request to stop, for a batch that is about to arrive."""
 END_SECONDS = 1.0
 """For workers to end after SIGTERM, before they are sent SIGKILL."""
@@ -185,7 +185,7 @@ class Waiting(Generic[T]):
         self._wanted.put(False)
         if not finished:
             _end(self._workers)
-        self._thread.join(END_SECONDS)
+        self._thread.join(END_SECONDS if finished else POLL_SECONDS)  # it may be blocked as well
 
     def _overdue(self) -> DataError:
         text, place = self._stacks.collect(self._workers), self._limit.stacks
