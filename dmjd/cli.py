@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -33,6 +35,7 @@ def _pretrain(words: Sequence[str]) -> None:
         from dmjd.evaluate.online import OnlineKnn
 
         judges.append(OnlineKnn(config))
+    atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
     run = pretrain(config, judges)
     if os.environ.get("RANK", "0") != "0":
         return

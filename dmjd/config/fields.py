@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dmjd.errors import ConfigError
@@ -48,6 +49,34 @@ def numbers(*default: float, length: int | None = None, **bounds: float) -> Any:
 def numbers_or_none(length: int, **bounds: float) -> Any:
     """A list as for :func:`numbers`, or None, which is the default."""
     return field(default=None, metadata={"bounds": bounds, "length": length})
+
+
+def may_change(default: Any, where: str = "") -> Any:
+    """A field that decides no result, so a run folder accepts another value of it in a later launch.
+
+    Args:
+        default: a field as the functions above make it, or its default value.
+        where: the ``name`` of its section for which that holds; always if left out.
+    """
+    item = default if isinstance(default, Field) else field(default=default)
+    item.metadata = MappingProxyType({**item.metadata, "may_change": where})
+    return item
+
+
+def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
+    """(key, old value, new value) of the first field that differs and is not one that :func:`may_change`."""
+    for item in fields(new):
+        before, now = getattr(old, item.name), getattr(new, item.name)
+        where = item.metadata.get("may_change")
+        if where is not None and (not where or old.name == new.name == where):
+            continue
+        if is_dataclass(before) and is_dataclass(now):
+            inner = first_difference(before, now, f"{prefix}{item.name}.")
+            if inner:
+                return inner
+        elif before != now:
+            return prefix + item.name, before, now
+    return None
 
 
 def expand_paths(config: Any) -> None:

@@ -65,7 +65,7 @@ class FrozenEncoder:
         """One vector per image, in order, without augmentation."""
         return extract_features(
             self.encoder,
-            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct),
+            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct, self.data.timeout),
             mean=self.data.mean,
             std=self.data.std,
             pooling=pooling,

@@ -110,7 +110,9 @@ class OnlineKnn:
     def _features(self, encoder: nn.Module, dataset: ImageDataset) -> Features:
         return extract_features(
             encoder,
-            evaluation_loader(dataset, FEATURE_BATCH, self._size, self._workers, self._data.crop_pct),
+            evaluation_loader(
+                dataset, FEATURE_BATCH, self._size, self._workers, self._data.crop_pct, self._data.timeout
+            ),
             mean=self._data.mean,
             std=self._data.std,
             pooling=self._settings.pooling,

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 import dmjd
 from dmjd.compose import from_yaml, to_yaml
-from dmjd.config import SCIENCE, PretrainConfig
+from dmjd.config import PretrainConfig, first_difference
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -81,7 +81,7 @@ class RunFolder:
         """Refuse a folder that holds another experiment; writes nothing.
 
         Raises:
-            ConfigError: naming the first key of science that differs, or what is in the way.
+            ConfigError: naming the first key that differs and may not, or what is in the way.
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
@@ -99,14 +99,7 @@ class RunFolder:
         if recorded is None:
             return
         before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
-        # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
-        before.data.max_bad_percent = config.data.max_bad_percent
-        before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
-        # Nor does the way to the same bytes. Whether they are the same, checkpoints know (dmjd/train/state.py).
-        before.data.cache, before.data.cache_gib = config.data.cache, config.data.cache_gib
-        if before.data.name == config.data.name == "shards":
-            before.data.root = config.data.root
-        difference = _first_difference(asdict(before), asdict(config), SCIENCE)
+        difference = first_difference(before, config)
         if difference and committed:
             key, old, new = difference
             raise ConfigError(
@@ -188,17 +181,6 @@ def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.accumulation * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
-
-
-def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:
-    for key in keys:
-        if isinstance(new[key], dict):
-            inner = _first_difference(old[key], new[key], tuple(new[key]), f"{prefix}{key}.")
-            if inner:
-                return inner
-        elif old[key] != new[key]:
-            return f"{prefix}{key}", old[key], new[key]
-    return None
 
 
 def _packages() -> str:

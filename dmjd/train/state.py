@@ -73,8 +73,10 @@ class Registry:
 class Position:
     """Where a run stands: ``step`` optimizer steps are done, and batches in ``passed_over`` are not read.
 
-    The loader's whole state follows from it.
+    The loader's whole state follows from it. ``judged`` is false where an epoch has ended and its evaluation has not.
     """
+
+    judged = True
 
     def __init__(self) -> None:
         self.step = 0
@@ -85,10 +87,12 @@ class Position:
         return batch_of(step, self.passed_over)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "passed_over": self.passed_over}
+        state = {"step": self.step, "passed_over": self.passed_over}
+        return state if self.judged else {**state, "judged": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.passed_over = state["step"], state["passed_over"]
+        self.judged = state.get("judged", True)
 
 
 class DataIdentity:

@@ -53,7 +53,7 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
     assert not [name for name in files(run.path) if name.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7"])
+@pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7", "data.timeout=9"])
 def test_what_no_step_depends_on_may_change(tmp_path: Path, word: str) -> None:
     started(tmp_path).check(configure(word))
 

@@ -209,7 +209,10 @@ def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
     name: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:
     # Half an hour is granted until the first step is done, and 3 seconds after it.
-    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"engine={name}", "engine.step_timeout=0.05")]
+    words = [
+        "pretrain",
+        *tiny(tmp_path / "run", *WORDS, f"engine={name}", "engine.step_timeout=0.05", "data.timeout=0.04"),
+    ]
     ends, hangs = launch_world(2, words, telling(tmp_path / "said"), {1: HANGING})
     begin = time.monotonic()
     ends.join(120)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from dmjd.data.regular import only_files, open_regular
 from dmjd.data.shards.encode import measure
 from dmjd.data.shards.index import MANIFEST, Shard
 from dmjd.data.shards.location import is_remote, local_copy, sha256
@@ -68,7 +69,7 @@ def index_tar(location: str) -> Part:
                         rows.append(record(item.offset, data, item.label, *measure(item.name, data)))
                     except BadImage as bad:
                         rejects.append(reject(bad))
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 shard = Shard(location, len(rows), path.stat().st_size, sha256(file))
     except FileNotFoundError as error:
         raise DataError(f"{location} is not there") from error
@@ -78,11 +79,16 @@ def index_tar(location: str) -> Part:
 def _expand(tars: Sequence[str]) -> list[str]:
     locations: list[str] = []
     for tar in tars:
-        paths = [tar] if is_remote(tar) else sorted(glob.glob(tar)) or [tar]
+        matches = [] if is_remote(tar) else sorted(glob.glob(tar))
+        paths = [tar] if not matches or matches == [tar] else only_files(matches, tar)
         locations += paths
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
         raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
+    if not locations:
+        raise DataError(
+            f"{', '.join(tars)}: there is no tar among these; give paths, patterns or URLs of webdataset tars"
+        )
     names = (path if is_remote(path) else str(Path(path).resolve()) for path in locations)
     (most, times), *_ = Counter(names).most_common(1)
     if times > 1:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from dmjd.data.shards.location import open_binary
 from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, is_content
 from dmjd.data.stream.pipe import Pipe
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import BadImage, DataError
 
 PIPE = "pipe:"
@@ -80,11 +81,13 @@ class _Stream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._arrived = progress_mark()
         self._position = 0
         self._last = b""
 
     def read(self, size: int) -> bytes:
         block = self._file.read(size)
+        self._arrived()
         packed = compression(block) if not self._position else None
         if packed:
             raise _Damage("unreadable", f"is compressed with {packed}, so its end cannot be told; have it unpacked")
