@@ -33,8 +33,11 @@ def _pretrain(words: Sequence[str]) -> None:
     if _rank() != 0:
         return
     ending = run.read_stop_reason()
-    if not ending:  # the folder was let go of, and whoever waited for it has begun
-        print(f"{run.path}: its end is told, and another launch goes on in it")
+    if not ending:
+        print(
+            f"{run.path}: this launch has ended; {run.stop_reason} does not say how, for another launch has begun there "
+            "or it could not be written"
+        )
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
