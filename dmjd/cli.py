@@ -35,8 +35,8 @@ def _pretrain(words: Sequence[str]) -> None:
     ending = run.read_stop_reason()
     if not ending:
         print(
-            f"{run.path}: this launch has ended; {run.stop_reason} does not say how, for another launch has begun there "
-            "or it could not be written"
+            f"{run.path}: this launch has ended; {run.stop_reason} does not say how, for another launch has begun "
+            "there or it could not be written"
         )
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"

@@ -22,7 +22,7 @@ def standing_place(path: Path) -> Path:
 
 
 def obstacle(path: Path, *, folder: bool = False) -> str:
-    """What ``path`` is instead of a regular file, or of a folder; empty if it is one, or is not there. Follows links."""
+    """What ``path`` is instead of a regular file, or of a folder; empty if it is one or is absent. Follows links."""
     if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
         return ""
     if not path.exists():

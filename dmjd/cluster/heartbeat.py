@@ -10,13 +10,15 @@ import json
 import logging
 import os
 import platform
+import re
 import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from dmjd.files import replace_file
+from dmjd.files import read_file, replace_file
+from dmjd.safe_load import parse_json
 
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
 """forward: forward and backward pass; step: the optimizer's; stop: play is over, or an error ended it."""
@@ -97,7 +99,7 @@ def forget_ranks(run: Path, first: int) -> None:
 def ranks_heard_of(run: Path) -> list[int]:
     """Those that have a file, whatever is in it."""
     names = sorted(path.stem.partition("-")[2] for path in (run / FOLDER).glob("rank-*.json"))
-    return [int(name) for name in names if name.isdecimal()]
+    return [int(name) for name in names if re.fullmatch(r"[0-9]{5,9}", name)]
 
 
 def read_heartbeats(run: Path) -> list[Beat]:
@@ -116,7 +118,18 @@ def _path(run: Path, rank: int) -> Path:
 
 def _read(path: Path) -> Beat | None:
     try:
-        values = json.loads(path.read_text())
-        return Beat(**{item.name: values[item.name] for item in fields(Beat)})
+        values = parse_json(read_file(path))
+        beat = Beat(**{item.name: values[item.name] for item in fields(Beat)})
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    whole, numbers, texts = (
+        (beat.rank, beat.step, beat.pid),
+        (beat.time, beat.seconds, beat.lost),
+        (beat.phase, beat.host),
+    )
+    fits = (
+        all(type(value) is int and 0 <= value < 2**63 for value in whole)
+        and all(isinstance(value, int | float) and abs(value) < 1e15 for value in numbers)
+        and all(isinstance(value, str) for value in texts)
+    )
+    return beat if fits else None

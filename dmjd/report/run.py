@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import Any
 import yaml
 
 from dmjd.errors import DataError
-from dmjd.files import printable
+from dmjd.files import printable, read_file
+from dmjd.safe_load import parse_json
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,9 @@ def read_run(path: str | Path) -> Run:
     if not folder.is_dir():
         raise DataError(f"no run folder at {folder}")
     config, provenance = _mapping(folder / "config.yaml"), _mapping(folder / "provenance.json")
+    launches = provenance.get("launches", [])
+    if not isinstance(launches, list) or not all(isinstance(launch, dict) for launch in launches):
+        raise DataError(f"{folder / 'provenance.json'} must hold launches as a list of mappings")
     rows, timing = _rows(folder / "log.jsonl"), folder / "timing.jsonl"
     return Run(
         name=printable(folder.resolve().name),
@@ -111,18 +114,25 @@ def read_run(path: str | Path) -> Run:
     )
 
 
-def _text(file: Path) -> str:
+def content_of(file: Path) -> bytes:
+    """The bytes of a run folder's file. Raises DataError."""
     try:
-        return file.read_text(encoding="utf-8", errors="replace")  # a log may end inside a character
+        return read_file(file)
     except FileNotFoundError:
         raise DataError(f"{file.parent} is not a complete run folder: it has no {file.name}") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _text(file: Path) -> str:
+    return content_of(file).decode(errors="replace")  # a log may end inside a character
 
 
 def _mapping(file: Path) -> dict[str, Any]:
     text = _text(file)
     try:
-        value = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        value = yaml.safe_load(text) if file.suffix == ".yaml" else parse_json(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{file} is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise DataError(f"{file} must hold a mapping of names to values, found {type(value).__name__}")
@@ -134,8 +144,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             if number == len(lines):
                 break
             raise DataError(f"{file} is damaged in line {number}: {error}") from None
@@ -143,8 +153,16 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file} must hold one JSON object a line, line {number} is {type(row).__name__}")
         if "step" not in row:
             raise DataError(f"{file} must hold rows with a step, line {number} has none")
+        odd = next((key for key, value in row.items() if value is not None and not _is_number(value)), None)
+        if odd is not None or not isinstance(row["step"], int):
+            key = odd or "step"
+            raise DataError(f"{file} must hold numbers, line {number} has {key}={row[key]!r:.60}")
         rows.append(row)
     return rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def _evaluation(file: Path) -> Evaluation:
@@ -157,12 +175,12 @@ def _evaluation(file: Path) -> Evaluation:
     # People write scores of their own beside ours, of fine-tuning say.
     for key, fits, what in (
         ("verb", isinstance(values["verb"], str), "a name"),
-        ("step", isinstance(values["step"], int), "a whole number"),
-        ("top1", isinstance(values["top1"], int | float) and math.isfinite(values["top1"]), "a number, in per cent"),
+        ("step", _is_number(values["step"]) and isinstance(values["step"], int), "a whole number"),
+        ("top1", _is_number(values["top1"]) and math.isfinite(values["top1"]), "a number, in per cent"),
         ("settings", isinstance(values.get("settings"), dict | None), "a mapping of names to values"),
     ):
         if not fits:
-            raise DataError(f"{file} has {key}={values[key]}; it must be {what}")
+            raise DataError(f"{file} has {key}={values[key]!s:.60}; it must be {what}")
     return Evaluation(
         verb=values["verb"],
         weights=values["weights"],

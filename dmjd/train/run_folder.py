@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import pwd
 import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -135,8 +134,8 @@ class RunFolder:
             rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
             if path.exists() and not os.access(path, rights):
                 raise ConfigError(
-                    f"{path} cannot be read and written by {_user()} (it belongs to {_owner(path)}); "
-                    "change its owner or rights, or name another folder"
+                    f"{path} cannot be read and written by user {os.geteuid()} (it belongs to user "
+                    f"{path.stat().st_uid}); change its owner or rights, or name another folder"
                 )
 
     def create(self) -> Path:
@@ -223,18 +222,6 @@ class RunFolder:
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))
         return path
-
-
-def _user() -> str:
-    with suppress(KeyError):
-        return pwd.getpwuid(os.geteuid()).pw_name
-    return f"user {os.geteuid()}"
-
-
-def _owner(path: Path) -> str:
-    with suppress(KeyError):
-        return pwd.getpwuid(path.stat().st_uid).pw_name
-    return f"user {path.stat().st_uid}"
 
 
 def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
