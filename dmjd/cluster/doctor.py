@@ -124,13 +124,13 @@ def _ended(stop: Mapping[str, Any]) -> Finding:
 
 
 def _unmarked(run: Path, beats: Sequence[Beat], job: str | None) -> Finding:
-    """Every rank has come to its end, and the file that would say why does not."""
+    """Every rank has stopped, and the run has no exit record."""
     marker, step = run / "STOP_REASON", max(beat.step for beat in beats)
     if any(state != "gone" for state in process_states(beats, job).values()):
         return Finding(f"it is stopping, at step {step}", "look again in a minute")
-    why = f"is {what}" if (what := obstacle(marker)) else "is damaged, or of an earlier launch"
+    is_there = "damaged, or of an earlier launch" if os.path.lexists(marker) else "absent"
     return Finding(
-        f"it has stopped at step {step}; how is not known, for {marker} {why if os.path.lexists(marker) else 'is absent'}",
+        f"it has stopped at step {step}; why is not known, because {marker} is {obstacle(marker) or is_there}",
         "the last lines of its log say how; move away what is not a file there, and the same command goes on",
     )
 

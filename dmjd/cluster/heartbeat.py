@@ -120,16 +120,12 @@ def _read(path: Path) -> Beat | None:
     try:
         values = parse_json(read_file(path))
         beat = Beat(**{item.name: values[item.name] for item in fields(Beat)})
+        whole, real = (beat.rank, beat.step, beat.pid), (beat.time, beat.seconds, beat.lost)
+        if not all(type(number) is int and 0 <= number < 1 << 53 for number in whole):
+            return None
+        if not all(type(number) in (int, float) and abs(number) < 1e12 for number in real):
+            return None
+        # The host goes into a command that asks it for its processes.
+        return beat if re.fullmatch(r"[\w.:-]{0,255}", beat.host) and isinstance(beat.phase, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    whole, numbers, texts = (
-        (beat.rank, beat.step, beat.pid),
-        (beat.time, beat.seconds, beat.lost),
-        (beat.phase, beat.host),
-    )
-    fits = (
-        all(type(value) is int and 0 <= value < 2**63 for value in whole)
-        and all(isinstance(value, int | float) and abs(value) < 1e15 for value in numbers)
-        and all(isinstance(value, str) for value in texts)
-    )
-    return beat if fits else None

@@ -31,11 +31,12 @@ def read_launches(run: Path) -> list[dict[str, Any]]:
     """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
     path, launches = run / "slurm" / "launches.jsonl", []
     for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []:
-        with suppress(ValueError, KeyError, TypeError, AttributeError):
+        with suppress(ValueError, LookupError, TypeError):
             launch = parse_json(line)
-            named = re.fullmatch(r"\w[\w.-]{0,60} \d{1,9}", f"{launch['job']} {launch['restart']}", re.ASCII)
-            if named and began_at(launch) and isinstance(launch.get("log", ""), str):
-                launches.append({**launch, "job": str(launch["job"])})
+            datetime.fromisoformat(launch["when"].replace("Z", "+00:00"))
+            # Both are part of a file's name, and the job goes into Slurm's commands.
+            if re.fullmatch(r"\w{1,64}", launch["job"]) and re.fullmatch(r"\w{1,64}", str(launch["restart"])):
+                launches.append(launch)
     return launches
 
 
@@ -70,9 +71,9 @@ def read_marker(run: Path, began: float) -> dict[str, Any]:
     try:
         marker = parse_json(read_file(run / "STOP_REASON"))
         of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
+        said = all(isinstance(marker[key], str) for key in ("reason", "detail", "next"))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    said = all(isinstance(marker.get(key), str) for key in ("reason", "detail", "next"))
     return marker if of_this_launch and said else {}
 
 

@@ -107,7 +107,7 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_text(errors="replace"), recorded)
+        before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent
         before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
