@@ -89,6 +89,7 @@ class World:
         if speaker is None:
             return result
         if refusal is not None and self.rank == speaker:
+            refusal.told = False  # a rank may raise here what another had reported to it
             raise refusal
         raise _told(str(sentences[speaker]))
 
