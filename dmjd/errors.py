@@ -10,15 +10,18 @@ from __future__ import annotations
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
 
-    ``told``: true where another process of the run says the sentence, so this one need not; false where none does; None
-    where nobody has asked the others, which may have met the same.
+    ``told``: true where another process of the run prints the error, so this one need not.
     """
 
-    told: bool | None = None
+    told: bool = False
 
 
 class ConfigError(UserError):
     """A key, a type, a value or a combination of them that the configuration does not allow."""
+
+
+class NotMet(UserError):
+    """Processes of a launch that did not find each other. The next launch may: a node was lost, or a port taken."""
 
 
 class DataError(UserError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -18,6 +19,22 @@ def standing_place(path: Path) -> Path:
     """``path``, or the nearest of its parents that exists: what lets it be made, or is in the way."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
+
+
+def obstacle(path: Path, *, folder: bool = False) -> str:
+    """What ``path`` is instead of a regular file, or of a folder; empty if it is one or is absent. Follows links."""
+    if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+        return ""
+    if not path.exists():
+        return "a link to nowhere"
+    return "a folder" if path.is_dir() else "a file" if path.is_file() else "a pipe, a socket or a device"
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError for all else: whoever opens a named pipe waits for ever."""
+    if what := obstacle(path):
+        raise OSError(errno.EINVAL, f"it is {what}", str(path))
+    return path.read_bytes()
 
 
 def printable(name: str) -> str:

@@ -32,13 +32,14 @@ from dmjd.data.loader import shared_memory_free, shared_memory_needed
 from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.errors import UserError
 from dmjd.ops import build_info
-from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.build import select_device
+from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, check_data_timeout, token_grid
-from dmjd.train.preparation import Preparation
+from dmjd.train.builders import build_objective, build_tokenizer, check_data_timeout
 from dmjd.train.state import DataIdentity
+from dmjd.train.step import build_step
 
 ALL_REDUCE_SECONDS = 60.0
 """By then NCCL has found its ways between any number of nodes, or never will."""
@@ -220,29 +221,12 @@ def _leave() -> NoReturn:
 def _warm(config: PretrainConfig, world: World) -> Check:
     """One step of zeros, with the shapes that the run will have, by the first rank of every node. Sharded models take
     all ranks, which then find each other's code."""
-    began, sharded = time.monotonic(), config.engine.name in SHARDED
+    began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
     if sharded or world.local_rank == 0:
-        tokenizer, spec = build_tokenizer(config), build_mask_spec(config.mask, token_grid(config))
-        engine = build_engine(
-            build_objective(config, tokenizer.dim),
-            config.engine,
-            config.optim,
-            world if sharded else alone(world.device),
-        )
+        step = build_step(config, world if sharded else alone(world.device))
         part = config.batch_size // world.size // config.engine.accumulation
-        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(engine.device)
-        prepare = Preparation(
-            spec,
-            token_grid(config),
-            tokenizer,
-            tuple(config.data.mean),
-            tuple(config.data.std),
-            flip=config.data.flip,
-            seed=config.seed,
-            depth=len(engine.objective.model.encoder.blocks),
-            drop_path=config.backbone.drop_path,
-        )
-        with engine.micro_batch(last=True):
-            engine.backward(engine.module(*prepare(batch, 0).inputs).total)
+        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
+        with step.engine.micro_batch(last=True):
+            step.engine.backward(step.engine.module(*step.prepare(batch, 0).inputs).total)
     world.gather(None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, kept for the runs that follow")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import re
 
-from dmjd.errors import UserError
+from dmjd.errors import NotMet, UserError
 
 LOST = re.compile(
     r"Connection (reset|closed) by peer|Connection was likely closed|Broken pipe|remote process exited"
@@ -22,6 +22,8 @@ def cause(error: BaseException, rank: int) -> tuple[str, str]:
 
     A rank that only lost its connection to another is told from the one that crashed: it would hide what happened.
     """
+    if isinstance(error, NotMet):
+        return "lost", str(error)
     if isinstance(error, UserError):
         return "error", str(error)
     if not isinstance(error, Exception):

@@ -17,25 +17,16 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.detour import passing_over
 from dmjd.data.upload import Uploader
-from dmjd.errors import ConfigError, UserError
+from dmjd.errors import UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
-from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.build import select_device
 from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
-from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
-from dmjd.train.builders import (
-    build_mask_spec,
-    build_objective,
-    build_schedule,
-    build_tokenizer,
-    check_data_timeout,
-    token_grid,
-)
-from dmjd.train.ema import EncoderEma
+from dmjd.train.builders import build_schedule, check_data_timeout
 from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
@@ -43,16 +34,15 @@ from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
-from dmjd.train.preparation import Preparation
 from dmjd.train.preview import SHOWN_IMAGES, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
 from dmjd.train.state import Position, RandomState, Registry
+from dmjd.train.step import build_step
 from dmjd.train.stop import Requests, StoppedBefore, deadline_of
-from dmjd.train.teacher import EmaTeacher
 from dmjd.train.trackers import check_packages
-from dmjd.train.weights import load_weights, weights_at
+from dmjd.train.weights import weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -88,41 +78,15 @@ class Pretraining:
         self.config, self.run, self.world = config, run, world
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
-        grid = token_grid(config)
-        spec = build_mask_spec(config.mask, grid)
-        tokenizer = build_tokenizer(config)
-        data, parts = config.data, config.engine.accumulation
-        if config.batch_size % (parts * world.size):
-            raise ConfigError(
-                f"batch_size={config.batch_size} is not divisible by engine.accumulation={parts} times "
-                f"{world.size} process(es)"
-            )
         check_data_timeout(config, world.size)
-        objective = build_objective(config, tokenizer.dim)
-        initial = world.on_main(self._initial_checkpoint)
-        if initial is not None:
-            begun = world.together(lambda: load_weights(objective, initial))
-            if world.is_main:
-                logger.info("beginning from %s", begun)
-        self.engine = build_engine(
-            objective, config.engine, config.optim, world, config.batch_size // (parts * world.size)
-        )
+        step = build_step(config, world, world.on_main(self._initial_checkpoint))
+        self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
+        if step.began_from and world.is_main:
+            logger.info("beginning from %s", step.began_from)
         self.feed = Feed(config, run.quarantine, world)
-        self.prepare = Preparation(
-            spec,
-            grid,
-            tokenizer,
-            tuple(data.mean),
-            tuple(data.std),
-            flip=data.flip,
-            seed=config.seed,
-            depth=len(self.engine.objective.model.encoder.blocks),
-            drop_path=config.backbone.drop_path,
-            jitter=data.jitter,
-        )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
+        self.schedule = build_schedule(config, self.prepare.mask_spec, self.prepare.grid, self.steps_per_epoch)
         if world.is_main and config.optim.warmup_epochs >= config.epochs:  # a preset's, of a run that was cut short
             message = "optim.warmup_epochs=%g is not below epochs=%d: the learning rate never comes to its highest"
             logger.warning(message, config.optim.warmup_epochs, config.epochs)
@@ -141,10 +105,6 @@ class Pretraining:
         self.jury = Jury(judges, self.engine, self.journal, world)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
-        self.ema = None if config.ema_decay is None else EncoderEma(self.engine.local_shards(), config.ema_decay)
-        if self.ema is not None and isinstance(tokenizer, TeacherTarget):
-            encoder = self.engine.objective.model.encoder
-            tokenizer.teacher = EmaTeacher(encoder, self.ema, config.target.layers)
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)

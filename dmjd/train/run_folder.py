@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import metadata
@@ -16,10 +17,11 @@ from typing import Any
 import torch
 
 import dmjd
+from dmjd.cluster.heartbeat import FOLDER as HEARTBEATS
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import PretrainConfig, first_difference
 from dmjd.errors import ConfigError, StorageError
-from dmjd.files import replace_file, standing_place
+from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
@@ -27,6 +29,14 @@ from dmjd.parallel.world import World
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
+
+REPLACED = (checkpoint.CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
+"""Files that each launch writes anew, in the place of those before."""
+FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json")
+FOLDERS = (
+    *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
+    *("profile", "out_of_memory", "tensorboard", "wandb"),
+)
 
 logger = logging.getLogger("dmjd")
 
@@ -88,8 +98,7 @@ class RunFolder:
             raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
         if not os.access(standing, os.W_OK):
             raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
-        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():  # a disk that is not mounted
-            raise ConfigError(f"{self.checkpoints} is no folder, nor a link to one that is there; bring it back")
+        self._check_places()
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
@@ -107,6 +116,21 @@ class RunFolder:
                 "keep the value, or name another folder"
             )
 
+    def _check_places(self) -> None:
+        """Refuse what would keep the run from writing its files, hours from now."""
+        for name in (*FILES, *FOLDERS):
+            path = self.path / name
+            if what := obstacle(path, folder=name in FOLDERS):
+                # Checkpoints may lie behind a link to a disk that is not mounted.
+                needed = "a folder, or a link to one" if name in FOLDERS else "a file"
+                raise ConfigError(f"{path} is {what}, where the run keeps {needed}; move it away, or bring that back")
+            rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
+            if path.exists() and not os.access(path, rights):
+                raise ConfigError(
+                    f"{path} cannot be read and written by user {os.geteuid()} (it belongs to user "
+                    f"{path.stat().st_uid}); change its owner or rights, or name another folder"
+                )
+
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
         try:
@@ -118,7 +142,16 @@ class RunFolder:
         return self.path
 
     def record(self, config: PretrainConfig, world: World) -> None:
-        """Keep what was asked and where this launch runs."""
+        """Keep what was asked and where this launch runs. Raises StorageError."""
+        try:
+            self._record(config, world)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {error.filename2 or error.filename or self.path}: {error.strerror}; no step was done; "
+                "mend that, and the same command goes on"
+            ) from error
+
+    def _record(self, config: PretrainConfig, world: World) -> None:
         device = world.device
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
@@ -149,24 +182,32 @@ class RunFolder:
 
     def _launches(self) -> list[dict[str, Any]]:
         """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
-        try:
-            launches: list[dict[str, Any]] = parse_json(self.provenance.read_bytes())["launches"]
-            if not isinstance(launches, list):
-                raise ValueError("its launches are no list")
-        except FileNotFoundError:
+        if not self.provenance.is_file():
             return []
-        except (ValueError, LookupError, TypeError) as error:
+        try:
+            launches = parse_json(self.provenance.read_bytes())["launches"]
+            if not isinstance(launches, list):
+                raise ValueError("launches is no list")
+        except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
             return []
         return launches
 
     def read_log(self) -> list[dict[str, Any]]:
-        """The rows of ``log.jsonl``."""
-        return [parse_json(line) for line in self.log.read_bytes().splitlines()] if self.log.is_file() else []
+        """The rows of ``log.jsonl``; damaged lines are passed over, for no run ends for want of a picture."""
+        rows = []
+        for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
+            with suppress(ValueError):
+                rows.append(parse_json(line))
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
     def read_stop_reason(self) -> dict[str, Any]:
-        """Why the last launch ended; empty if it was killed, or has not ended."""
-        return parse_json(self.stop_reason.read_bytes()) if self.stop_reason.is_file() else {}
+        """Why the last launch ended; empty if it was killed, has not ended, or could not write it."""
+        try:
+            record = parse_json(read_file(self.stop_reason))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"} else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""

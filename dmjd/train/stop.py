@@ -7,12 +7,12 @@ all ranks save at the same step and leave together; a rank that acted by itself 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dmjd.data.waiting import interrupted_by
 from dmjd.errors import ConfigError, UserError
+from dmjd.parallel.launch import slurm_times
 from dmjd.parallel.world import World
 from dmjd.train.signals import die_of, listening
 
@@ -28,6 +29,7 @@ STOPS = ("signal", "time", "file")
 ASKS = (*STOPS, "save", "error", "no batch")
 POLL_STEPS = 10
 """Rank 0 looks for files every so many steps: a network disk may take milliseconds to say that one is not there."""
+OUT_OF_TIME = "its time is over, by time_budget or by SLURM_JOB_END_TIME less time_margin"
 ECHO_SECONDS = 5.0
 """A launcher's second signal of a kind, of which Slurm and torchrun each send one, comes within this time."""
 
@@ -51,19 +53,27 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
         time_margin: seconds before the end of the Slurm job.
 
     Raises:
-        ConfigError: if ``time_budget`` is none, or the whole job is not longer than the margin.
+        ConfigError: if ``time_budget`` is none, the whole job is not longer than the margin, or its end is in the past:
+            Slurm would have ended this process, so the variable is left over from another job.
     """
     if time_budget is None:
         return None
     if time_budget != "auto":
         return time.time() + seconds_of(time_budget)
-    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
-    if not end.isdigit():
+    start, end = slurm_times()
+    if end is None:
         return None
-    if start.isdigit() and int(end) - int(start) <= time_margin:
+    if end < time.time():
+        ended = datetime.fromtimestamp(end, timezone.utc).isoformat(" ", "seconds")
         raise ConfigError(
-            f"this job's time of {int(end) - int(start)} seconds is not above time_margin={time_margin:g}: each launch "
-            "would stop after one step; take a longer time or a smaller time_margin"
+            f"SLURM_JOB_END_TIME={end} is {ended}, in the past, so it is not this job's: unset it, or set "
+            "time_budget=null"
+        )
+    if start is not None and end - start <= time_margin:
+        raise ConfigError(
+            f"this job's time of {end - start} seconds (from SLURM_JOB_START_TIME={start} to SLURM_JOB_END_TIME={end}) "
+            f"is not above time_margin={time_margin:g}: each launch would stop after one step; take a longer time or a "
+            "smaller time_margin"
         )
     return float(end) - time_margin
 
@@ -211,5 +221,5 @@ class Requests:
         assert self.reason is not None
         heard = self._world.gather([number.name for number in list(self._heard)])  # the thread may add to it
         names = [f"{name} at rank {rank}" for rank, signals in enumerate(heard) for name in signals]
-        words = {"signal": " and ".join(names), "time": "its time is over", "file": f"{self._stop} was there"}
+        words = {"signal": " and ".join(names), "time": OUT_OF_TIME, "file": f"{self._stop} was there"}
         return self.reason, words[self.reason]

@@ -122,6 +122,18 @@ def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
     assert process.exitcode == 0
 
 
+@pytest.mark.parametrize(
+    "choices",
+    [("target=teacher", "target.layers=1", "ema_decay=0.99"), ("ema_decay=0.99",), ("backbone.drop_path=0.1",)],
+)
+def test_the_step_that_is_compiled_has_all_that_the_run_has(
+    choices: tuple[str, ...], tmp_path: Path, tiny: Callable[..., list[str]], dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, said, error = dmjd("preflight", "warm=true", *tiny(tmp_path / "run", *choices))
+    assert (code, error) == (0, "")
+    assert "ok     compilation" in said
+
+
 def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     def preflight(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "launchers/agent.py"), "--standalone", "--nproc-per-node=2", "-m", "dmjd"]
