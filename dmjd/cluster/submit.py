@@ -23,6 +23,7 @@ from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import at_home, replace_file
+from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
 
@@ -56,7 +57,7 @@ _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 class Job:
     """What will be submitted.
 
-    script: the whole of it.
+    script: the whole of it, which may hold secrets. shown: the same without them, for people.
     folder: of the run it belongs to, or of an array's jobs together.
     chain: how many times.
     look: how to see what became of it.
@@ -65,6 +66,7 @@ class Job:
 
     verb: str
     script: str
+    shown: str
     folder: Path
     chain: int
     look: str
@@ -168,7 +170,13 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     notes = [f"container: {container}, with the dmjd that is in it"] if container else []
     notes += [f"code: {code}"] if code is not None else []
     look = f"look with dmjd doctor {shlex.quote(config.run)}" if verb == "pretrain" else "its log tells the rest"
-    return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, look, notes)
+    script = _render(template.read_text(), header, exports, own)
+    hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
+    header = {name: value and redact(value) for name, value in header.items()}
+    shown = _render(template.read_text(), header, hidden, list(map(redact, own)))
+    if shown != script:
+        notes.append("secrets: in the script, which only you can read")
+    return Job(verb, script, shown, folder, chain, look, notes)
 
 
 def submit(verb: str, words: Sequence[str]) -> list[str]:
@@ -186,7 +194,7 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
         raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); name another folder") from error
     job = plan(verb, words, snapshot(job.folder / "code"))
     path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
-    replace_file(path, job.script)
+    replace_file(path, job.script, 0o666 if job.script == job.shown else 0o600)
     around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(_OF_A_JOB)}
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
     for _ in range(job.chain):

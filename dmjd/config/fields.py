@@ -10,6 +10,7 @@ from typing import Any
 
 from dmjd.errors import ConfigError
 from dmjd.files import at_home
+from dmjd.redact import Typed
 
 
 def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
@@ -58,8 +59,8 @@ def expand_paths(config: Any) -> None:
             expand_paths(value)
         elif "path" in item.metadata and value is not None:
             between = item.metadata["path"]
-            paths = value.split(between) if between else [value]
-            setattr(config, item.name, between.join(map(at_home, paths)))
+            paths = between.join(map(at_home, value.split(between) if between else [value]))
+            setattr(config, item.name, Typed(paths, value.typed) if isinstance(value, Typed) else paths)
 
 
 def check_fields(config: Any, prefix: str = "") -> None:

@@ -24,6 +24,7 @@ from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.redact import redact, same_but_secrets, shown
 from dmjd.source import source_state
 from dmjd.train import checkpoint
 
@@ -148,7 +149,7 @@ class RunFolder:
             else f"cpu ({torch.get_num_threads()} threads)",
             "world_size": world.size,
             "host": platform.node(),
-            "command": sys.argv,
+            "command": [redact(word) for word in sys.argv],
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         replace_file(self.provenance, json.dumps({**record, "launches": [*self._launches(), record]}, indent=1))
@@ -193,6 +194,9 @@ def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "
             inner = _first_difference(old[key], new[key], tuple(new[key]), f"{prefix}{key}.")
             if inner:
                 return inner
+        elif isinstance(old[key], str) and isinstance(new[key], str):
+            if not same_but_secrets(old[key], new[key]):
+                return f"{prefix}{key}", shown(old[key]), shown(new[key])
         elif old[key] != new[key]:
             return f"{prefix}{key}", old[key], new[key]
     return None
