@@ -16,19 +16,18 @@ MARK = "***"
 """Stands in the place of a secret."""
 
 SECRET_NAME = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|CREDS|AUTH|COOKIE|SIGNATURE|(?:^|_)(?:PW|SAS|SIG|PAT|JWT|PIN)(?:_|$)", re.I
+    r"KEY|TOKEN|SECRET|BEARER|PASS|PWD|CREDENTIAL|CREDS|AUTH|COOKIE|SIGNATURE|(?:^|_)(?:PW|SAS|SIG|PAT|JWT|PIN)(?:_|$)", re.I
 )
 """Matches the names of variables that are taken to hold secrets."""
 
 _SCHEME = r"[a-z][a-z0-9+.-]*://"
-_URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME})\S)*)", re.I)
-_HOST = re.compile(r"(?:\[[^\]]*\]|[^:]*)(?::\d*)?\W*")
-"""A host with its port, and the punctuation that may follow it in a message."""
+_URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME}|::pipe:)\S)*)", re.I)
+_HOST = re.compile(r"(?:\[[\da-f:.]*|[\w.{},\ue000\ue001-]*)\]?(?::\d*)?", re.I)
 _CONTAINERS = re.compile(r"(?:abfs|wasb)s?://", re.I)
 """Schemes whose URLs hold the name of a container before the @."""
 _PIPE = re.compile(r"(?<=pipe:)(.*?)(?=::(?:pipe:|[a-z]\w*:|[/.~])|\Z)", re.S)
 _PLAIN_WORD = re.compile(
-    rf"(?:--?[\w-]+=)?{_SCHEME}.*|(?:\.{{0,2}}|~\w*)/.*|[\w{{}}.,-]+\.(?:tar|tgz|gz|zst|lz4|py|sh)|-[a-z]{{0,4}}|--[a-z][a-z-]*"
+    rf"(?:--?[\w-]+=)?{_SCHEME}.*|(?:\.{{0,2}}|~\w*)/.*|[\w{{}}.,-]+\.(?:tar|tgz|gz|zst|lz4|py|sh)|-[a-z]{{0,4}}-?|--[a-z][a-z0-9-]*"
     rf"|[|&;<>()\[\]{{}}!]+|\$\$|\d?>&?\d?|(?:\ue000\d+\ue001)+|{re.escape(MARK)}"
     "|cat|cp|get|s3|storage|blob|download|copyto|dfs|fs|object|if|then|else|fi|for|in|do|done|exec|sudo|env|nice",
     re.I,
@@ -173,10 +172,14 @@ def _url(scheme: str, rest: str) -> str:
     assert parts is not None, "every part may be empty"
     authority, path, query, fragment = parts.groups(default="")
     user, at, host = authority.rpartition("@")
-    if at and not _USER_WITH_HELD.fullmatch(user) and (":" in user or not _CONTAINERS.match(scheme)):
+    is_host = _HOST.fullmatch(host.rstrip("\"'`.,;:)]}>"))  # which may follow it in a message
+    typed_as_variable = at and _USER_WITH_HELD.fullmatch(user)
+    if not typed_as_variable and "@" in (path if is_host and at else "" if is_host else path + query + fragment):
+        return f"{scheme}{MARK}@" + _url("", rest.rpartition("@")[2])  # a password with one of /?# in it
+    if at and not typed_as_variable and (":" in user or not _CONTAINERS.match(scheme)):
         authority = f"{MARK}@{host}"
-    elif not at and not _HOST.fullmatch(authority):  # a password with one of /?# in it, which ends where an @ says so
-        return _url(scheme, f"{MARK}@{rest.rpartition('@')[2]}") if "@" in rest else scheme + MARK
+    elif not is_host:
+        authority = MARK
     shown_parts = (part if _ONLY_HELD.fullmatch(part) else part[0] + MARK for part in (query, fragment) if part[1:])
     return scheme + authority + path + "".join(shown_parts)
 
@@ -189,7 +192,7 @@ def _command(command: str) -> str:
         bare, last = match[0].rstrip(";|&()"), before
         names_program = _OPERATOR.fullmatch(last) and re.fullmatch(r"[\w./+-]+", bare)
         counts = bare.isdigit() and len(bare) < 7 and not re.match("-[^-cn]", last)
-        after_secret = last.startswith("-") and SECRET_NAME.search(last)
+        after_secret = re.fullmatch(r"-[\w-]+", last) and SECRET_NAME.search(last)
         plain = names_program or ((counts or not bare or _PLAIN_WORD.fullmatch(bare)) and not after_secret)
         before = last if _OPERATOR.fullmatch(last) and (bare == MARK or "=" in bare) else match[0]
         return match[0] if plain else MARK + match[0][len(bare) :]
