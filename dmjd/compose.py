@@ -124,7 +124,8 @@ def _keep_typed(config: Any, typed: Any) -> None:
 
 def _resolvable(stored: Any) -> Any:
     """``stored`` with the interpolations that cannot be resolved here as plain text."""
-    for key, value in dict[Any, Any](OmegaConf.to_container(stored)).items():
+    texts: Any = OmegaConf.to_container(stored)
+    for key, value in texts.items():
         if isinstance(value, dict):
             _resolvable(stored[key])
         elif isinstance(value, str) and "${" in value:

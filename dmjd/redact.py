@@ -1,7 +1,7 @@
 """Keep secrets out of what is stored and printed. Knows nothing but the standard library.
 
-A secret is the userinfo, the query or the fragment of a URL, the arguments of a command behind ``pipe:``, the value of a
-variable with a name such as WANDB_API_KEY, and that of a variable read by ``${oc.env:NAME}``.
+A secret is the userinfo, the query or the fragment of a URL, an argument of a command behind ``pipe:``, the value of a
+variable with a name such as WANDB_API_KEY, or of one that ``${oc.env:NAME}`` reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ MARK = "***"
 """Stands in the place of a secret."""
 
 SECRET_NAME = re.compile(
-    r"KEY|TOKEN|SECRET|BEARER|PASS|PWD|CREDENTIAL|CREDS|AUTH|COOKIE|SIGNATURE|(?:^|_)(?:PW|SAS|SIG|PAT|JWT|PIN)(?:_|$)", re.I
+    r"KEY|TOKEN|SECRET|BEARER|PASS|PWD|CREDENTIAL|CREDS|AUTH|COOKIE|SIGNATURE"
+    r"|(?:^|_)(?:PW|SAS|SIG|PAT|JWT|PIN)(?:_|$)",
+    re.I,
 )
 """Matches the names of variables that are taken to hold secrets."""
 
@@ -27,7 +29,8 @@ _CONTAINERS = re.compile(r"(?:abfs|wasb)s?://", re.I)
 """Schemes whose URLs hold the name of a container before the @."""
 _PIPE = re.compile(r"(?<=pipe:)(.*?)(?=::(?:pipe:|[a-z]\w*:|[/.~])|\Z)", re.S)
 _PLAIN_WORD = re.compile(
-    rf"(?:--?[\w-]+=)?{_SCHEME}.*|(?:\.{{0,2}}|~\w*)/.*|[\w{{}}.,-]+\.(?:tar|tgz|gz|zst|lz4|py|sh)|-[a-z]{{0,4}}-?|--[a-z][a-z0-9-]*"
+    rf"(?:--?[\w-]+=)?{_SCHEME}.*|(?:\.{{0,2}}|~\w*)/.*|[\w{{}}.,-]+\.(?:tar|tgz|gz|zst|lz4|py|sh)"
+    r"|-[a-z]{0,4}-?|--[a-z][a-z0-9-]*"
     rf"|[|&;<>()\[\]{{}}!]+|\$\$|\d?>&?\d?|(?:\ue000\d+\ue001)+|{re.escape(MARK)}"
     "|cat|cp|get|s3|storage|blob|download|copyto|dfs|fs|object|if|then|else|fi|for|in|do|done|exec|sudo|env|nice",
     re.I,
@@ -35,7 +38,9 @@ _PLAIN_WORD = re.compile(
 """A word of a command that holds no secret: a path, a URL, which is redacted by itself, the name of an option."""
 _OPERATOR = re.compile(r".*[|&;(]|then|else|do|exec|sudo|env|nice")
 """A word behind which a program is named."""
-_ASSIGNMENT = re.compile(r"(?<![/\w])(?!KEY=)(?:(export\s+)(\w+)|([A-Z][A-Z0-9_]*))=(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\])+")
+_ASSIGNMENT = re.compile(
+    r"(?<![/\w])(?!KEY=)(?:(export\s+)(\w+)|([A-Z][A-Z0-9_]*))=(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\])+"
+)
 _PARAMETER = re.compile(r"([?&][^=\s?&]*(?:sig|token|key|secret|credential|passw|auth)[^=\s?&]*=)[^\s&'\"]+", re.I)
 
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
@@ -52,8 +57,7 @@ _known: dict[str, str] = {}
 def redact(text: str) -> str:
     """A value, such as a word of the command line, with :data:`MARK` in the place of every secret.
 
-    Of a URL scheme, host and path stay; of a command what cannot be a secret. A value that was redacted before, or that
-    holds no secret, stays as it is.
+    Of a URL, scheme, host and path stay; of a command, what cannot be a secret. Redacted values stay as they are.
     """
     plain, held = _hold(text)
     plain = _PIPE.sub(lambda match: _command(match[1]), plain)
@@ -64,7 +68,7 @@ def redact(text: str) -> str:
 
 
 def redact_message(text: str) -> str:
-    """As :func:`redact`, of a text in which values are parts of sentences: of commands, those that were redacted before."""
+    """As :func:`redact`, for prose: URLs, assignments, and the commands that :func:`redact` has seen."""
     for value, typed in _known.items():
         text = text.replace(value, typed)
     plain, held = _hold(text)
@@ -153,7 +157,7 @@ class RedactedStream:
 
 
 def redact_output() -> None:
-    """Have all that this process prints from Python redacted, tracebacks and warnings too, and what it was called with."""
+    """Redact what this process prints from Python, tracebacks and warnings too, and ``sys.argv``."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, RedactedStream):

@@ -173,7 +173,7 @@ def _stream(config: DataConfig) -> TarStream:
     try:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:
-        raise ConfigError(f"data.root={shown(config.root)} has a brace without its other one, as in {_EXAMPLE}") from error
+        raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
     missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
     if missing is not None:
         raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe:COMMAND")

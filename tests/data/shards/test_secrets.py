@@ -39,7 +39,7 @@ def test_ten_secrets_are_in_no_artefact(
     dmjd: Dmjd,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names = "user password env tracker site lower proxy query fragment header".split()
+    names = ["user", "password", "env", "tracker", "site", "lower", "proxy", "query", "fragment", "header"]
     secrets = {name: f"{name}Zq{number}x0s3cr3t" for number, name in enumerate(names)}
     said: list[str] = []
     run = tmp_path / "run"
@@ -67,7 +67,7 @@ def test_ten_secrets_are_in_no_artefact(
     assert "data.root" in error
     do("knn", str(run), f"data.root={root}", "train_images=8", "neighbours=2", "workers=0")
     # What is typed as a variable is stored so, and read again where it is set.
-    typed = f"data.root=\"http://me:${{oc.env:URL_PW}}@{host}\""
+    typed = f'data.root="http://me:${{oc.env:URL_PW}}@{host}"'
     do("pretrain", *words, typed, "epochs=1")
     assert f"root: http://me:${{oc.env:URL_PW}}@{host}" in (run / "config.yaml").read_text()
     (other := tmp_path / "other").mkdir()
