@@ -299,9 +299,10 @@ def test_a_job_whose_run_folder_is_gone_is_not_requeued(launches: Launches, end:
     assert "not requeued: run=run is gone" in done.stdout
 
 
-@pytest.mark.parametrize("more", [{"SLURM_RESTART_COUNT": "1"}, {"DMJD_CHAIN": "chain-1"}])
-def test_a_later_launch_does_not_make_a_run_folder_anew(launches: Launches, more: dict[str, str]) -> None:
-    done = launches(DMJD_RUN="run", **more)
+@pytest.mark.parametrize(("count", "chain"), [(1, ""), (0, "chain-1")], ids=["requeued", "chain"])
+def test_a_later_launch_does_not_make_a_run_folder_anew(launches: Launches, count: int, chain: str) -> None:
+    launches.count = count
+    done = launches(DMJD_RUN="run", DMJD_CHAIN=chain)
     assert done.returncode == 2
     assert "run=run was there when this job was submitted and is gone" in done.stderr
     assert not launches.run.exists()

@@ -324,7 +324,7 @@ def test_an_interpreter_that_is_none_is_met_before_the_queue(tmp_path: Path, kin
     [
         ("DMJD_PYTHON=/nope/python", "is not on this machine"),
         ("DMJD_PYTHON=false", "does not run on this machine"),
-        ("DMJD_PYTHON=VENV", "lacks on this machine: torch hydra"),
+        ("DMJD_PYTHON=VENV", "lacks on this machine: torch, hydra"),
         ("DMJD_CONTAINER=/nope/dmjd.sif", "is not on this machine"),
         ("DMJD_CONTAINER=registry#dmjd:1", ""),
         (f"DMJD_PYTHON={sys.executable}", ""),
