@@ -15,6 +15,7 @@ from pathlib import Path
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
 from dmjd.files import at_home
+from dmjd.redact import redact_output
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -174,7 +175,7 @@ def _submit(words: Sequence[str]) -> None:
     verb, *rest = words
     if dry:
         job = plan(verb, rest)
-        print(job.script, end="")
+        print(job.shown, end="")
         print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
     else:
         print("\n".join(submit(verb, rest)))
@@ -234,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
+    redact_output()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):

@@ -208,9 +208,11 @@ def test_an_evaluation_needs_its_checkpoint() -> None:
 
 
 def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
-    with pytest.raises(ConfigError, match=r"data\.root needs data=.* auto, digits, fashion_mnist, folder"):
-        compose("knn", ["checkpoint=x", "data.root=y"])
+    with pytest.raises(ConfigError, match=r"data\.pad needs data=.* auto, digits, fashion_mnist, folder"):
+        compose("knn", ["checkpoint=x", "data.pad=1"])
     assert compose("knn", ["checkpoint=x", "data=folder", "data.root=y"]).data.root == "y"
+    moved = compose("knn", ["checkpoint=x", "data.root=y"])
+    assert (moved.data, moved.root) == (None, "y")
 
 
 @pytest.mark.parametrize("word", ["mask=block", "method=mae"])

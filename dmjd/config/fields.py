@@ -11,6 +11,7 @@ from typing import Any
 
 from dmjd.errors import ConfigError
 from dmjd.files import at_home
+from dmjd.redact import Typed, same_but_secrets, shown
 
 
 def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
@@ -64,7 +65,7 @@ def may_change(default: Any, where: str = "") -> Any:
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
-    """(key, old value, new value) of the first field that differs and is not one that :func:`may_change`."""
+    """(key, old value, new value) of the first field that differs, but for secrets and what :func:`may_change`."""
     for item in fields(new):
         before, now = getattr(old, item.name), getattr(new, item.name)
         where = item.metadata.get("may_change")
@@ -74,6 +75,9 @@ def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, An
             inner = first_difference(before, now, f"{prefix}{item.name}.")
             if inner:
                 return inner
+        elif isinstance(before, str) and isinstance(now, str):
+            if not same_but_secrets(before, now):
+                return prefix + item.name, shown(before), shown(now)
         elif before != now:
             return prefix + item.name, before, now
     return None
@@ -87,8 +91,8 @@ def expand_paths(config: Any) -> None:
             expand_paths(value)
         elif "path" in item.metadata and value is not None:
             between = item.metadata["path"]
-            paths = value.split(between) if between else [value]
-            setattr(config, item.name, between.join(map(at_home, paths)))
+            paths = between.join(map(at_home, value.split(between) if between else [value]))
+            setattr(config, item.name, Typed(paths, value.typed) if isinstance(value, Typed) else paths)
 
 
 def check_fields(config: Any, prefix: str = "") -> None:

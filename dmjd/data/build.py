@@ -27,9 +27,10 @@ from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import PIPE
 from dmjd.errors import ConfigError, DataError
+from dmjd.redact import MARK, is_incomplete, shown
 
 STREAM = "stream"
-_EXAMPLE = "'\"pipe:aws s3 cp s3://bucket/train-{000000..000146}.tar -\"'"
+_EXAMPLE = "'\"s3://bucket/train-{000000..000146}.tar\"'"
 
 _log = logging.getLogger("dmjd")
 
@@ -44,6 +45,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
         ConfigError: if the name is unknown, or ``config.channels`` is not what the data set has.
         DataError: if more than ``config.max_bad_percent`` of the images are found missing, damaged or too small.
     """
+    _require_whole_root(config)
     if config.name == STREAM:
         raise ConfigError(
             "data.name=stream can only be trained from, as it comes; evaluate with data=folder or data=shards"
@@ -65,7 +67,15 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
     Raises:
         ConfigError, DataError: as :func:`build_dataset` does.
     """
+    _require_whole_root(config)
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
+
+
+def _require_whole_root(config: DataConfig) -> None:
+    """Raise ConfigError for what was stored of a root, and not the root."""
+    if config.root is not None and is_incomplete(config.root):
+        why = "a run keeps no secret" if MARK in config.root else "the variable is not set"
+        raise ConfigError(f"data.root={shown(config.root)} is incomplete: {why}; give data.root=LOCATION again")
 
 
 _KEYS = {"size": "image_size", "scale": "crop_scale", "ratio": "crop_ratio"}
@@ -163,10 +173,10 @@ def _stream(config: DataConfig) -> TarStream:
     try:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:
-        raise ConfigError(f"data.root={config.root} has a brace without its other one, as in {_EXAMPLE}") from error
+        raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
     missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
     if missing is not None:
-        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe: and a command")
+        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe:COMMAND")
     return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
 
 
@@ -178,7 +188,7 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
     if config.name == "shards":
         return _shards(config, split)
     if config.root is not None and not Path(config.root).is_dir():
-        raise DataError(f"data.root={config.root} is not a folder")
+        raise DataError(f"data.root={shown(config.root)} is not a folder")
     if config.name == "fashion_mnist":
         return FashionMnist(config.root, split, config.pad)
     if config.name == "digits":
@@ -208,7 +218,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
     if config.check == "decode":
         raise ConfigError(
             "data.check=decode is for folders, since shards are checked when they are built; "
-            f"to check them again: dmjd shards verify {config.root} decode=true"
+            f"to check them again: dmjd shards verify {shown(config.root)} decode=true"
         )
     root = config.root
     splits = load_splits(root)

@@ -18,6 +18,7 @@ from dmjd.evaluate.features import Features, extract_features
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
+from dmjd.redact import shown
 from dmjd.train import checkpoint
 from dmjd.train.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.train.builders.refusal import refusing
@@ -52,7 +53,7 @@ class FrozenEncoder:
     @property
     def source(self) -> str:
         """What the encoder is judged on, in a few words that tell two data sets apart."""
-        where = f" in {self.data.root}" if self.data.root else ""
+        where = f" in {shown(self.data.root)}" if self.data.root else ""
         return f"{self.data.name}{where}, {self.size[0]}x{self.size[1]}"
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
@@ -84,7 +85,7 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint")
     trained, text = _model_of(path, config)
-    data = _judged_data(trained, config.data)
+    data = _judged_data(trained, config.data, config.root)
     encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
     encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
@@ -153,9 +154,10 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
     return from_yaml(PretrainConfig, content, path / checkpoint.CONFIG), content.decode()
 
 
-def _judged_data(trained: PretrainConfig, other: DataConfig | None) -> DataConfig:
-    """The images of pre-training, or others that have as many channels and can be cut into patches."""
+def _judged_data(trained: PretrainConfig, other: DataConfig | None, root: str | None) -> DataConfig:
+    """The images of pre-training, or others that have as many channels and can be cut into patches; in ``root``."""
     data = trained.data if other is None else other
+    data = data if root is None else replace(data, root=root)
     if data.channels != trained.data.channels:
         raise ConfigError(f"data.channels={data.channels}, but the encoder was trained on {trained.data.channels}")
     token_grid(replace(trained, data=data))

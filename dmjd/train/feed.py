@@ -16,6 +16,7 @@ from dmjd.data.quarantine import Quarantine
 from dmjd.data.waiting import Limit, StopRequested
 from dmjd.errors import DataError, UserError
 from dmjd.parallel.world import World
+from dmjd.redact import shown
 from dmjd.train.state import DataIdentity, Position
 from dmjd.train.stop import Requests, StoppedBefore
 
@@ -52,8 +53,8 @@ class Feed:
         """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""
         if str(self.identity) != first:
             raise DataError(
-                f"data.root={self._config.data.root} has {first} for rank 0, and {self.identity} for rank "
-                f"{self._world.rank} ({platform.node()}); all have to read the same"
+                f"data.root={shown(self._config.data.root or '')} has {first} for rank 0, and {self.identity} for "
+                f"rank {self._world.rank} ({platform.node()}); all have to read the same"
             )
 
     @cached_property

@@ -26,6 +26,7 @@ from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.redact import redact
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
@@ -175,7 +176,7 @@ class RunFolder:
             else f"cpu ({torch.get_num_threads()} threads)",
             "world_size": world.size,
             "host": platform.node(),
-            "command": sys.argv,
+            "command": [redact(word) for word in sys.argv],
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         replace_file(self.provenance, json.dumps({**record, "launches": [*self._launches(), record]}, indent=1))

@@ -56,23 +56,31 @@ def test_an_image_of_pyxis(tmp_path: Path) -> None:
     assert f"--container-workdir={tmp_path}" in said
 
 
+def image_for_apptainer(folder: Path) -> str:
+    """An image, and a program called apptainer where PlayedSlurm has its programs."""
+    (folder / "bin").mkdir()
+    for path in (image := folder / "dmjd.sif"), folder / "bin/apptainer":
+        path.touch(0o755)
+    return str(image)
+
+
 def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) -> None:
-    site = tmp_path / "site.env"
-    site.write_text("SBATCH_PARTITION=gpu\nDMJD_CONTAINER=/images/dmjd.sif\nDMJD_MOUNTS=/data\n")
+    site, image = tmp_path / "site.env", image_for_apptainer(tmp_path)
+    site.write_text(f"SBATCH_PARTITION=gpu\nDMJD_CONTAINER={image}\nDMJD_MOUNTS=/data\n")
     said = probe(tmp_path, DMJD_SITE=str(site), DMJD_MOUNTS="/other")
     assert said[said.index("apptainer") :][:3] == ["apptainer", "exec", "--nv"]
     assert f"{tmp_path}:{tmp_path},/other:/other" in said
-    assert said[said.index("/images/dmjd.sif") + 1] == "bash"
+    assert said[said.index(image) + 1] == "bash"
 
 
 def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp_path: Path) -> None:
-    site = tmp_path / "site.env"
-    site.write_bytes(b"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER=/images/dmjd.sif")
+    site, image = tmp_path / "site.env", image_for_apptainer(tmp_path)
+    site.write_text(f"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER={image}", newline="")
     slurm = PlayedSlurm(tmp_path)
     done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE=str(site), PLAY='echo "<$KEY> <$http_proxy>"', http_proxy="")
     assert done.returncode == 0, done.stderr
     assert "<a=b=> <http://proxy:3128>" in done.stdout
-    assert "/images/dmjd.sif" in slurm.asked("srun")
+    assert image in slurm.asked("srun")
     done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE="h100")
     assert done.returncode == 2
     assert "DMJD_SITE=h100 is not a file" in done.stderr

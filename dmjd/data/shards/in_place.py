@@ -16,6 +16,7 @@ from dmjd.data.shards.pool import available_workers, each
 from dmjd.data.shards.sources import number_classes, tar_items
 from dmjd.data.shards.tar import tar_samples
 from dmjd.errors import BadImage, DataError, StorageError
+from dmjd.redact import redact
 
 
 def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channels: int = 3) -> list[Saved]:
@@ -47,7 +48,7 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
     classes = number_classes(int(part.records["label"].max()) for part in ordered if part.shard.samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(tars)}")]
+        return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(map(redact, tars))}")]
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror}; the tars are as they were") from error
 
@@ -63,7 +64,7 @@ def index_tar(location: str) -> Part:
         with local_copy(location) as path:
             for sample in tar_samples(str(path)):
                 for item in tar_items(str(path), sample):
-                    item = item._replace(name=item.name.replace(str(path), location, 1))
+                    item = item._replace(name=item.name.replace(str(path), redact(location), 1))
                     try:
                         data = item.read()
                         rows.append(record(item.offset, data, item.label, *measure(item.name, data)))

@@ -23,6 +23,7 @@ from dmjd.data.shards.location import is_remote, join, sha256
 from dmjd.data.shards.network import PATIENCE, Patience, read
 from dmjd.errors import DataError
 from dmjd.files import replace_file
+from dmjd.redact import redact
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -89,7 +90,7 @@ class ShardSet(NamedTuple):
         The same wherever the set lies, since a run's list of bad images tells them apart by name.
         """
         record = self.records[index]
-        return f"{self.manifest.shards[int(record['shard'])].url}@{int(record['offset'])}"
+        return f"{redact(self.manifest.shards[int(record['shard'])].url)}@{int(record['offset'])}"
 
 
 def save(
