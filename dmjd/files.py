@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -49,7 +50,8 @@ def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
         with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         draft.replace(path)

@@ -1,5 +1,6 @@
 """torchrun that says in a line how it ended. Its own trace, longer than what a rank had to say, hides the reason."""
 
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,14 @@ except (ImportError, OSError) as missing:  # OSError: a library that torch needs
     sys.exit(f"{error}; install dmjd[train] there, or name another DMJD_PYTHON")
 if quiet:
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks keep their warnings
+# Nor is it a failure that this store is gone when the ranks of an agent have ended well.
+for name, message in (
+    ("agent.server.api", "Error waiting on exit barrier"),
+    ("rendezvous.dynamic_rendezvous", "has failed to shutdown the rendezvous"),
+):
+    logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(
+        lambda record, message=message: message not in record.getMessage()
+    )
 
 try:
     main()

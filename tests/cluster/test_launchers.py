@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from dmjd.train import checkpoint
 from tests.cluster.played import PlayedSlurm
@@ -158,6 +159,29 @@ def test_a_home_that_a_shell_has_left_alone_is_one_folder_for_the_script_and_the
     assert slurm.asked("srun")[-3:] == [f"init={home}/a=~/b", f"run={home}/the run-3", "data.root=pipe:cat ~/x.tar"]
     assert (home / "the run-3/slurm/launches.jsonl").is_file()
     assert not (tmp_path / "~").exists()
+
+
+def test_an_agent_that_leaves_after_the_one_with_the_store_logs_no_trace(tmp_path: Path) -> None:
+    store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store is not None
+    rank = tmp_path / "rank.py"
+    rank.write_text("import os, time\nopen('ready', 'w')\nwhile os.path.exists('ready'): time.sleep(0.05)\n")
+    meet = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=0", "--rdzv-id=x")
+    agent = subprocess.Popen(
+        [sys.executable, str(LAUNCHERS / "agent.py"), "--nnodes=1", "--nproc-per-node=1", *meet, str(rank)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert agent.poll() is None
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    store = None
+    (tmp_path / "ready").unlink()
+    error = agent.communicate(timeout=60)[1]
+    assert (agent.returncode, error) == (0, "")
 
 
 def test_an_error_of_all_ranks_is_printed_before_the_launcher_ends_them(

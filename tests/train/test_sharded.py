@@ -223,7 +223,8 @@ def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
 
 
 def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"engine\.replicas=3 does not divide 4 process"):
         join_world(CPU, engine("hsdp", replicas=3))
     monkeypatch.setenv("WORLD_SIZE", "6")
