@@ -16,7 +16,7 @@ class OnlineKnnConfig:
     """Weighted kNN while a run is under way.
 
     ``every_epochs``: how often; 0 for never.
-    ``train_images``: keep at most that many, evenly spaced.
+    ``train_images``: use at most that many, evenly spaced.
     ``neighbours``: how many vote. ``temperature``: of their votes.
     ``pooling``: the patch tokens' mean, or the cls token.
     ``warn_drop``: how many points below the best score so far are worth a warning.
@@ -92,8 +92,9 @@ class PretrainConfig:
     memory_history: bool = False
 
 
-SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")
-"""Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever."""
+SCIENCE = ("data", "seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "optim")
+"""Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever. Of several that
+differ the first is named."""
 
 
 @dataclass

@@ -7,7 +7,8 @@ import logging
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import dmjd
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import SCIENCE, PretrainConfig
+from dmjd.data.build import AUTO
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -97,7 +99,9 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_text(), recorded)
+        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_text(), recorded))
+        if before.data.name == "auto":
+            before.data.name, before.data.pad = config.data.name, config.data.pad
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent
         before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
@@ -112,6 +116,26 @@ class RunFolder:
                 f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
                 "keep the value, or name another folder"
             )
+
+    def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
+        """The run's stored configuration, with the data set that ``data.name=auto`` was, which earlier versions stored.
+
+        The length of an epoch tells; auto stays where nothing has been logged.
+        """
+        data = stored.data
+        if data.name != "auto":
+            return stored
+        steps = self._steps_per_epoch(stored.epochs)
+        told = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
+        name = "fashion_mnist" if data.root is not None else told[0] if told else "auto"
+        return replace(stored, data=replace(data, name=name, pad=0 if name == "digits" else data.pad))
+
+    def _steps_per_epoch(self, epochs: int) -> int | None:
+        with suppress(OSError, ValueError, KeyError), self.log.open() as log:
+            row = json.loads(log.readline())
+            return round(row["step"] / row["epoch"])
+        stopped = self.read_stop_reason()
+        return stopped["total_steps"] // epochs if "total_steps" in stopped else None
 
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
