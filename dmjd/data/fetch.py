@@ -174,13 +174,13 @@ def download(work: str) -> None:
 
         FashionMNIST(work, download=True)
     except Exception as error:  # of Python's network libraries, which have no common class
-        print(_line(error))
+        print(_line(error).rpartition("got: ")[2])  # in front of it torchvision names the file and the address
         sys.exit(1)
 
 
 def _by_apt(work: Path) -> Path:
     options = [f"Acquire::{scheme}::Timeout={SOCKET_SECONDS:.0f}" for scheme in ("http", "https")]
-    options += ["Acquire::Retries=0", "Acquire::Languages=none"]
+    options += ["Acquire::Retries=0", "Acquire::Languages=none", "APT::Update::Error-Mode=any"]
     get = ["apt-get", "-q", *(word for option in options for word in ("-o", option))]
     try:
         _run([*get, "download", PACKAGE], work)
