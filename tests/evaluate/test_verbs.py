@@ -20,7 +20,7 @@ from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
-from dmjd.train import loop
+from dmjd.train import checkpoint, loop
 from dmjd.train.builders import build_objective
 
 Words = Callable[..., list[str]]
@@ -34,8 +34,8 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
-def evaluate(verb: str, checkpoint: Path | str, *words: str) -> dict[str, Any]:
-    config = compose(verb, [f"checkpoint={checkpoint}", "workers=0", "device=cpu", *words])
+def evaluate(verb: str, path: Path | str, *words: str) -> dict[str, Any]:
+    config = compose(verb, [f"checkpoint={path}", "workers=0", "device=cpu", *words])
     return VERBS[verb](config)
 
 
@@ -245,6 +245,7 @@ def store_auto(run: Path) -> None:
         text = config.read_text()
         config.write_text(text.replace("name: digits", "name: auto").replace("pad: 0", "pad: 2"))
         assert config.read_text() != text
+    checkpoint.add(run / "checkpoints" / STEP, run / "checkpoints" / STEP / "config.yaml")
 
 
 def elsewhere() -> Path:
