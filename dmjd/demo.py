@@ -42,7 +42,10 @@ def demo(words: Sequence[str]) -> None:
     common = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device, **SUBSET}
     scores: list[tuple[str, Callable[[str], float]]] = [
         ("kNN", lambda weights: knn(KnnConfig(**common, weights=weights))["top1"]),
-        ("linear probe", lambda weights: linprobe(LinprobeConfig(**common, **PROBE[experiment], weights=weights))["top1"]),
+        (
+            "linear probe",
+            lambda weights: linprobe(LinprobeConfig(**common, **PROBE[experiment], weights=weights))["top1"],
+        ),
     ]
     for name, score in scores:
         before, after = score("untrained"), score("trained")

@@ -120,9 +120,7 @@ def test_a_run_that_auto_began_on_digits_goes_on_with_them(
     assert checkpoints(run) == [11]
 
 
-def test_other_files_of_the_same_name_are_other_data(
-    dmjd: Command, tiny: Words, tmp_path: Path, fashion: Path
-) -> None:
+def test_other_files_of_the_same_name_are_other_data(dmjd: Command, tiny: Words, tmp_path: Path, fashion: Path) -> None:
     """MNIST and Fashion-MNIST have the same names and counts."""
     root = Path(shutil.copytree(fashion, tmp_path / "root"))
     words = tiny(tmp_path / "run", "data=fashion_mnist", f"data.root={root}", "epochs=2")

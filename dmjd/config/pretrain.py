@@ -92,9 +92,8 @@ class PretrainConfig:
     memory_history: bool = False
 
 
-SCIENCE = ("data", "seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "optim")
-"""Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever. Of several that
-differ the first is named."""
+SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")
+"""Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever."""
 
 
 @dataclass

@@ -122,8 +122,8 @@ class ArrayDataset:
     @cached_property
     def fingerprint(self) -> str:
         """Hex SHA-256 of pixels and labels."""
-        digest = hashlib.sha256(np.ascontiguousarray(self._images))
-        digest.update(np.ascontiguousarray(self._labels, dtype="<i8"))
+        digest = hashlib.sha256(np.ascontiguousarray(self._images).data)
+        digest.update(np.ascontiguousarray(self._labels, dtype="<i8").data)
         return digest.hexdigest()
 
     def open(self, index: int) -> OpenImage:

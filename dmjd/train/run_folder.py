@@ -26,10 +26,14 @@ from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
 
 logger = logging.getLogger("dmjd")
+
+_ROW_BYTES = 1 << 16
+"""The longest row of ``log.jsonl`` that is read to find the length of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_text(), recorded))
+        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
         if before.data.name == "auto":
             before.data.name, before.data.pad = config.data.name, config.data.pad
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
@@ -109,7 +113,8 @@ class RunFolder:
         before.data.cache, before.data.cache_gib = config.data.cache, config.data.cache_gib
         if before.data.name == config.data.name == "shards":
             before.data.root = config.data.root
-        difference = _first_difference(asdict(before), asdict(config), SCIENCE)
+        # Other data come with other settings, so they are named before these.
+        difference = _first_difference(asdict(before), asdict(config), ("data", *SCIENCE))
         if difference and committed:
             key, old, new = difference
             raise ConfigError(
@@ -118,24 +123,26 @@ class RunFolder:
             )
 
     def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
-        """The run's stored configuration, with the data set that ``data.name=auto`` was, which earlier versions stored.
+        """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
 
-        The length of an epoch tells; auto stays where nothing has been logged.
+        The steps per epoch show which one. ``auto`` stays where nothing has been logged.
         """
         data = stored.data
         if data.name != "auto":
             return stored
         steps = self._steps_per_epoch(stored.epochs)
-        told = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
-        name = "fashion_mnist" if data.root is not None else told[0] if told else "auto"
+        matching = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
+        name = "fashion_mnist" if data.root is not None else matching[0] if matching else "auto"
         return replace(stored, data=replace(data, name=name, pad=0 if name == "digits" else data.pad))
 
     def _steps_per_epoch(self, epochs: int) -> int | None:
-        with suppress(OSError, ValueError, KeyError), self.log.open() as log:
-            row = json.loads(log.readline())
+        unreadable = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+        with suppress(*unreadable), self.log.open("rb") as log:
+            row = parse_json(log.readline(_ROW_BYTES))
             return round(row["step"] / row["epoch"])
-        stopped = self.read_stop_reason()
-        return stopped["total_steps"] // epochs if "total_steps" in stopped else None
+        with suppress(*unreadable):
+            return int(self.read_stop_reason()["total_steps"]) // epochs
+        return None
 
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
@@ -180,21 +187,23 @@ class RunFolder:
     def _launches(self) -> list[dict[str, Any]]:
         """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
         try:
-            launches: list[dict[str, Any]] = json.loads(self.provenance.read_text())["launches"]
+            launches: list[dict[str, Any]] = parse_json(self.provenance.read_bytes())["launches"]
+            if not isinstance(launches, list):
+                raise ValueError("its launches are no list")
         except FileNotFoundError:
             return []
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
             return []
         return launches
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
+        return [parse_json(line) for line in self.log.read_bytes().splitlines()] if self.log.is_file() else []
 
     def read_stop_reason(self) -> dict[str, Any]:
         """Why the last launch ended; empty if it was killed, or has not ended."""
-        return json.loads(self.stop_reason.read_text()) if self.stop_reason.is_file() else {}
+        return parse_json(self.stop_reason.read_bytes()) if self.stop_reason.is_file() else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""

@@ -377,7 +377,8 @@ def apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path
     (tools / "dpkg-deb").symlink_to(dpkg)
     (tree / "DEBIAN").mkdir()
     (tree / "DEBIAN" / "control").write_text(
-        "Package: dataset-fashion-mnist\nVersion: 1\nArchitecture: all\nMaintainer: me <me@example.org>\nDescription: x\n"
+        "Package: dataset-fashion-mnist\nVersion: 1\nArchitecture: all\n"
+        "Maintainer: me <me@example.org>\nDescription: x\n"
     )
     subprocess.run([dpkg, "-b", str(tree), str(package)], check=True, capture_output=True)
     shutil.rmtree(tree)
@@ -411,7 +412,8 @@ def test_where_there_are_no_lists_of_packages_private_ones_are_fetched(cache: Pa
     missing = "E: Unable to locate package dataset-fashion-mnist"
     asked = apt(
         f'case "$*" in *Dir::State::Lists=*update) echo x > "$PWD/lists/partial/y";; '
-        f'*Dir::State::Lists=*download*) cat "$PWD/lists/partial/y" && {GIVE};; *) echo "{missing}" >&2; exit 100;; esac'
+        f'*Dir::State::Lists=*download*) cat "$PWD/lists/partial/y" && {GIVE};; '
+        f'*) echo "{missing}" >&2; exit 100;; esac'
     )
     assert fashion_mnist_folder() == cache
     assert_whole(cache)
