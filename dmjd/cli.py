@@ -47,7 +47,7 @@ def _pretrain(words: Sequence[str]) -> None:
 
 
 def _demo(words: Sequence[str]) -> None:
-    """pre-train a small model in minutes, score it beside an untrained one, write a report"""
+    """pre-train a small model in minutes, score it beside an untrained one, write a report; takes pretrain's keys"""
     from dmjd.demo import demo
 
     demo(words)

@@ -104,7 +104,7 @@ class RunFolder:
         if recorded is None:
             return
         before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
-        if before.data.name == "auto":
+        if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
             before.data.name, before.data.pad = config.data.name, config.data.pad
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent

@@ -95,6 +95,25 @@ def test_a_run_that_stored_auto_and_logged_nothing_may_go_on(tmp_path: Path) -> 
     run.check(configure())
 
 
+@pytest.mark.parametrize(
+    "lines", ['{"step": 1, "epoch": 0}', '{"step": "x", "epoch": 1}', "[" * 9999, '{"step": 1e999, "epoch": 1}']
+)
+def test_a_run_that_stored_auto_with_a_damaged_log_may_go_on(tmp_path: Path, lines: str) -> None:
+    run = started(tmp_path)
+    store_auto(run, "digits", known_by="nothing")
+    run.log.write_text(lines)
+    run.stop_reason.write_text(lines)
+    run.check(configure())
+
+
+def test_data_that_are_not_resolved_yet_are_no_difference(tmp_path: Path) -> None:
+    """Where a job is submitted, the data set of its nodes is not known."""
+    run = started(tmp_path)
+    run.check(configure("data=auto"))
+    with pytest.raises(ConfigError, match=r"seed=0 and now seed=1"):
+        run.check(configure("data=auto", "seed=1"))
+
+
 def test_of_several_differences_that_of_the_data_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.name=digits and now data\.name=fashion_mnist"):
         started(tmp_path).check(configure("epochs=1", "seed=4", "data=fashion_mnist", "optim.base_lr=1"))
