@@ -15,7 +15,8 @@ from dmjd.train.loop import pretrain
 EXPERIMENTS = {"digits": "demo_digits"}
 """Data set -> the experiment with settings for it; ``demo`` for all others."""
 
-SUBSET: dict[str, Any] = {"train_images": 10000}
+TRAIN_IMAGES = {"demo": 10000}
+"""Experiment -> how many training images serve the scores; all for the others."""
 PROBE: dict[str, dict[str, Any]] = {
     "demo": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 20, "warmup_epochs": 1},
     "demo_digits": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 100, "warmup_epochs": 5},
@@ -39,7 +40,8 @@ def demo(words: Sequence[str]) -> None:
     if ending.get("reason") != "finished":
         print(f"{run.path}: stopped, {ending.get('detail', 'another launch goes on in it')}; next: the same command")
         return
-    common = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device, **SUBSET}
+    common: dict[str, Any] = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device}
+    common["train_images"] = TRAIN_IMAGES.get(experiment)
     scores: list[tuple[str, Callable[[str], float]]] = [
         ("kNN", lambda weights: knn(KnnConfig(**common, weights=weights))["top1"]),
         (
