@@ -29,8 +29,10 @@ def _pretrain(words: Sequence[str]) -> None:
 
     judges = []
     if config.online_knn.every_epochs:
+        from dmjd.data.build import resolve_auto
         from dmjd.evaluate.online import OnlineKnn
 
+        config.data = resolve_auto(config.data)
         judges.append(OnlineKnn(config))
     atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
     run = pretrain(config, judges)
@@ -45,6 +47,13 @@ def _pretrain(words: Sequence[str]) -> None:
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
+
+
+def _demo(words: Sequence[str]) -> None:
+    """pre-train a small model in minutes, score it beside an untrained one, write a report; takes pretrain's keys"""
+    from dmjd.demo import demo
+
+    demo(words)
 
 
 def _plan(words: Sequence[str]) -> None:
@@ -215,6 +224,7 @@ def _doctor(words: Sequence[str]) -> None:
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
+    "demo": _demo,
     "plan": _plan,
     "linprobe": _linprobe,
     "knn": _knn,

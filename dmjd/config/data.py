@@ -11,7 +11,8 @@ from dmjd.config.fields import choice, may_change, number, numbers, numbers_or_n
 class DataConfig:
     """Images.
 
-    ``name``: a folder of images, one of two small data sets (auto: whichever is found), or tars (docs/data.md).
+    ``name``: a folder of images, tars (docs/data.md), or a small data set; auto is Fashion-MNIST, found or fetched, or
+    else digits.
     ``root``: where the images are; a URL too for shards, several between "::" for stream.
     ``image_size``: height and width that every image is brought to.
     ``channels``: 1 or 3.

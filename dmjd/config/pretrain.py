@@ -16,7 +16,7 @@ class OnlineKnnConfig:
     """Weighted kNN while a run is under way.
 
     ``every_epochs``: how often; 0 for never.
-    ``train_images``: keep at most that many, evenly spaced.
+    ``train_images``: use at most that many, evenly spaced.
     ``neighbours``: how many vote. ``temperature``: of their votes.
     ``pooling``: the patch tokens' mean, or the cls token.
     ``warn_drop``: how many points below the best score so far are worth a warning.

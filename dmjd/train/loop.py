@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
+from dmjd.data.build import resolve_auto
 from dmjd.data.detour import passing_over
 from dmjd.data.upload import Uploader
 from dmjd.errors import UserError
@@ -59,6 +61,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
+    config = replace(config, data=world.on_main(lambda: resolve_auto(config.data)))
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)

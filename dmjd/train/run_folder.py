@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +20,7 @@ import dmjd
 from dmjd.cluster.heartbeat import FOLDER as HEARTBEATS
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import PretrainConfig, first_difference
+from dmjd.data.build import AUTO
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -40,6 +41,9 @@ FOLDERS = (
 )
 
 logger = logging.getLogger("dmjd")
+
+_ROW_BYTES = 1 << 16
+"""The longest row of ``log.jsonl`` that is read to find the length of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,11 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
-        difference = first_difference(before, config)
+        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
+        if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
+            before.data.name, before.data.pad = config.data.name, config.data.pad
+        # Other data come with other settings, so they are named before these.
+        difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference and committed:
             key, old, new = difference
             raise ConfigError(
@@ -131,6 +138,28 @@ class RunFolder:
                     f"{path} cannot be read and written by user {os.geteuid()} (it belongs to user "
                     f"{path.stat().st_uid}); change its owner or rights, or name another folder"
                 )
+
+    def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
+        """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
+
+        The steps per epoch show which one. ``auto`` stays where nothing has been logged.
+        """
+        data = stored.data
+        if data.name != "auto":
+            return stored
+        steps = self._steps_per_epoch(stored.epochs)
+        matching = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
+        name = "fashion_mnist" if data.root is not None else matching[0] if matching else "auto"
+        return replace(stored, data=replace(data, name=name, pad=0 if name == "digits" else data.pad))
+
+    def _steps_per_epoch(self, epochs: int) -> int | None:
+        unreadable = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+        with suppress(*unreadable), self.log.open("rb") as log:
+            row = parse_json(log.readline(_ROW_BYTES))
+            return round(row["step"] / row["epoch"])
+        with suppress(*unreadable):
+            return int(self.read_stop_reason()["total_steps"]) // epochs
+        return None
 
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
