@@ -67,7 +67,8 @@ def store_auto(run: RunFolder, name: str, known_by: str) -> None:
     if known_by == "log.jsonl":
         run.log.write_text(json.dumps({"step": 10, "epoch": 10 / STEPS[name]}) + "\n" + '{"step": 2')
     elif known_by == "STOP_REASON":
-        run.stop_reason.write_text(json.dumps({"total_steps": 8 * STEPS[name]}))
+        record = {"reason": "requested", "detail": "TERM", "next": "the same command", "total_steps": 8 * STEPS[name]}
+        run.stop_reason.write_text(json.dumps(record))
 
 
 @pytest.mark.parametrize("known_by", ["log.jsonl", "STOP_REASON"])
