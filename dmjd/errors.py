@@ -6,19 +6,27 @@ Broken invariants of our own are ``assert``s and keep their traceback.
 
 from __future__ import annotations
 
+from dmjd.redact import redact_message
+
 
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
 
-    ``told``: true where another process of the run says the sentence, so this one need not; false where none does; None
-    where nobody has asked the others, which may have met the same.
+    ``told``: true where another process of the run prints the error, so this one need not.
     """
 
-    told: bool | None = None
+    told: bool = False
+
+    def __str__(self) -> str:
+        return redact_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
 
 
 class ConfigError(UserError):
     """A key, a type, a value or a combination of them that the configuration does not allow."""
+
+
+class NotMet(UserError):
+    """Processes of a launch that did not find each other. The next launch may: a node was lost, or a port taken."""
 
 
 class DataError(UserError):
@@ -37,9 +45,9 @@ class BadImage(DataError):
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
         super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
-        self.name = name
+        self.name = redact_message(name)
         self.kind = kind
-        self.fault = fault
+        self.fault = redact_message(fault)
         self.images = images
 
     def __str__(self) -> str:

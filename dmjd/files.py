@@ -13,6 +13,9 @@ from typing import BinaryIO
 
 from dmjd.errors import StorageError
 
+FILE, FOLDER = "file", "folder"
+_KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: FOLDER, stat.S_IFIFO: "named pipe", stat.S_IFSOCK: "socket"}
+
 _log = logging.getLogger("dmjd")
 
 _PRIVATE_NAMES = 100  # that are tried in order before a random one
@@ -32,42 +35,68 @@ def standing_place(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
+def kind_of_mode(mode: int) -> str:
+    """:data:`FILE`, :data:`FOLDER`, or another kind of file, from ``st_mode``."""
+    return _KINDS.get(stat.S_IFMT(mode), "device")
+
+
+def obstacle(path: Path, *, folder: bool = False) -> str:
+    """What ``path`` is instead of a regular file, or of a folder; empty if it is one or is absent. Follows links."""
+    if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
+        return ""
+    if not path.exists():
+        return "a link to nowhere"
+    return "a folder" if path.is_dir() else "a file" if path.is_file() else "a pipe, a socket or a device"
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError for all else: whoever opens a named pipe waits for ever."""
+    if what := obstacle(path):
+        raise OSError(errno.EINVAL, f"it is {what}", str(path))
+    return path.read_bytes()
+
+
 def printable(name: str) -> str:
     """``name`` of a file for pages and pictures, which take no bytes that are not UTF-8: these as ``\\xff``."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is."""
+def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
+    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is.
+
+    ``mode``: permissions, from the first byte on, less the umask's.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
 
 
-def regular_descriptor(path: str | Path) -> int:
-    """A descriptor of the file ``path``, for reading.
+def open_descriptor(path: str | os.PathLike[str]) -> int:
+    """A descriptor of the file ``path``, for reading. Never waits for a writer.
 
     Raises:
-        OSError: as ``open`` does, and where ``path`` is a folder, a named pipe, a socket or a device, none of which is
-            waited for.
+        OSError: as ``open`` does, and if it is no regular file.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    mode = os.fstat(file).st_mode
-    if stat.S_ISREG(mode):
+    kind = kind_of_mode(os.fstat(file).st_mode)
+    if kind == FILE:
         return file
     os.close(file)
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if kind == FOLDER:
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, f"a {kind}", str(path))
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """The file ``path``, open for reading; raises as :func:`regular_descriptor` does."""
-    return os.fdopen(regular_descriptor(path), "rb")
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """As :func:`open_descriptor`, a file object."""
+    return open(open_descriptor(path), "rb")
 
 
 def read_at_most(path: str | Path, limit: int) -> bytes:
@@ -97,7 +126,7 @@ def private_folder(name: str) -> Path:
     try:
         first = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
         names = (first, *(first.with_name(f"{first.name}-{number}") for number in range(1, _PRIVATE_NAMES)))
-        path = next((path for path in names if _make_private(path) is None), None)
+        path = next((path for path in names if make_private(path) is None), None)
         path = path or Path(tempfile.mkdtemp(prefix=f"{first.name}-"))
     except OSError as error:
         raise StorageError(
@@ -105,11 +134,11 @@ def private_folder(name: str) -> Path:
             "written to"
         ) from error
     if path != first:
-        _log.warning("%s is not used, for %s; remove it. %s is used instead", first, _make_private(first), path)
+        _log.warning("%s is not used, for %s; remove it. %s is used instead", first, make_private(first), path)
     return path
 
 
-def _make_private(path: Path) -> str | None:
+def make_private(path: Path) -> str | None:
     """Make ``path`` a folder of this user alone; else the reason why it is not."""
     with suppress(FileExistsError):
         path.mkdir(0o700)

@@ -36,7 +36,7 @@ def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
     """
     stands = []
     for path in sorted((run / FLIGHT).glob("rank_*")):
-        match = re.search(r"rank_(\d+)$", path.name)
+        match = re.search(r"rank_(\d{1,9})$", path.name)
         entries = _entries(path) if path.is_file() and path.stat().st_mtime >= since else []
         last: dict[str, dict[str, Any]] = {}
         for entry in entries:

@@ -28,6 +28,7 @@ from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.errors import BadImage
+from dmjd.files import open_regular
 
 TOO_SMALL = "too small"
 
@@ -105,7 +106,7 @@ def check_header(path: str, min_size: Size) -> None:
     Raises:
         BadImage: as :func:`open_image`.
     """
-    with mishaps(path), open(path, "rb") as file:
+    with mishaps(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise EOFError("the file is empty")
@@ -115,8 +116,8 @@ def check_header(path: str, min_size: Size) -> None:
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path), open(path, "rb", buffering=0) as file:  # pathlib would intern the path, and a worker grow
-        return file.readall()
+    with mishaps(path), open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager

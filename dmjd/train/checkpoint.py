@@ -211,7 +211,8 @@ def _cannot_write(draft: Path, error: Exception) -> StorageError:
     with suppress(OSError):  # of a disk that is gone
         # Of a full one torch says that a position is unexpected.
         free = f" ({shutil.disk_usage(standing_place(draft)).free >> 20} MiB are free)"
-    return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; earlier checkpoints are intact")
+    earlier = "earlier checkpoints are intact" if committed(draft.parent) else f"{draft.parent} holds no checkpoint"
+    return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; {earlier}")
 
 
 def committed(folder: Path) -> list[Path]:

@@ -254,7 +254,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
         return objective
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "build_objective", spoiled)
+        patch.setattr("dmjd.train.step.build_objective", spoiled)
         with pytest.raises(Diverged, match="step 1 "):
             pretrain(words("run", *AT_ONCE))
 

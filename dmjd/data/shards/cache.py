@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,9 +28,11 @@ from dmjd.data.shards.local import read_part
 from dmjd.data.shards.location import sha256
 from dmjd.data.shards.network import PATIENCE, Patience
 from dmjd.data.shards.remote import fetch
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
 GIB = 1 << 30
+LOCK_POLL_SECONDS = 0.05
 
 _ENDING, _DRAFT, _STAMP = ".tar", ".part", ".stamp"
 
@@ -196,7 +199,7 @@ def _locked(draft: Path) -> Iterator[Path]:
     while True:
         try:
             with _opened(draft, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                _wait_for_lock(file)
                 if not _is_same(file, draft):
                     continue
                 try:
@@ -207,6 +210,19 @@ def _locked(draft: Path) -> Iterator[Path]:
                         draft.unlink()
         except _NotADraft:
             draft.unlink(missing_ok=True)
+
+
+def _wait_for_lock(file: int) -> None:
+    """The bytes that another process writes meanwhile are progress of this one's loader as well."""
+    arrived, size = progress_mark(), -1
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if size != (size := os.fstat(file).st_size):
+                arrived()
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 def _sweep(draft: Path) -> None:

@@ -24,6 +24,7 @@ from dmjd.data.shards.location import MOST_BYTES, check_name, is_remote, join, s
 from dmjd.data.shards.network import PATIENCE, Patience, read
 from dmjd.errors import DataError
 from dmjd.files import open_regular, read_at_most, replace_file
+from dmjd.redact import redact
 from dmjd.safe_load import JSON_BYTES, parse_json, read_npy
 
 FORMAT = 1
@@ -101,7 +102,7 @@ class ShardSet(NamedTuple):
         The same wherever the set lies, since a run's list of bad images tells them apart by name.
         """
         record = self.records[index]
-        return f"{self.manifest.shards[int(record['shard'])].url}@{int(record['offset'])}"
+        return f"{redact(self.manifest.shards[int(record['shard'])].url)}@{int(record['offset'])}"
 
 
 def save(

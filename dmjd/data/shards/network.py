@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
 _log = logging.getLogger("dmjd")
@@ -131,17 +132,20 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
     from fsspec.callbacks import Callback  # comes with torch
     from fsspec.core import url_to_fs
 
+    arrived, began = progress_mark(), time.monotonic()
+
     class Bound(Callback):  # type: ignore[misc]
         """Ends a download that is too long or too slow; protocols call it after every piece."""
 
-        received, began = 0, time.monotonic()
+        value: int
 
-        def relative_update(self, inc: int = 1) -> None:
-            self.received += inc
-            if self.received > limit:
+        def call(self, *arguments: Any, **options: Any) -> None:
+            seconds = time.monotonic() - began
+            if self.value > limit:
                 raise _TooLong
-            if time.monotonic() - self.began > patience.stall + self.received / _SLOWEST:
-                raise PassingFault(f"{self.received} bytes came in {time.monotonic() - self.began:.0f} s")
+            if seconds > patience.stall + self.value / _SLOWEST:
+                raise PassingFault(f"{self.value} bytes came in {seconds:.0f} s")
+            arrived()
 
     protocol = url.partition("://")[0]
     request: dict[str, Any] = {}

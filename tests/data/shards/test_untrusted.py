@@ -218,13 +218,13 @@ def test_counts_that_disagree_and_names_given_twice(tmp_path: Path) -> None:
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     (forge(tmp_path) / name).unlink()
     os.mkfifo(tmp_path / name)
-    assert "cannot be read (not a regular file)" in fault(tmp_path)
+    assert "cannot be read (a named pipe)" in fault(tmp_path)
 
 
 def test_a_tar_that_is_a_pipe_is_an_image_that_cannot_be_read(tmp_path: Path) -> None:
     shards = load(forge(tmp_path))
     os.mkfifo(tmp_path / "a.tar")
-    with pytest.raises(BadImage, match="not a regular file"):
+    with pytest.raises(BadImage, match="a named pipe"):
         ShardDataset(shards, None).read(0)
 
 
