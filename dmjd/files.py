@@ -118,7 +118,8 @@ def private_folder(name: str) -> Path:
 
     A folder that belongs to another user, that others can write to, or that is a symbolic link is not used: the next of
     ``NAME-UID-1``, ``NAME-UID-2``, ... is, and a warning names both. All processes of a user on a node try the names in
-    this order and so agree. TMPDIR itself has to keep others from renaming what is not theirs, as the sticky bit does.
+    this order and so agree. TMPDIR itself has to keep others from renaming what is not theirs, as the sticky bit does;
+    a warning says if it does not.
 
     Raises:
         StorageError: if no folder can be made below TMPDIR.
@@ -126,6 +127,8 @@ def private_folder(name: str) -> Path:
     try:
         first = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
         names = (first, *(first.with_name(f"{first.name}-{number}") for number in range(1, _PRIVATE_NAMES)))
+        if first.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            _log.warning("every user can rename what is in %s; set its sticky bit, or another TMPDIR", first.parent)
         path = next((path for path in names if make_private(path) is None), None)
         path = path or Path(tempfile.mkdtemp(prefix=f"{first.name}-"))
     except OSError as error:

@@ -38,14 +38,22 @@ def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
     """The value of a JSON text of at most ``limit`` bytes or characters.
 
     Raises:
-        ValueError: one line, if the text is longer, nested too deeply, not UTF-8, or no JSON.
+        ValueError: one line, if the text is longer, nested too deeply, not Unicode, or no JSON, or if an object has a
+            key twice, of which readers take one or the other.
     """
     if len(content) > limit:
         raise ValueError(f"it has {len(content)} bytes, more than the {limit} that are read")
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("an object has a key twice")
+    return values
 
 
 def parse_yaml(text: str) -> Any:

@@ -111,6 +111,15 @@ def test_a_folder_that_others_made_or_can_write_to_is_not_used(
     assert message.endswith(f"{own} is used instead")
 
 
+@pytest.mark.parametrize(("mode_of_parent", "warned"), [(0o777, True), (0o1777, False), (0o755, False), (0o702, True)])
+def test_a_tmpdir_in_which_all_can_rename_is_warned_of(
+    temporary: Path, mode_of_parent: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    temporary.parent.chmod(mode_of_parent)
+    assert private_folder("dmjd") == temporary
+    assert ("every user can rename what is in" in caplog.text) == warned
+
+
 def test_processes_that_make_it_at_once_agree(temporary: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(lambda _: private_folder("dmjd"), range(64))) == {temporary}

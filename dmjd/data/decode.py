@@ -25,12 +25,16 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.errors import BadImage
 from dmjd.files import open_regular
 
 TOO_SMALL = "too small"
+
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "AVIF", "JPEG2000")
+"""Pillow's other plugins start programs (EPS) or are no image formats of a data set."""
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256}
@@ -75,7 +79,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
     """The image in ``data``, of which only the header is read yet.
 
     Args:
-        data: a whole file of any format that Pillow knows.
+        data: a whole file of one of :data:`FORMATS`.
         name: what to call it in a sentence.
         channels: 1 (grey) or 3 (RGB), to which its pixels are converted.
         min_size: (height, width) it may not fall short of.
@@ -93,7 +97,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
                 require_plausible("JPEG", (height, width), len(data))
                 _require(name, (height, width), min_size)
                 return _NativeJpeg(data, name, channels, (height, width))
-        image = Image.open(BytesIO(data))
+        image = Image.open(BytesIO(data), formats=FORMATS)
         _require_usable(image, len(data), name, min_size)
         plain = image.format == "JPEG" and image.mode == "RGB" and "exif" not in image.info
         decoder = _TorchcodecJpeg if _torchcodec and plain and channels == 3 else _PillowImage
@@ -110,7 +114,7 @@ def check_header(path: str, min_size: Size) -> None:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise EOFError("the file is empty")
-        with Image.open(file) as image:
+        with Image.open(file, formats=FORMATS) as image:
             _require_usable(image, size, path, min_size)
 
 
@@ -156,7 +160,8 @@ class _PillowImage:
         image, half = self._image, _half(box, at_least)
         with mishaps(self._name):
             if half is not None and image.format in _JPEGS:
-                image = Image.open(BytesIO(self._data))  # another, since what has been drafted stays small
+                # Another, since what has been drafted stays small.
+                image = Image.open(BytesIO(self._data), formats=FORMATS)
                 image.draft(None, (image.width // 2, image.height // 2))
                 box = half
             else:
@@ -213,7 +218,11 @@ def read_whole(data: bytes, image: Image.Image) -> None:
 
 
 def _load(data: bytes, image: Image.Image) -> None:
-    """Have Pillow decode ``image``. It fills the rows that a PNG file lacks with zeros and does not say so."""
+    """Have Pillow decode ``image``. It fills the rows that a PNG or TIFF file lacks with zeros and does not say so."""
+    if isinstance(image, TiffImageFile):
+        rows = max((extents[3] for _, extents, *_ in image.tile), default=0)
+        if rows < image.height:
+            raise EOFError(f"truncated: its header says {image.height} rows, and it has {rows}")
     image.load()
     if image.format == "PNG":
         last_row = image.crop((0, image.height - 1, image.width, image.height))

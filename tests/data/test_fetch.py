@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import gzip
 import hashlib
 import http.server
@@ -268,6 +269,7 @@ def mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     server.shutdown()
     thread.join()
     server.server_close()
+    gc.collect()  # sockets that urllib leaves open, whose warnings would disturb the next test
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from PIL import features
 from dmjd import __version__
 from dmjd.data.shards.encode import encode
 from dmjd.data.shards.index import MANIFEST, Shard, load
+from dmjd.data.shards.location import is_plain
 from dmjd.data.shards.part import Part, Saved, as_records, count_rejects, record, reject, save_parts
 from dmjd.data.shards.pool import available_workers, each
 from dmjd.data.shards.sources import Item, Source, find_source
@@ -57,6 +58,9 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
     src, folder = _resolved(src), Path(at_home(dst))
     _check_destination(Path(src), folder)
     source = find_source(src, workers)
+    odd = next((name for name in (src, *source.classes) if not is_plain(name)), None)
+    if odd is not None:
+        raise DataError(f"{odd!r} has control characters in its name; rename it")
     recipe = _recipe(src, source, shard_mb, channels)
     text = recipe["source"]
     divided = "val" in source.splits

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dmjd import __version__
-from dmjd.data.shards.location import MOST_BYTES, check_name, is_remote, join, sha256
+from dmjd.data.shards.location import MOST_BYTES, check_name, is_plain, is_remote, join, sha256
 from dmjd.data.shards.network import PATIENCE, Patience, read
 from dmjd.errors import DataError
 from dmjd.files import open_regular, read_at_most, replace_file
@@ -197,7 +197,7 @@ def _parse(content: bytes, folder: str) -> Manifest:
         raise ValueError(f"is damaged, or is no manifest of shards ({error})") from error
     if not isinstance(entries, dict) or "format" not in entries:
         raise ValueError("is damaged, or is no manifest of shards")
-    if entries["format"] != FORMAT or isinstance(entries["format"], bool):
+    if entries["format"] != FORMAT or type(entries["format"]) is not int:
         raise ValueError(f"has format {reprlib.repr(entries['format'])}, and this dmjd reads format {FORMAT}")
     values = _fields(Manifest, {key: value for key, value in entries.items() if key != "format"})
     shards, classes = values["shards"], values["classes"]
@@ -231,6 +231,9 @@ def _check(manifest: Manifest) -> None:
     _require_digest("index_sha256", manifest.index_sha256)
     if manifest.channels not in (1, 3):
         raise ValueError(f"has channels={manifest.channels}, which must be 1 or 3")
+    odd = next((text for text in (manifest.source, manifest.dmjd, *manifest.classes) if not is_plain(text)), None)
+    if odd is not None:
+        raise ValueError(f"has the text {reprlib.repr(odd)}, which must have no control characters")
     urls = {shard.url for shard in manifest.shards}
     if len(urls) < len(manifest.shards):
         raise ValueError(f"lists {len(manifest.shards)} shards under {len(urls)} names")

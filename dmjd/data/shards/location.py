@@ -73,13 +73,17 @@ def check_below(name: object) -> str:
     return name
 
 
-def _is_line(name: str) -> bool:
-    """Whether it is 1 to 4096 characters without line breaks and the like, which the file system can have."""
+def is_plain(text: str) -> bool:
+    """Whether it has no line breaks, escapes and the like, and can be part of a file name."""
     try:
-        os.fsencode(name)
+        os.fsencode(text)
     except UnicodeEncodeError:
         return False
-    return 0 < len(name) <= _LONGEST and not _CONTROL.search(name)
+    return not _CONTROL.search(text)
+
+
+def _is_line(name: str) -> bool:
+    return 0 < len(name) <= _LONGEST and is_plain(name)
 
 
 def open_binary(location: str) -> BinaryIO:

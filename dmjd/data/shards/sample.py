@@ -6,6 +6,7 @@ import io
 
 from PIL import Image, UnidentifiedImageError
 
+from dmjd.data.decode import FORMATS
 from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
@@ -49,7 +50,7 @@ def fault_of(data: bytes, size: int, crc: int) -> tuple[str, str] | None:
     if not any(data):
         return "empty", "has nothing but zeros in its place" if data else "has no bytes"
     try:
-        Image.open(io.BytesIO(data)).close()
+        Image.open(io.BytesIO(data), formats=FORMATS).close()
     except UnidentifiedImageError:
         return "magic", f"is no image any more: it begins with {data[:12]!r}"
     except Exception:  # its header is damaged in some other way

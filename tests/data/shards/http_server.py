@@ -61,11 +61,17 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Location", fault.partition(" ")[2])
             self.end_headers()
             return
+        if fault.startswith("raw "):
+            self.wfile.write(fault[4:].encode("latin1"))
+            self.close_connection = True
+            return
         if "endless" in fault or "trickle" in fault:
             self._go_on(fault)
             return
         body = content(name) if self.server.root is None else (self.server.root / name).read_bytes()
         self.send_response(200)
+        if fault == "gzip":
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body) // 2 if fault == "short" else len(body)))
         self.end_headers()
         if fault == "other":

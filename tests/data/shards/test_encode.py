@@ -273,6 +273,20 @@ LACKING = {
 }
 
 
+def tiff_of_rows(height: int) -> bytes:
+    """A TIFF file with another number of rows in its header."""
+    content = bytearray(saved(SQUARE, "TIFF"))
+    (start,) = struct.unpack_from("<I", content, 4)
+    (entries,) = struct.unpack_from("<H", content, start)
+    for entry in range(start + 2, start + 2 + 12 * entries, 12):
+        if struct.unpack_from("<H", content, entry)[0] == 257:  # ImageLength
+            content[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, height)
+    return bytes(content)
+
+
+LACKING |= {f"tiff of {rows} rows": tiff_of_rows(rows) for rows in (65, 60000)}
+
+
 @pytest.mark.parametrize("name", LACKING)
 def test_an_image_that_lacks_what_its_header_says_is_bad_everywhere(name: str) -> None:
     tracemalloc.start()
@@ -361,3 +375,19 @@ def test_the_passes_of_an_interlaced_png_are_counted(size: tuple[int, int]) -> N
     np.testing.assert_array_equal(opened.region((0, 0, *size))[..., 0], pixels)
     with pytest.raises(BadImage):
         measure("x", interlaced(pixels, cut=1))
+
+
+def test_a_file_of_a_format_that_starts_a_program_is_no_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    started: list[object] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *arguments, **options: started.append(arguments))
+    content = saved(SQUARE, "EPS")
+    (tmp_path / "x.jpg").write_bytes(content)
+    for read in (
+        lambda: decode.open_image(content, "x", 3).region((0, 0, 64, 64)),
+        lambda: decode.check_header(str(tmp_path / "x.jpg"), (1, 1)),
+        lambda: measure("x", content),
+    ):
+        with pytest.raises(BadImage):
+            read()
+    assert started == []

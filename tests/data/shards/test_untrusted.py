@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import io
 import json
@@ -56,13 +57,13 @@ def forge(folder: Path, index: bytes | None = None, **fields: Any) -> Path:
     return folder
 
 
-def fault(folder: Path | str) -> str:
-    """The error of loading it, which costs little memory."""
+def fault(folder: Path | str, most: int = 16 << 20) -> str:
+    """The error of loading it, which takes at most so many bytes of memory."""
     tracemalloc.start()
     try:
         with pytest.raises(DataError) as caught:
             load(folder, QUICK)
-        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+        assert tracemalloc.get_traced_memory()[1] < most
     finally:
         tracemalloc.stop()
     assert str(caught.value).isprintable()
@@ -146,12 +147,13 @@ def test_an_index_of_another_kind_is_neither_read_nor_mapped(tmp_path: Path, ind
         b'{"format": 1, "shards": 1e999999999}',
         b"\xff\xfe{}",
         b'{"format": 1',
+        b'{"format": 9, "format": 1}',
         b'"format"',
         b"null",
         b"",
         b"\0" * 1000,
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
     (forge(tmp_path) / MANIFEST).write_bytes(content)
@@ -178,6 +180,20 @@ def test_a_value_of_a_manifest_that_cannot_be(tmp_path: Path, key: str) -> None:
 def test_a_value_of_a_shard_that_cannot_be(tmp_path: Path, key: str) -> None:
     for value in (*ODD, 0):
         assert MANIFEST in fault(forge(tmp_path, shards=[{**SHARD, key: value}])), value
+
+
+@pytest.mark.parametrize("text", ["\x1b[31mx", "x\ny", "\x9b", "\0", "\ud800"])
+def test_a_text_that_would_disturb_a_terminal(tmp_path: Path, text: str) -> None:
+    for fields in ({"classes": ["ant", text]}, {"source": text}, {"dmjd": text}):
+        assert "which must have no control characters" in fault(forge(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("key", ["format", "samples", "channels"])
+@pytest.mark.parametrize("value", ["1.0", "1e0", '"1"', "true", "NaN", "Infinity", "-1", "1" * 4400])
+def test_a_number_of_another_type(tmp_path: Path, key: str, value: str) -> None:
+    path = forge(tmp_path, channels=1) / MANIFEST
+    path.write_text(path.read_text().replace(f'"{key}": 1', f'"{key}": {value}', 1))
+    assert MANIFEST in fault(tmp_path)
 
 
 NAMES = (
@@ -269,6 +285,35 @@ def test_a_redirect_to_another_protocol_is_not_followed(server: Server, tmp_path
     server.faults = [f"redirect {target}"] * 9
     with pytest.raises(DataError, match=r"manifest\.json cannot be fetched"):
         load(server.url("")[:-1], QUICK)
+
+
+def test_a_manifest_that_unpacks_to_more_is_left_at_the_limit(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dmjd.data.shards.index.JSON_BYTES", 1 << 20)
+    server.root = forge(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(gzip.compress(bytes(1 << 30), 1))
+    server.faults = ["gzip"] * 9
+    assert "more than the 1048576 bytes" in fault(server.url("")[:-1], 64 << 20), "aiohttp unpacks it in pieces"
+
+
+RESPONSES = {
+    "negative": b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\nabc",
+    "beyond 64 bits": b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999999999999\r\n\r\nabc",
+    "no number": b"HTTP/1.1 200 OK\r\nContent-Length: abc\r\n\r\nabc",
+    "2**62": b"HTTP/1.1 200 OK\r\nContent-Length: 4611686018427387904\r\n\r\nabc",
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\nabc",
+    "a long header": b"HTTP/1.1 200 OK\r\nX: " + b"a" * 70_000 + b"\r\n\r\n",
+    "an empty range": b"HTTP/1.1 206 Partial\r\nContent-Range: bytes 5-1/0\r\n\r\n",
+    "no HTTP": b"\0\xff\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_a_response_that_is_none(server: Server, tmp_path: Path, name: str) -> None:
+    server.root = forge(tmp_path)
+    server.faults = [f"raw {RESPONSES[name].decode('latin1')}"] * 9
+    assert MANIFEST in fault(server.url("")[:-1])
 
 
 # The cache
