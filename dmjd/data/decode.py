@@ -220,7 +220,7 @@ def read_whole(data: bytes, image: Image.Image) -> None:
 def _load(data: bytes, image: Image.Image) -> None:
     """Have Pillow decode ``image``. It fills the rows that a PNG or TIFF file lacks with zeros and does not say so."""
     if isinstance(image, TiffImageFile):
-        rows = max((extents[3] for _, extents, *_ in image.tile), default=0)
+        rows = max((extents[3] for _, extents, *_ in image.tile if extents), default=0)
         if rows < image.height:
             raise EOFError(f"truncated: its header says {image.height} rows, and it has {rows}")
     image.load()

@@ -230,6 +230,12 @@ def test_counts_that_disagree_and_names_given_twice(tmp_path: Path) -> None:
         load(forge(tmp_path, shards=many))
 
 
+def test_a_key_given_twice_is_not_one_of_the_two(tmp_path: Path) -> None:
+    path = forge(tmp_path) / MANIFEST
+    path.write_text(path.read_text().replace('"samples": 1', '"samples": 9, "samples": 1', 1))
+    assert "an object has a key twice" in fault(tmp_path)
+
+
 @pytest.mark.parametrize("name", [MANIFEST, RECORDS])
 def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     (forge(tmp_path) / name).unlink()
