@@ -6,7 +6,16 @@ Broken invariants of our own are ``assert``s and keep their traceback.
 
 from __future__ import annotations
 
+import re
+
 from dmjd.redact import redact_message
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+def _printable(message: str) -> str:
+    """Without secrets, and with control characters, which may come with the name of a file, as ``\\x1b``."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", redact_message(message))
 
 
 class UserError(ValueError):
@@ -18,7 +27,7 @@ class UserError(ValueError):
     told: bool = False
 
     def __str__(self) -> str:
-        return redact_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
+        return _printable(super().__str__())  # it may end in a log, in STOP_REASON or in a report
 
 
 class ConfigError(UserError):
@@ -45,9 +54,9 @@ class BadImage(DataError):
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
         super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
-        self.name = redact_message(name)
+        self.name = _printable(name).replace("\n", "\\n")
         self.kind = kind
-        self.fault = redact_message(fault)
+        self.fault = _printable(fault).replace("\n", " ")
         self.images = images
 
     def __str__(self) -> str:

@@ -49,6 +49,8 @@ _JPEGS = ("JPEG", "MPO")  # what Pillow calls files that begin so; the second ho
 
 # Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
+# It says so between 89 and 179 million pixels, beyond which it raises; the size is compared with the file's below.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def _find_native() -> ModuleType | None:

@@ -472,6 +472,17 @@ def test_a_tar_with_an_odd_header_is_one_error(tmp_path: Path, name: str) -> Non
         list(tar_images(str(tmp_path / "a.tar"), 1.0))
 
 
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "c\nd", "e\rf", "g\x9bh", "i\tj"])
+def test_an_error_about_a_member_disturbs_no_terminal(tmp_path: Path, name: str) -> None:
+    tar_with(tmp_path / "a.tar", (tarfile.TarInfo(f"{name}.jpg"), b"no image"))
+    with pytest.raises(DataError) as caught:
+        build(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
+    assert str(caught.value).isprintable()
+    with pytest.raises(DataError) as caught:
+        build(f"{tmp_path}/{name}", str(tmp_path / "built"), workers=1)
+    assert "\n" in name or str(caught.value).isprintable()
+
+
 def test_members_that_would_fill_the_memory_are_not_read(
     photo: Photo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
