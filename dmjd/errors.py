@@ -54,13 +54,13 @@ class BadImage(DataError):
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
         super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
-        self.name = _printable(name).replace("\n", "\\n")
+        self.name = redact_message(name)
         self.kind = kind
-        self.fault = _printable(fault).replace("\n", " ")
+        self.fault = redact_message(fault)
         self.images = images
 
     def __str__(self) -> str:
-        return f"{self.name} {self.fault}; remove or replace it"
+        return _printable(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
 
     def copy(self) -> BadImage:
         """The same without its traceback, whose frames would keep images alive."""

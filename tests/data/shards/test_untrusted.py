@@ -23,6 +23,7 @@ from dmjd.data.build import build_dataset
 from dmjd.data.shards.build import RECIPE, build
 from dmjd.data.shards.cache import ShardCache
 from dmjd.data.shards.dataset import ShardDataset
+from dmjd.data.shards.encode import measure
 from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import INDEX, MANIFEST, RECORDS, load, load_splits
 from dmjd.data.shards.network import Patience
@@ -477,10 +478,11 @@ def test_an_error_about_a_member_disturbs_no_terminal(tmp_path: Path, name: str)
     tar_with(tmp_path / "a.tar", (tarfile.TarInfo(f"{name}.jpg"), b"no image"))
     with pytest.raises(DataError) as caught:
         build(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
-    assert str(caught.value).isprintable()
-    with pytest.raises(DataError) as caught:
-        build(f"{tmp_path}/{name}", str(tmp_path / "built"), workers=1)
     assert "\n" in name or str(caught.value).isprintable()
+    with pytest.raises(BadImage) as bad:
+        measure(f"{name}.jpg", b"no image")
+    assert str(bad.value).isprintable()
+    assert bad.value.name == f"{name}.jpg", "as lists of bad images have it"
 
 
 def test_members_that_would_fill_the_memory_are_not_read(
