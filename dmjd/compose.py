@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -119,21 +120,25 @@ def _keep_typed(config: Any, typed: Any) -> None:
         if is_dataclass(value):
             _keep_typed(value, text)
         elif isinstance(value, str) and "${" in str(text) and "choices" not in item.metadata:
-            setattr(config, item.name, Typed(value, text))
+            setattr(config, item.name, Typed(value, text.replace("\\${", "${")))
 
 
-def _resolvable(stored: Any) -> Any:
-    """``stored`` with the interpolations that cannot be resolved here as plain text."""
-    texts: Any = OmegaConf.to_container(stored)
-    for key, value in texts.items():
-        if isinstance(value, dict):
-            _resolvable(stored[key])
-        elif isinstance(value, str) and "${" in value:
-            try:
-                stored[key]
-            except OmegaConfBaseException:
-                stored[key] = value.replace("${", "\\${")
-    return stored
+_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
+
+
+def _resolvable(values: Any) -> Any:
+    """``values`` of a stored configuration, where a text reads nothing but one variable that is set, as a whole.
+
+    A text around the variable could send its value to any host.
+    """
+    if isinstance(values, dict):
+        return {key: _resolvable(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_resolvable(value) for value in values]
+    if not isinstance(values, str) or "${" not in values:
+        return values
+    known = _VARIABLE.fullmatch(values) and values[len("${oc.env:") : -1] in os.environ
+    return values if known else values.replace("${", "\\${")
 
 
 def _takes_files(schema: type) -> bool:
@@ -167,7 +172,7 @@ def to_yaml(config: Any) -> str:
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:
     """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``.
 
-    Redacted secrets stay redacted, and ``${oc.env:NAME}`` stays as typed where the variable is not set:
+    Redacted secrets stay redacted, and ``${oc.env:NAME}`` stays as typed, unless it is a whole value and is set:
     :func:`dmjd.redact.is_incomplete` finds both.
     """
     try:
@@ -176,7 +181,7 @@ def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text")
         values = parse_yaml(text)
         if not isinstance(values, dict):
             raise ConfigError(f"it holds a {type(values).__name__}, not values by key")
-        config = _configuration(_resolvable(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values))))
+        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(_resolvable(values))))
         check_fields(config)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error

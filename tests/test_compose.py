@@ -240,3 +240,16 @@ def test_fields_that_decide_no_result_say_so() -> None:
     assert {field.name for field in fields(PretrainConfig) if "may_change" in field.metadata} == free
     free = {"root", "max_bad_percent", "timeout", "cache", "cache_gib", "crop_pct"}
     assert {field.name for field in fields(DataConfig) if "may_change" in field.metadata} == free
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["https://${oc.env:MINE}@h", "${oc.env:MINE}x", "${oc.env:UNSET}", "${oc.env:${wandb}}", "${wandb}", "${oc.decode:1}"],
+)
+def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "value-of-mine")
+    monkeypatch.delenv("UNSET", raising=False)
+    stored = "wandb: ${oc.env:MINE}\ndata: {root: '" + text + "'}"
+    config = from_yaml(PretrainConfig, stored)
+    assert (config.wandb, config.data.root) == ("value-of-mine", text)
+    assert to_yaml(from_yaml(PretrainConfig, to_yaml(config))) == to_yaml(config)

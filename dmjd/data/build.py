@@ -93,8 +93,11 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
 def _require_whole_root(config: DataConfig) -> None:
     """Raise ConfigError for what was stored of a root, and not the root."""
     if config.root is not None and is_incomplete(config.root):
-        why = "a run keeps no secret" if MARK in config.root else "the variable is not set"
-        raise ConfigError(f"data.root={shown(config.root)} is incomplete: {why}; give data.root=LOCATION again")
+        root = shown(config.root)
+        why = "a run keeps no secret"
+        if MARK not in config.root:
+            why = "its variable is not set, or could be sent to any host that a file names"
+        raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
 _KEYS = {"size": "image_size", "scale": "crop_scale", "ratio": "crop_ratio"}
