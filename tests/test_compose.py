@@ -244,7 +244,14 @@ def test_fields_that_decide_no_result_say_so() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["https://${oc.env:MINE}@h", "${oc.env:MINE}x", "${oc.env:UNSET}", "${oc.env:${wandb}}", "${wandb}", "${oc.decode:1}"],
+    [
+        "https://${oc.env:MINE}@h",
+        "${oc.env:MINE}x",
+        "${oc.env:UNSET}",
+        "${oc.env:${wandb}}",
+        "${wandb}",
+        "${oc.decode:1}",
+    ],
 )
 def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINE", "value-of-mine")
