@@ -134,7 +134,7 @@ def define(
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on a device of this type; None where it is off, and on "meta", which has none."""
+    """The dtype that autocast casts to on such a device; None where it is off, and on "meta", which has no autocast."""
     # torch.amp.is_autocast_available would tell of every type, and torch.compile cannot trace it before torch 2.12.
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
