@@ -311,6 +311,14 @@ def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
 
 
+def fingerprint(weights: Path) -> str:
+    """SHA-256 of a file of weights, or of a checkpoint's manifest, which lists those of its files. Raises OSError."""
+    file = weights / MANIFEST if weights.is_dir() else weights
+    if not file.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(file)
+    return _digest(file)
+
+
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -41,7 +41,6 @@ from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.step import build_step
 from dmjd.train.stop import Requests, deadline_of
 from dmjd.train.trackers import check_packages
-from dmjd.train.weights import weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -77,7 +76,8 @@ class Pretraining:
         self.config, self.run, self.world = config, run, world
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
-        step = build_step(config, world, world.on_main(self._initial_checkpoint))
+        self.initial = world.on_main(self._initial_weights)
+        step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
         self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
         if step.began_from and world.is_main:
             logger.info("beginning from %s", step.began_from)
@@ -161,7 +161,7 @@ class Pretraining:
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
         self.feed.admit_bad()
-        self.run.record(self.config, self.world)
+        self.run.record(self.config, self.world, self.initial)
         forget_ranks(self.run.path, self.world.size)
 
     def _begin_to_write(self) -> None:
@@ -170,11 +170,11 @@ class Pretraining:
         if self.jury:
             self.jury.restore(self.run.read_log())
 
-    def _initial_checkpoint(self) -> Path | None:
+    def _initial_weights(self) -> dict[str, str]:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
-            return None
-        return weights_at(self.config.init, "init")
+            return {}
+        return self.run.initial_weights(self.config.init)
 
     def _lock(self, stack: ExitStack) -> None:
         held = only_run_in(self.run.create(), self.world.bearable(self.config.lock_wait))
