@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +34,7 @@ from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
-from dmjd.train.preview import SHOWN_IMAGES, write_pictures
+from dmjd.train.preview import SHOWN_IMAGES, predict, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
@@ -112,10 +113,13 @@ class Pretraining:
             self.registry.add("data", self.feed.identity)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
+        self.picture_thread = ThreadPoolExecutor(1, "pictures")
+        self.drawing: tuple[int, Future[dict[str, Path]]] | None = None
 
     def enter(self, stack: ExitStack) -> None:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
         self.world.on_main(lambda: self._lock(stack))
+        stack.callback(self.picture_thread.shutdown)  # waits: nothing is written after the lock is released
         self.writing = stack.enter_context(ExitStack())
         stack.enter_context(self.requests)
         own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
@@ -194,6 +198,7 @@ class Pretraining:
                 rehearsed = True
         self.saver.wait()
         self._note_saved()
+        self._note_pictures(wait=self.requests.reason is None)
         if self.position.step == self.total_steps:
             self.ending.write("finished", "all steps are done")
         else:
@@ -245,6 +250,7 @@ class Pretraining:
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._note_saved()
+        self._note_pictures()
         self._settle()
         failure = self.saver.failure()
         if failure is not None:
@@ -271,6 +277,7 @@ class Pretraining:
     def _roll_back(self, alarm: Alarm) -> None:
         """Go back to a checkpoint from before the alarm, and pass over the batches that led to it."""
         self.pending = None
+        self._note_pictures(wait=True)  # they read the log, which is about to be cut
         if not self.guard.may_roll_back:
             self.guard.give_up(alarm, f"after {self.guard.rollbacks} rollback(s)")
         self.saver.wait()
@@ -335,11 +342,20 @@ class Pretraining:
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:
-        """Refresh the pictures. A run does not end for want of them."""
+        """Predict the samples to be shown, and begin to draw them on a thread."""
+        self._note_pictures(wait=True)
         step, shown = self.position.step, batch.map(lambda field: field[:SHOWN_IMAGES])
-        prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
+        prepared, tokenizer = self.prepare(shown.to(self.engine.device), self._epoch(step - 1)), self.prepare.tokenizer
+        samples = predict(objective, prepared, tokenizer)
+        self.drawing = step, self.picture_thread.submit(write_pictures, self.run, step, samples, tokenizer)
+
+    def _note_pictures(self, wait: bool = False) -> None:
+        """Pass the pictures to the trackers if they are drawn. A run does not end for want of them."""
+        if self.drawing is None or not (wait or self.drawing[1].done()):
+            return
+        (step, drawing), self.drawing = self.drawing, None
         try:
-            self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
+            self.journal.show(step, drawing.result())
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
 

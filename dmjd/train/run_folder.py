@@ -144,7 +144,7 @@ class RunFolder:
         """The weights that a run without a checkpoint begins from: as its first start found them, if there was one.
 
         Returns:
-            Entries of provenance.json: ``init_path``, and ``init_sha256`` as :func:`~dmjd.train.checkpoint.fingerprint`.
+            Entries of provenance.json: ``init_path``, and its fingerprint ``init_sha256``.
 
         Raises:
             CheckpointError: if there are none, or those of the first start are gone or have changed.
@@ -158,8 +158,8 @@ class RunFolder:
         named = Path(init).absolute(), Path(init).resolve()
         if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
             raise CheckpointError(
-                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; bring it back, "
-                f"or remove {self.provenance} to begin from the weights that init names now"
+                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; bring it "
+                f"back, or remove {self.provenance} to begin from the weights that init names now"
             )
         if known:
             weights_at(str(path), "init")  # compares its files with its manifest

@@ -246,12 +246,13 @@ def test_init_of_a_run_that_still_trains_is_that_of_the_first_start(
     began, more = store.read_model(first), words("pinned", f"init={source}", "optim.base_lr=1e-9")
     later = last.rename(tmp_path / last.name)
 
-    def killed(training: Any) -> None:
+    def killed(training: loop.Pretraining) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("dmjd.train.loop.Pretraining.play", killed)
-        pretrain(more)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(more)
     later.rename(last)  # meanwhile the other run went on
     away = first.rename(tmp_path / first.name)
     with pytest.raises(CheckpointError, match=rf"init={source}: this run began from {first}, which is gone, .* remove"):
