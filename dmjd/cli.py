@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -13,6 +15,7 @@ from pathlib import Path
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
 from dmjd.files import at_home
+from dmjd.redact import redact_output
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -26,9 +29,12 @@ def _pretrain(words: Sequence[str]) -> None:
 
     judges = []
     if config.online_knn.every_epochs:
+        from dmjd.data.build import resolve_auto
         from dmjd.evaluate.online import OnlineKnn
 
+        config.data = resolve_auto(config.data)
         judges.append(OnlineKnn(config))
+    atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
     run = pretrain(config, judges)
     if _rank() != 0:
         return
@@ -41,6 +47,13 @@ def _pretrain(words: Sequence[str]) -> None:
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
+
+
+def _demo(words: Sequence[str]) -> None:
+    """pre-train a small model in minutes, score it beside an untrained one, write a report; takes pretrain's keys"""
+    from dmjd.demo import demo
+
+    demo(words)
 
 
 def _plan(words: Sequence[str]) -> None:
@@ -171,7 +184,7 @@ def _submit(words: Sequence[str]) -> None:
     verb, *rest = words
     if dry:
         job = plan(verb, rest)
-        print(job.script, end="")
+        print(job.shown, end="")
         print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
     else:
         print("\n".join(submit(verb, rest)))
@@ -211,6 +224,7 @@ def _doctor(words: Sequence[str]) -> None:
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
+    "demo": _demo,
     "plan": _plan,
     "linprobe": _linprobe,
     "knn": _knn,
@@ -231,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
+    redact_output()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):

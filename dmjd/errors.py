@@ -6,6 +6,8 @@ Broken invariants of our own are ``assert``s and keep their traceback.
 
 from __future__ import annotations
 
+from dmjd.redact import redact_message
+
 
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
@@ -14,6 +16,9 @@ class UserError(ValueError):
     """
 
     told: bool = False
+
+    def __str__(self) -> str:
+        return redact_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
 
 
 class ConfigError(UserError):
@@ -40,9 +45,9 @@ class BadImage(DataError):
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
         super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
-        self.name = name
+        self.name = redact_message(name)
         self.kind = kind
-        self.fault = fault
+        self.fault = redact_message(fault)
         self.images = images
 
     def __str__(self) -> str:

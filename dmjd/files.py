@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -42,11 +43,17 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is."""
+def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
+    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is.
+
+    ``mode``: permissions, from the first byte on, less the umask's.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        draft.write_bytes(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
+        with suppress(FileNotFoundError):
+            os.unlink(draft)
+        with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

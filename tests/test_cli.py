@@ -139,7 +139,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, plan, linprobe, knn, report, ops"]),
+        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, linprobe, knn, report, ops"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),

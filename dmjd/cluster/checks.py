@@ -41,7 +41,7 @@ class Facts:
     data_error: str = ""
     data_seconds: float = 0.0
     clock: float = 0.0
-    shm_free: int = 0
+    shm_free: float = 0
     disk_free: int = 0
     disk_error: str = ""
     gpus: list[dict[str, str]] = field(default_factory=list)
@@ -104,7 +104,9 @@ def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:
     found = f"{least.shm_free / GIB:.1f} GiB free on {least.host}, {needed.shm / GIB:.2f} GiB needed"
     if least.shm_free >= needed.shm:
         return Check("/dev/shm", found)
-    return Check("/dev/shm", found, "fewer workers, or a larger /dev/shm (docker: --ipc=host or --shm-size)")
+    return Check(
+        "/dev/shm", found, "fewer workers, or workers=0; or a larger /dev/shm (docker: --ipc=host or --shm-size)"
+    )
 
 
 def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:

@@ -84,7 +84,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     elif state and running:
         findings.append(Finding("it is starting: no rank has been heard of yet", PHASE_ADVICE["start"]))
     elif not beats:
-        findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
+        findings.append(Finding("no exit record and no heartbeat", "see the job's log"))
     findings += unreadable(run)
     if refused:
         findings.append(Finding(f"another launch was refused meanwhile: {refused}", "nothing, if this one shall go on"))

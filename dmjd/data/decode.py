@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
+from dmjd.data.regular import open_regular
 from dmjd.errors import BadImage
 
 TOO_SMALL = "too small"
@@ -94,7 +95,7 @@ def check_header(path: str, min_size: Size) -> None:
     Raises:
         BadImage: as :func:`open_image`.
     """
-    with mishaps(path), open(path, "rb") as file:
+    with mishaps(path), open_regular(path) as file:
         if not os.fstat(file.fileno()).st_size:
             raise EOFError("the file is empty")
         with Image.open(file) as image:
@@ -103,8 +104,8 @@ def check_header(path: str, min_size: Size) -> None:
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path), open(path, "rb", buffering=0) as file:  # pathlib would intern the path, and a worker grow
-        return file.readall()
+    with mishaps(path), open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import platform
 import re
 
 from dmjd.errors import NotMet, UserError
+from dmjd.redact import redact_message
 
 LOST = re.compile(
     r"Connection (reset|closed) by peer|Connection was likely closed|Broken pipe|remote process exited"
@@ -28,5 +29,5 @@ def cause(error: BaseException, rank: int) -> tuple[str, str]:
         return "error", str(error)
     if not isinstance(error, Exception):
         return "interrupted", type(error).__name__
-    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:LONGEST]
+    said = " ".join(redact_message(f"{type(error).__name__}: {error}").split()).removesuffix(":")[:LONGEST]
     return "lost" if LOST.search(said) else "crashed", f"rank {rank} on {platform.node()}: {said}"

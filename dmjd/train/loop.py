@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
+from dmjd.data.build import resolve_auto
 from dmjd.data.detour import passing_over
 from dmjd.data.upload import Uploader
 from dmjd.errors import UserError
@@ -26,7 +29,7 @@ from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
 from dmjd.train import checkpoint
-from dmjd.train.builders import build_schedule
+from dmjd.train.builders import build_schedule, check_data_timeout
 from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
@@ -40,7 +43,7 @@ from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.step import build_step
-from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.stop import Requests, StoppedBefore, deadline_of
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -58,6 +61,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
+    config = replace(config, data=world.on_main(lambda: resolve_auto(config.data)))
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
@@ -77,6 +81,7 @@ class Pretraining:
         self.config, self.run, self.world = config, run, world
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
+        check_data_timeout(config, world.size)
         self.initial = world.on_main(self._initial_weights)
         step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
         self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
@@ -199,13 +204,30 @@ class Pretraining:
         self.saver.wait()
         self._note_saved()
         self._note_pictures(wait=self.requests.reason is None)
-        if self.position.step == self.total_steps:
+        if self.position.step == self.total_steps and self.position.judged:
             self.ending.write("finished", "all steps are done")
         else:
             self.ending.write(*self.requests.stopping())
 
     def _play_on(self, rehearsed: bool) -> None:
-        """Step after step. Raises Alarm where the run must go back."""
+        """Steps until the run ends or stops. Raises Alarm where it must go back."""
+        try:
+            if not self.position.judged:
+                self._judge()
+            self._take_steps(rehearsed)
+        except StoppedBefore as stopped:
+            self._stop_before(stopped.step)
+
+    def _stop_before(self, step: int) -> None:
+        """Save what all ranks have, unless it is on the disk: steps from ``step`` on have moved nothing."""
+        self.position.step = step - 1
+        self.requests.stop_now()
+        self.saver.wait()
+        saved = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
+        if self.position.step > (0 if saved is None else checkpoint.step_of(saved)):
+            self._persist(None)
+
+    def _take_steps(self, rehearsed: bool) -> None:
         upload = Uploader(self.engine.device)
         with closing(self.feed.batches(self.position, self.total_steps, self.requests)) as batches:
             for batch in self.journal.clock.waiting(batches):
@@ -234,7 +256,9 @@ class Pretraining:
             prepared = self.prepare(micro, epoch)
             with self.engine.micro_batch(last=index + 1 == parts):
                 losses = self.engine.module(*prepared.inputs)
-                self.engine.backward(trapped(losses.total) / parts)
+                # Without a batch the step is to move nothing, on any rank.
+                total = losses.total * math.nan if self.requests.lacks_batch else losses.total
+                self.engine.backward(trapped(total) / parts)
             seen.append(losses)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(seen), torch.stack(rates).mean(dim=0)
@@ -244,7 +268,7 @@ class Pretraining:
         self.journal.clock.enter("step")
         result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(result.applied)
         return result
 
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
@@ -265,7 +289,7 @@ class Pretraining:
             return
         pending, self.pending = self.pending, None
         reading, step = pending.read(), pending.step
-        self.requests.agree(reading.asked)
+        self.requests.agree(step, reading.asked)
         if step == self.first_step:
             self.world.expect_steps(timedelta(minutes=self.config.engine.step_timeout))
         self.guard.judge(step, self.position.batch(step - 1), pending.sample_ids, reading)
@@ -306,18 +330,22 @@ class Pretraining:
             self.journal.saved(saved.seconds)
 
     def _judge(self) -> None:
+        """Evaluate the epoch that has ended. A request to stop ends that too; the next launch begins with it."""
         if self.jury:
             self.journal.clock.enter("evaluate")
             self._settle()
-            self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch)
+            self.position.judged = False
+            if not self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch):
+                raise StoppedBefore(self.position.step + 1)
+        self.position.judged = True
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
         planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
         return planned or self.requests.saving or self.requests.reason is not None
 
-    def _persist(self, batch: Batch) -> None:
-        """Commit a checkpoint and refresh the pictures."""
+    def _persist(self, batch: Batch | None) -> None:
+        """Commit a checkpoint and refresh the pictures, which show ``batch``."""
         self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
@@ -337,7 +365,7 @@ class Pretraining:
         if self.requests.saving or self.requests.reason is not None:
             self.saver.wait()
             self.requests.saved()
-        if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
+        if batch is not None and self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
             with on_view(self.engine) as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 

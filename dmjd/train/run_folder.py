@@ -9,7 +9,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -20,13 +20,15 @@ import torch
 import dmjd
 from dmjd.cluster.heartbeat import FOLDER as HEARTBEATS
 from dmjd.compose import from_yaml, to_yaml
-from dmjd.config import SCIENCE, PretrainConfig
+from dmjd.config import PretrainConfig, first_difference
+from dmjd.data.build import AUTO
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.redact import redact
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
@@ -41,6 +43,9 @@ FOLDERS = (
 )
 
 logger = logging.getLogger("dmjd")
+
+_ROW_BYTES = 1 << 16
+"""The longest row of ``log.jsonl`` that is read to find the length of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class RunFolder:
         """Refuse a folder that holds another experiment; writes nothing.
 
         Raises:
-            ConfigError: naming the first key of science that differs, or what is in the way.
+            ConfigError: naming the first key that differs and may not, or what is in the way.
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
@@ -109,15 +114,11 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
-        # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
-        before.data.max_bad_percent = config.data.max_bad_percent
-        before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
-        # Nor does the way to the same bytes. Whether they are the same, checkpoints know (dmjd/train/state.py).
-        before.data.cache, before.data.cache_gib = config.data.cache, config.data.cache_gib
-        if before.data.name == config.data.name == "shards":
-            before.data.root = config.data.root
-        difference = _first_difference(asdict(before), asdict(config), SCIENCE)
+        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
+        if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
+            before.data.name, before.data.pad = config.data.name, config.data.pad
+        # Other data come with other settings, so they are named before these.
+        difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference and committed:
             key, old, new = difference
             raise ConfigError(
@@ -164,6 +165,28 @@ class RunFolder:
         if known:
             weights_at(str(path), "init")  # compares its files with its manifest
         return found
+
+    def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
+        """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
+
+        The steps per epoch show which one. ``auto`` stays where nothing has been logged.
+        """
+        data = stored.data
+        if data.name != "auto":
+            return stored
+        steps = self._steps_per_epoch(stored.epochs)
+        matching = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
+        name = "fashion_mnist" if data.root is not None else matching[0] if matching else "auto"
+        return replace(stored, data=replace(data, name=name, pad=0 if name == "digits" else data.pad))
+
+    def _steps_per_epoch(self, epochs: int) -> int | None:
+        unreadable = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+        with suppress(*unreadable), self.log.open("rb") as log:
+            row = parse_json(log.readline(_ROW_BYTES))
+            return round(row["step"] / row["epoch"])
+        with suppress(*unreadable):
+            return int(self.read_stop_reason()["total_steps"]) // epochs
+        return None
 
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
@@ -213,7 +236,7 @@ class RunFolder:
             else f"cpu ({torch.get_num_threads()} threads)",
             "world_size": world.size,
             "host": platform.node(),
-            "command": sys.argv,
+            "command": [redact(word) for word in sys.argv],
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             **(initial or _initial(earlier)),
         }
@@ -268,17 +291,6 @@ def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.accumulation * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
-
-
-def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:
-    for key in keys:
-        if isinstance(new[key], dict):
-            inner = _first_difference(old[key], new[key], tuple(new[key]), f"{prefix}{key}.")
-            if inner:
-                return inner
-        elif old[key] != new[key]:
-            return f"{prefix}{key}", old[key], new[key]
-    return None
 
 
 def _packages() -> str:

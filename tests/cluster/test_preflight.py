@@ -98,10 +98,14 @@ def test_the_need_of_a_run() -> None:
     world = World(0, 4, 0, torch.device("cpu"), local_size=2)
     needed = need(config, world, parameters=1000)
     height, width = config.data.image_size
-    assert needed.shm == 2 * 3 * 3 * 32 * height * width * config.data.channels
+    # 2 processes of the host, with 2 batches for each of 3 workers and 2 in use, of 32 images, ids and labels.
+    assert needed.shm == 2 * (2 * 3 + 2) * 32 * (height * width * config.data.channels + 16)
     assert (needed.checkpoint, needed.checkpoints) == (16_000, 7)
     config.data.second_size = [4, 6]
-    assert need(config, world, parameters=1000).shm == 2 * 3 * 3 * 32 * (height * width + 24) * config.data.channels
+    larger = 2 * (2 * 3 + 2) * 32 * ((height * width + 24) * config.data.channels + 16)
+    assert need(config, world, parameters=1000).shm == larger
+    config.workers = 0
+    assert need(config, world, parameters=1000).shm == 0
 
 
 def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(

@@ -118,7 +118,7 @@ class Training:
         """One step of the optimizer, and of the average behind it."""
         result = self.engine.step(lr, self.config.optim.weight_decay)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(result.applied)
         return result
 
     def losses(self, batch: Batch, steps: int, lr: float) -> list[float]:

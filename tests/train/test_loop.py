@@ -28,6 +28,7 @@ from dmjd.train.checkpoint import newest, read_loop_state
 from dmjd.train.guard import Diverged
 from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation, Prepared
+from dmjd.train.preview import write_pictures
 from dmjd.train.run_folder import RunFolder
 from tests.runs import checkpoints, configure, pretrain, reason, rows, same
 
@@ -74,7 +75,7 @@ def test_training_goes_on_while_pictures_are_drawn(
     straight: Path, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, drawn = threading.Event(), []
-    draw, update = loop.write_pictures, loop.Pretraining._update
+    draw, update = write_pictures, loop.Pretraining._update
 
     def drawing_waits(*arguments: Any) -> Any:
         assert begun.wait(10), "no step began meanwhile"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,9 +19,11 @@ from dmjd.data.shards.index import Shard
 from dmjd.data.shards.local import read_part
 from dmjd.data.shards.network import PATIENCE, Patience
 from dmjd.data.shards.remote import fetch
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
 GIB = 1 << 30
+LOCK_POLL_SECONDS = 0.05
 
 _ENDING, _DRAFT = ".tar", ".part"
 
@@ -111,7 +114,7 @@ def _locked(draft: Path) -> Iterator[Path]:
     """
     while True:
         with _opened(draft, os.O_WRONLY | os.O_CREAT) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _wait_for_lock(file)
             if not _is_same(file, draft):
                 continue
             try:
@@ -120,6 +123,19 @@ def _locked(draft: Path) -> Iterator[Path]:
             finally:
                 if _is_same(file, draft):
                     draft.unlink()
+
+
+def _wait_for_lock(file: int) -> None:
+    """The bytes that another process writes meanwhile are progress of this one's loader as well."""
+    arrived, size = progress_mark(), -1
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if size != (size := os.fstat(file).st_size):
+                arrived()
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 def _sweep(draft: Path) -> None:

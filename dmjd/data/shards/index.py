@@ -18,10 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dmjd import __version__
+from dmjd.data.regular import open_regular
 from dmjd.data.shards.location import is_remote, join, sha256
 from dmjd.data.shards.network import PATIENCE, Patience, read
 from dmjd.errors import DataError
 from dmjd.files import replace_file
+from dmjd.redact import redact
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -88,7 +90,7 @@ class ShardSet(NamedTuple):
         The same wherever the set lies, since a run's list of bad images tells them apart by name.
         """
         record = self.records[index]
-        return f"{self.manifest.shards[int(record['shard'])].url}@{int(record['offset'])}"
+        return f"{redact(self.manifest.shards[int(record['shard'])].url)}@{int(record['offset'])}"
 
 
 def save(
@@ -144,7 +146,10 @@ def _read_manifest(folder: str, patience: Patience) -> Manifest | None:
     """None where there is none, which is not to be confused with a server that does not answer."""
     path = join(folder, MANIFEST)
     try:
-        return _parse(path, read(path, patience) if is_remote(path) else Path(path).read_bytes())
+        if is_remote(path):
+            return _parse(path, read(path, patience))
+        with open_regular(path) as file:
+            return _parse(path, file.read())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -193,7 +198,7 @@ def _load_records(location: str, manifest_path: str, manifest: Manifest, patienc
     """The index, once it is the one that the manifest was written with."""
     remote = is_remote(location)
     try:
-        with io.BytesIO(read(location, patience)) if remote else Path(location).open("rb") as file:
+        with io.BytesIO(read(location, patience)) if remote else open_regular(location) as file:
             if sha256(file) != manifest.index_sha256:
                 raise DataError(f"{location} is not the index that {manifest_path} was written with; restore both")
             file.seek(0)

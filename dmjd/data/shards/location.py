@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from dmjd.data.regular import open_regular
 from dmjd.data.shards.network import PATIENCE, download, persist
 from dmjd.errors import DataError
 
@@ -31,7 +32,7 @@ def open_binary(location: str) -> BinaryIO:
         DataError: if fsspec lacks what the URL needs.
     """
     if not is_remote(location):
-        return Path(location).open("rb")
+        return open_regular(location)
     import fsspec  # comes with torch
 
     try:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
 _log = logging.getLogger("dmjd")
@@ -92,7 +93,15 @@ def download(url: str, path: Path, patience: Patience) -> None:
         FileNotFoundError: if there is none. PassingFault: if another attempt may go better.
         OSError: of :data:`DISK`. DataError: if it may not be read.
     """
-    _once(url, patience, lambda files, name: files.get_file(name, str(path)))
+    from fsspec.callbacks import Callback  # comes with torch
+
+    arrived = progress_mark()
+
+    class Arrival(Callback):  # type: ignore[misc]
+        def call(self, *arguments: Any, **options: Any) -> None:
+            arrived()
+
+    _once(url, patience, lambda files, name: files.get_file(name, str(path), callback=Arrival()))
 
 
 def _once(url: str, patience: Patience, act: Callable[[Any, str], _Result]) -> _Result:

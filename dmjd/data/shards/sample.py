@@ -6,6 +6,7 @@ import io
 
 from PIL import Image, UnidentifiedImageError
 
+from dmjd.data.regular import open_regular
 from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
@@ -26,7 +27,7 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
         if is_remote(location):
             data = read(location, PATIENCE, start, start + size)
         else:
-            with open(location, "rb") as file:
+            with open_regular(location) as file:
                 file.seek(start)
                 data = file.read(size)
     except FileNotFoundError as error:

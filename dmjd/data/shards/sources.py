@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.data.regular import only_files, open_regular
 from dmjd.data.shards.index import MANIFEST, load
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
@@ -49,7 +50,7 @@ class Item(NamedTuple):
             fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
             raise BadImage(self.name, "label", fault)
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
         except FileNotFoundError as error:
@@ -89,7 +90,7 @@ def find_source(src: str, workers: int = 1) -> Source:
     """
     root = Path(src)
     tars = _find_tars(root)
-    if tars:
+    if any(tars.values()):
         return _from_tars(tars, workers)
     if not root.is_dir():
         raise DataError(f"{src} is neither a folder nor a tar; give a folder of images or of webdataset tars")
@@ -101,14 +102,18 @@ def find_source(src: str, workers: int = 1) -> Source:
 
 
 def _find_tars(root: Path) -> dict[str, list[str]]:
+    def matching(*patterns: str) -> list[str]:
+        paths = next((found for pattern in patterns if (found := sorted(map(str, root.glob(pattern))))), [])
+        return only_files(paths, str(root))
+
     if not root.is_dir():
         matches = [str(root)] if root.is_file() else sorted(glob.glob(str(root)))
-        return {"train": matches} if matches and all(".tar" in Path(path).name for path in matches) else {}
-    here = sorted(map(str, root.glob("*.tar")))
+        tars = bool(matches) and all(".tar" in Path(path).name for path in matches)
+        return {"train": only_files(matches, str(root))} if tars else {}
+    here = matching("*.tar")
     if here:
         return {"train": here}
-    train = sorted(map(str, root.glob("train/*.tar")))
-    val = sorted(map(str, root.glob("val/*.tar"))) or sorted(map(str, root.glob("test/*.tar")))
+    train, val = matching("train/*.tar"), matching("val/*.tar", "test/*.tar")
     if val and not train:
         raise DataError(f"{root} has tars of a held-out split and none in train/; put the training tars there")
     return {"train": train, "val": val} if val else {"train": train} if train else {}
@@ -189,7 +194,8 @@ def _from_coco(root: Path) -> Source:
                 raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
             folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
             folder = next((folder for folder in folders if folder.is_dir()), folders[0])
-            splits[split] = _stat([(str(folder / name), _NO_LABEL) for name in names])
+            paths = only_files([str(folder / name) for name in names], str(folder))
+            splits[split] = _stat([(path, _NO_LABEL) for path in paths])
     return Source("coco", _filled(splits), ())
 
 
@@ -203,8 +209,10 @@ def _from_ade(root: Path) -> Source:
     numbers = {name: number for number, name in enumerate(classes)}
     splits = {}
     for split, name in (("train", "training"), ("val", "validation")):
-        paths = sorted(path for path in (root / "images" / name).glob("*") if not path.name.startswith("."))
-        splits[split] = _stat([(str(path), numbers.get(scenes.get(path.stem, ""), _NO_LABEL)) for path in paths])
+        folder = root / "images" / name
+        paths = only_files(sorted(str(path) for path in folder.glob("[!.]*")), str(folder))
+        labels = [numbers.get(scenes.get(Path(path).stem, ""), _NO_LABEL) for path in paths]
+        splits[split] = _stat(list(zip(paths, labels, strict=True)))
     return Source("ade20k", _filled(splits), tuple(classes))
 
 

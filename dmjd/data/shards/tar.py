@@ -16,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
+from dmjd.data.regular import open_regular
 from dmjd.errors import DataError
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "img", "image")
@@ -129,7 +130,7 @@ def tar_samples(path: str) -> Iterator[TarSample]:
     Raises:
         DataError: if it is compressed, no tar, or ends before its end mark, where webdataset would say nothing.
     """
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         packed = compression(file.read(6))
         if packed:
             raise DataError(

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dmjd.data.regular import open_regular
 from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.encode import measure
 from dmjd.data.shards.index import Records, Shard, ShardSet
@@ -41,7 +42,7 @@ def verify(shards: ShardSet, workers: int | None = None, decode: bool = False) -
 def verify_tar(check: TarCheck) -> list[str]:
     """The faults of one tar."""
     try:
-        with local_copy(check.location) as path, path.open("rb") as file:
+        with local_copy(check.location) as path, open_regular(path) as file:
             size = path.stat().st_size
             faults = []
             if size != check.shard.bytes:
