@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import shutil
+import signal
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,52 @@ def test_in_a_run_folder(kind: str, run: Path, tmp_path: Path, trials: Trials) -
         folder = copy(run, tmp_path)
         plant(folder / name, kind, trials.mark)
         on_run(trials, str(name), folder)
+
+
+class Waits(BaseException):
+    """A command waits; no handler of the command catches it."""
+
+
+@contextmanager
+def limit(seconds: int) -> Iterator[None]:
+    def ring(number: int, frame: object) -> None:
+        raise Waits
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def pipe(file: Path) -> None:
+    """Put a named pipe without a writer in the place of ``file``."""
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "config.yaml"])
+def test_named_pipes_in_a_checkpoint_are_not_waited_for(name: str, run: Path, tmp_path: Path, trials: Trials) -> None:
+    folder = copy(run, tmp_path)
+    pipe(folder / CHECKPOINT / name)
+    manifest = json.loads((run / CHECKPOINT / MANIFEST).read_bytes())
+    if manifest["files"].pop(name, None):  # the manifest agrees, as whoever plants it sees to that
+        (folder / CHECKPOINT / MANIFEST).write_text(json.dumps(manifest))
+    with limit(60):
+        on_weights(trials, f"{name} as a pipe", folder, folder)
+        on_run(trials, f"{name} as a pipe", folder)
+
+
+def test_named_pipes_in_a_run_folder_are_not_waited_for(run: Path, tmp_path: Path, trials: Trials) -> None:
+    folder = copy(run, tmp_path)
+    names = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
+    for name in names:
+        if not name.is_relative_to("checkpoints"):
+            pipe(folder / name)
+    with limit(60):
+        on_run(trials, "pipes", folder)
 
 
 @pytest.mark.parametrize("kind", PLANTS)

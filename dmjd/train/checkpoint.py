@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dmjd.errors import CheckpointError, StorageError, UserError
-from dmjd.files import replace_file, standing_place
+from dmjd.files import read_file, replace_file, standing_place
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.safe_load import TENSORS, load_torch, parse_json
@@ -146,7 +146,7 @@ class _Manifest(NamedTuple):
 def _manifest(folder: Path) -> _Manifest:
     """The manifest of ``folder``. Raises CheckpointError, with the rest of a line that begins with the folder."""
     try:
-        found = parse_json((folder / MANIFEST).read_bytes())
+        found = parse_json(read_file(folder / MANIFEST))
         version, step, files = found["format"], found["step"], found["files"]
         if version != FORMAT:
             raise CheckpointError(f"its format is {str(version)[:20]}, this version reads {FORMAT}")
