@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import multiprocessing.process
 import os
 import pickle
 import shutil
@@ -28,8 +29,11 @@ from dmjd.train.checkpoint import MANIFEST
 from tests.conftest import TINY
 
 Command = Callable[..., tuple[int, str, str]]
+Launch = Callable[..., multiprocessing.process.BaseProcess]
 
-SMALL = ("device=cpu", "workers=0", "train_images=100", "test_images=40")
+SMALL = ("device=cpu", "workers=0", "train_images=100")
+COLOUR = ("data.channels=3", "data.mean=[.5,.5,.5]", "data.std=[.2,.2,.2]")
+CODES = ("method.mim_loss=cross_entropy", "method.visible_branch.enabled=false")
 QUICK_PROBE = ("epochs=1", "warmup_epochs=0", "batch_size=50")
 
 
@@ -289,6 +293,20 @@ def test_named_pipes_in_a_checkpoint_are_not_waited_for(name: str, run: Path, tm
         on_run(trials, f"{name} as a pipe", folder)
 
 
+@pytest.mark.parametrize("words", [["convert", "output=timm.pth", "to=timm", "input="], ["pretrain", *TINY, "init="]])
+def test_a_named_pipe_called_safetensors_is_not_waited_for(
+    words: list[str], tmp_path: Path, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a process of its own: no signal wakes the reader of safetensors."""
+    pipe(tmp_path / "weights.safetensors")
+    monkeypatch.chdir(tmp_path)
+    process = launch([*words[:-1], f"{words[-1]}{tmp_path}/weights.safetensors"])
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 2
+
+
 def test_named_pipes_in_a_run_folder_are_not_waited_for(run: Path, tmp_path: Path, trials: Trials) -> None:
     folder = copy(run, tmp_path)
     names = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
@@ -308,9 +326,9 @@ def test_in_a_file_of_weights(suffix: str, kind: str, tmp_path: Path, trials: Tr
     trials.tried("weights", "convert", f"input={file}", f"output={tmp_path}/timm.pth", "to=timm")
     for words in (
         [f"init={file}"],
-        ["target=clip", "target.model=ViT-B-16-quickgelu", f"target.weights={file}", "target.dim=512"],
-        ["target=dvae", f"target.weights={file}", "data.second_size=[8,8]"],
-        ["target=vqkd", f"target.weights={file}"],
+        [*COLOUR, "target=clip", "target.model=ViT-B-16-quickgelu", f"target.weights={file}", "target.dim=512"],
+        [*COLOUR, *CODES, "target=dvae", f"target.weights={file}", "data.second_size=[64,64]"],
+        [*COLOUR, *CODES, "target=vqkd", f"target.weights={file}"],
     ):
         trials.tried("weights", "pretrain", *TINY, f"run={tmp_path}/run", *words)
 

@@ -131,7 +131,7 @@ def _cause(error: CheckpointException) -> tuple[int, BaseException]:
 
 def is_consolidated(path: Path) -> bool:
     """Whether the file ``path`` holds parameters under the names of this module."""
-    if path.suffix != Path(CONSOLIDATED).suffix:
+    if path.suffix != Path(CONSOLIDATED).suffix or not path.is_file():  # safetensors would wait for a pipe
         return False
     try:
         with safe_open(path, "pt") as file:
