@@ -123,7 +123,7 @@ def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
     return Check("run folder", found, "free some space, name another disk with run=, or lower keep_checkpoints")
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     """Bytes in GiB, or in MiB below one."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 

@@ -15,6 +15,7 @@ from dmjd.data.shards.index import MANIFEST, load
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
+from dmjd.files import read_file
 
 _STAT_THREADS = 16  # a network file system makes them wait
 _NO_LABEL = -1
@@ -189,8 +190,8 @@ def _from_coco(root: Path) -> Source:
             # Captions, instances and key points list the same images; instances are twenty times the size.
             path = min(root.glob(f"annotations/*_{split}{year}.json"), key=lambda path: (path.stat().st_size, path))
             try:
-                names = sorted(image["file_name"] for image in json.loads(path.read_bytes())["images"])
-            except (ValueError, KeyError, TypeError) as error:
+                names = sorted(image["file_name"] for image in json.loads(read_file(path))["images"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
             folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
             folder = next((folder for folder in folders if folder.is_dir()), folders[0])

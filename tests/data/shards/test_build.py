@@ -24,6 +24,7 @@ from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
 from dmjd.data.shards.part import REJECTS
 from dmjd.data.shards.sample import image_bytes
+from dmjd.data.shards.sources import find_source
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import DataError, StorageError
 
@@ -432,3 +433,22 @@ def test_a_source_that_has_changed_is_refused(photos: Path, photo: Photo, tmp_pa
     (source / "train" / "bee" / "99.jpg").write_bytes(photo(99))
     refuse("holds a build of a list of files, and it is another now", source, tmp_path / "shards")
     assert not (tmp_path / "shards" / PARTS).exists()
+
+
+def test_a_named_pipe_in_the_place_of_annotations_is_not_waited_for(tmp_path: Path) -> None:
+    annotations = tmp_path / "coco" / "annotations"
+    annotations.mkdir(parents=True)
+    os.mkfifo(annotations / "instances_train2017.json")
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("the build waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        with pytest.raises(DataError, match=r"instances_train2017.json is damaged, or lists no images") as caught:
+            find_source(str(tmp_path / "coco"))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert not isinstance(caught.value.__cause__, TimeoutError)
