@@ -213,7 +213,7 @@ def test_half_types_are_the_weights_rounded(run: Path, word: str, dtype: torch.d
         assert torch.equal(value, full[name].to(dtype))
     config = config_of(run)
     state = {name: value.to(dtype) for name, value in trained_encoder(run).items()}
-    state["positions"] = sincos_positions((8, 8), config.backbone.embed_dim).to(dtype)
+    state["pos_embed"] = sincos_positions((8, 8), config.backbone.embed_dim).to(dtype)
     images = torch.randn(2, 1, 32, 32)
     with torch.no_grad():
         assert agrees(rebuild(half).forward_features(images), tokens_of(state, config, images))
