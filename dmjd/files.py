@@ -18,6 +18,7 @@ _KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: FOLDER, stat.S_IFIFO: "named pipe", 
 
 _log = logging.getLogger("dmjd")
 
+_MOST_RECORD_BYTES = 1 << 28
 _PRIVATE_NAMES = 100  # that are tried in order before a random one
 
 
@@ -47,13 +48,6 @@ def obstacle(path: Path, *, folder: bool = False) -> str:
     if not path.exists():
         return "a link to nowhere"
     return "a folder" if path.is_dir() else "a file" if path.is_file() else "a pipe, a socket or a device"
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError for all else: whoever opens a named pipe waits for ever."""
-    if what := obstacle(path):
-        raise OSError(errno.EINVAL, f"it is {what}", str(path))
-    return path.read_bytes()
 
 
 def printable(name: str) -> str:
@@ -97,6 +91,14 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """As :func:`open_descriptor`, a file object."""
     return open(open_descriptor(path), "rb")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file. Raises OSError for all else, and for more than 256 MiB, which no record has."""
+    try:
+        return read_at_most(path, _MOST_RECORD_BYTES)
+    except ValueError as error:
+        raise OSError(errno.EFBIG, str(error), str(path)) from error
 
 
 def read_at_most(path: str | Path, limit: int) -> bytes:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmjd.files import read_file
 from dmjd.parallel.environment import FLIGHT
 from dmjd.safe_load import unpickle_plain
 
@@ -77,7 +78,7 @@ def explain(stands: Iterable[Stand]) -> list[str]:
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        record = unpickle_plain(path.read_bytes())
+        record = unpickle_plain(read_file(path))
     except (OSError, ValueError):
         return []
     entries = record.get("entries", []) if isinstance(record, dict) else []

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dmjd.errors import ConfigError
+from dmjd.files import read_file
 from dmjd.redact import MARK, SECRET_NAME
 from dmjd.resources import launchers_dir
 
@@ -37,7 +38,7 @@ def read_site(path: Path) -> dict[str, str]:
     """
     site = {}
     try:
-        lines = path.read_text().splitlines()
+        lines = read_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"site={path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):

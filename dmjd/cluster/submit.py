@@ -49,6 +49,9 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Of Slurm's variables around us, what says where Slurm is. sbatch hands the others on, and a job that is submitted
 from within a job of an array would requeue that one, or stop when that one's time is over."""
 
+SBATCH_SECONDS = 120.0
+"""sbatch itself gives up on a controller that does not answer after about 100 s."""
+
 _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 """How the names begin of variables that are of the job around us, if there is one."""
 
@@ -201,8 +204,16 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
         command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
-        done = subprocess.run(command, env=around, capture_output=True, text=True, errors="surrogateescape")
         sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
+        try:
+            done = subprocess.run(
+                command, env=around, capture_output=True, text=True, errors="surrogateescape", timeout=SBATCH_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"sbatch does not answer within {SBATCH_SECONDS:g} s for {path}; see sinfo whether Slurm is up, and "
+                f"squeue --me whether the job is queued{sent}"
+            ) from error
         if done.returncode:
             said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
             raise ConfigError(f"Slurm refuses {path}: {said}{sent}")

@@ -15,6 +15,7 @@ from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
+from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
@@ -150,7 +151,7 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
         return model, to_yaml(model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
-    content = (path / checkpoint.CONFIG).read_bytes()
+    content = read_file(path / checkpoint.CONFIG)
     stored = from_yaml(PretrainConfig, content, path / checkpoint.CONFIG)
     return RunFolder(_home_of(path)).with_stored_data(stored), content.decode()
 

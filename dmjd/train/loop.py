@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
@@ -36,7 +37,7 @@ from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
-from dmjd.train.preview import SHOWN_IMAGES, write_pictures
+from dmjd.train.preview import SHOWN_IMAGES, predict, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
@@ -44,7 +45,6 @@ from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.step import build_step
 from dmjd.train.stop import Requests, StoppedBefore, deadline_of
 from dmjd.train.trackers import check_packages
-from dmjd.train.weights import weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -82,7 +82,8 @@ class Pretraining:
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
-        step = build_step(config, world, world.on_main(self._initial_checkpoint))
+        self.initial = world.on_main(self._initial_weights)
+        step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
         self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
         if step.began_from and world.is_main:
             logger.info("beginning from %s", step.began_from)
@@ -117,10 +118,13 @@ class Pretraining:
             self.registry.add("data", self.feed.identity)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
+        self.picture_thread = ThreadPoolExecutor(1, "pictures")
+        self.drawing: tuple[int, Future[dict[str, Path]]] | None = None
 
     def enter(self, stack: ExitStack) -> None:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
         self.world.on_main(lambda: self._lock(stack))
+        stack.callback(self.picture_thread.shutdown)  # waits: nothing is written after the lock is released
         self.writing = stack.enter_context(ExitStack())
         stack.enter_context(self.requests)
         own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
@@ -166,7 +170,7 @@ class Pretraining:
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
         self.feed.admit_bad()
-        self.run.record(self.config, self.world)
+        self.run.record(self.config, self.world, self.initial)
         forget_ranks(self.run.path, self.world.size)
 
     def _begin_to_write(self) -> None:
@@ -175,11 +179,11 @@ class Pretraining:
         if self.jury:
             self.jury.restore(self.run.read_log())
 
-    def _initial_checkpoint(self) -> Path | None:
+    def _initial_weights(self) -> dict[str, str]:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
-            return None
-        return weights_at(self.config.init, "init")
+            return {}
+        return self.run.initial_weights(self.config.init)
 
     def _lock(self, stack: ExitStack) -> None:
         held = only_run_in(self.run.create(), self.world.bearable(self.config.lock_wait))
@@ -199,6 +203,7 @@ class Pretraining:
                 rehearsed = True
         self.saver.wait()
         self._note_saved()
+        self._note_pictures(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.judged:
             self.ending.write("finished", "all steps are done")
         else:
@@ -269,6 +274,7 @@ class Pretraining:
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._note_saved()
+        self._note_pictures()
         self._settle()
         failure = self.saver.failure()
         if failure is not None:
@@ -295,6 +301,7 @@ class Pretraining:
     def _roll_back(self, alarm: Alarm) -> None:
         """Go back to a checkpoint from before the alarm, and pass over the batches that led to it."""
         self.pending = None
+        self._note_pictures(wait=True)  # they read the log, which is about to be cut
         if not self.guard.may_roll_back:
             self.guard.give_up(alarm, f"after {self.guard.rollbacks} rollback(s)")
         self.saver.wait()
@@ -363,11 +370,20 @@ class Pretraining:
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:
-        """Refresh the pictures. A run does not end for want of them."""
+        """Predict the samples to be shown, and begin to draw them on a thread."""
+        self._note_pictures(wait=True)
         step, shown = self.position.step, batch.map(lambda field: field[:SHOWN_IMAGES])
-        prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
+        prepared, tokenizer = self.prepare(shown.to(self.engine.device), self._epoch(step - 1)), self.prepare.tokenizer
+        samples = predict(objective, prepared, tokenizer)
+        self.drawing = step, self.picture_thread.submit(write_pictures, self.run, step, samples, tokenizer)
+
+    def _note_pictures(self, wait: bool = False) -> None:
+        """Pass the pictures to the trackers if they are drawn. A run does not end for want of them."""
+        if self.drawing is None or not (wait or self.drawing[1].done()):
+            return
+        (step, drawing), self.drawing = self.drawing, None
         try:
-            self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
+            self.journal.show(step, drawing.result())
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
 

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -21,7 +22,7 @@ from dmjd.cluster.heartbeat import FOLDER as HEARTBEATS
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import PretrainConfig, first_difference
 from dmjd.data.build import AUTO
-from dmjd.errors import ConfigError, StorageError
+from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
@@ -31,6 +32,7 @@ from dmjd.redact import redact
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
+from dmjd.train.weights import weights_at
 
 REPLACED = (checkpoint.CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
 """Files that each launch writes anew, in the place of those before."""
@@ -139,6 +141,31 @@ class RunFolder:
                     f"{path.stat().st_uid}); change its owner or rights, or name another folder"
                 )
 
+    def initial_weights(self, init: str) -> dict[str, str]:
+        """The weights that a run without a checkpoint begins from: as its first start found them, if there was one.
+
+        Returns:
+            Entries of provenance.json: ``init_path``, and its fingerprint ``init_sha256``.
+
+        Raises:
+            CheckpointError: if there are none, or those of the first start are gone or have changed.
+        """
+        known = _initial(self._provenance())
+        path = Path(known["init_path"]) if known else weights_at(init, "init").absolute()
+        try:
+            found = {"init_path": str(path), "init_sha256": checkpoint.fingerprint(path)}
+        except OSError:
+            found = {}
+        named = Path(init).absolute(), Path(init).resolve()
+        if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
+            raise CheckpointError(
+                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; bring it "
+                f"back, or remove {self.provenance} to begin from the weights that init names now"
+            )
+        if known:
+            weights_at(str(path), "init")  # compares its files with its manifest
+        return found
+
     def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
         """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
 
@@ -171,18 +198,22 @@ class RunFolder:
             ) from error
         return self.path
 
-    def record(self, config: PretrainConfig, world: World) -> None:
-        """Keep what was asked and where this launch runs. Raises StorageError."""
+    def record(self, config: PretrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
+        """Keep what was asked, where this launch runs and, if it begins from others, its ``initial_weights``.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
         try:
-            self._record(config, world)
+            self._record(config, world, initial or {})
         except OSError as error:
             raise StorageError(
                 f"cannot write {error.filename2 or error.filename or self.path}: {error.strerror}; no step was done; "
                 "mend that, and the same command goes on"
             ) from error
 
-    def _record(self, config: PretrainConfig, world: World) -> None:
-        device = world.device
+    def _record(self, config: PretrainConfig, world: World, initial: Mapping[str, str]) -> None:
+        device, earlier = world.device, self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
@@ -207,21 +238,23 @@ class RunFolder:
             "host": platform.node(),
             "command": [redact(word) for word in sys.argv],
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **(initial or _initial(earlier)),
         }
-        replace_file(self.provenance, json.dumps({**record, "launches": [*self._launches(), record]}, indent=1))
+        launches = [*earlier.get("launches", []), record]
+        replace_file(self.provenance, json.dumps({**record, "launches": launches}, indent=1))
 
-    def _launches(self) -> list[dict[str, Any]]:
-        """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
+    def _provenance(self) -> dict[str, Any]:
+        """The record of earlier launches; empty if a dying node has damaged it: no run ends for want of it."""
         if not self.provenance.is_file():
-            return []
+            return {}
         try:
-            launches = parse_json(self.provenance.read_bytes())["launches"]
-            if not isinstance(launches, list):
+            record: dict[str, Any] = parse_json(self.provenance.read_bytes())
+            if not isinstance(record["launches"], list):
                 raise ValueError("launches is no list")
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
-            return []
-        return launches
+            return {}
+        return record
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``; damaged lines are passed over, for no run ends for want of a picture."""
@@ -245,6 +278,12 @@ class RunFolder:
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))
         return path
+
+
+def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """The entries of :meth:`RunFolder.initial_weights` in a record of launches; empty if it has none."""
+    found = {name: provenance.get(name) for name in ("init_path", "init_sha256")}
+    return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
 
 
 def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:

@@ -160,6 +160,20 @@ def test_what_slurm_refuses_is_one_line(
     assert error.endswith(f"{says}; submitted so far: 7\n")
 
 
+def test_an_sbatch_that_hangs_is_one_line(
+    tmp_path: Path,
+    play_sbatch: Callable[[str], None],
+    dmjd: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dmjd.cluster.submit.SBATCH_SECONDS", 1.0)
+    play_sbatch(f"if [ -e {tmp_path}/first ]; then sleep 20; else touch {tmp_path}/first; echo 7; fi")
+    code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=2")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "sbatch does not answer within 1 s for " in error
+    assert error.endswith("squeue --me whether the job is queued; submitted so far: 7\n")
+
+
 def test_variables_of_the_job_that_submits_do_not_reach_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
 ) -> None:

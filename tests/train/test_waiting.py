@@ -174,6 +174,7 @@ def test_a_stop_file_ends_a_run_that_waits_for_data(tmp_path: Path, tiny: Words,
 
 
 @pytest.mark.parametrize(("engine", "rank", "at"), [("ddp", 1, 5), ("fsdp", 0, 21)])  # 21: an evaluation would follow
+@pytest.mark.slow
 def test_two_ranks_save_the_last_step_that_both_took(
     engine: str,
     rank: int,
@@ -208,6 +209,7 @@ def test_two_ranks_save_the_last_step_that_both_took(
     assert_same_run(tmp_path / "run", tmp_path / "oracle")
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_is_obeyed_and_the_next_launch_evaluates(
     tmp_path: Path, tiny: Words, launch: Launch, assert_same_run: Same
 ) -> None:

@@ -196,7 +196,7 @@ def _from_coco(root: Path) -> Source:
             try:
                 content = parse_json(read_at_most(path, _MOST_ANNOTATION_BYTES), _MOST_ANNOTATION_BYTES)
                 names = sorted(check_below(image["file_name"]) for image in content["images"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 reason = f" ({error})" if isinstance(error, ValueError) else ""
                 raise DataError(
                     f"{path} is damaged, or lists no images as COCO does{reason}; fetch it again"

@@ -24,6 +24,7 @@ from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
 from dmjd.data.shards.part import REJECTS
 from dmjd.data.shards.sample import image_bytes
+from dmjd.data.shards.sources import find_source
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import DataError, StorageError
 
@@ -473,3 +474,22 @@ def test_a_source_is_the_same_however_it_is_written(
     shutil.copytree(real, tmp_path / "other")
     with pytest.raises(DataError, match="holds a build of source="):
         build(f"{tmp_path / 'other'}{ending}", shards, workers=1, shard_mb=1)
+
+
+def test_a_named_pipe_in_the_place_of_annotations_is_not_waited_for(tmp_path: Path) -> None:
+    annotations = tmp_path / "coco" / "annotations"
+    annotations.mkdir(parents=True)
+    os.mkfifo(annotations / "instances_train2017.json")
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("the build waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        with pytest.raises(DataError, match=r"instances_train2017.json is damaged, or lists no images") as caught:
+            find_source(str(tmp_path / "coco"))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert not isinstance(caught.value.__cause__, TimeoutError)
