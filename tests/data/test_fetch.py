@@ -4,6 +4,7 @@ import functools
 import gc
 import gzip
 import hashlib
+import logging
 import http.server
 import os
 import shutil
@@ -331,6 +332,7 @@ def test_torchvision_runs_in_a_process_of_its_own(
     files = write(tmp_path / "files")
     body = f"shutil.copytree({str(files)!r}, root + '/{TORCHVISION}'); print('40 %', file=sys.stderr); print('done')"
     fake_torchvision(monkeypatch, tmp_path / "fake", body)
+    monkeypatch.setattr(logging.getLogger("dmjd"), "handlers", [])  # those of a command that another test ran
     assert fashion_mnist_folder() == cache
     assert_whole(cache)
     assert capfd.readouterr() == ("", "40 %\n"), "its progress is shown, and nothing else"
