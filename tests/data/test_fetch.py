@@ -4,8 +4,8 @@ import functools
 import gc
 import gzip
 import hashlib
-import logging
 import http.server
+import logging
 import os
 import shutil
 import socket
