@@ -7,7 +7,7 @@ from typing import Any
 
 from dmjd.compose import compose
 from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig
-from dmjd.data.build import resolve_auto
+from dmjd.data.build import build_dataset, resolve_auto
 from dmjd.evaluate.verbs import knn, linprobe
 from dmjd.report import write_report
 from dmjd.train.loop import pretrain
@@ -35,6 +35,7 @@ def demo(words: Sequence[str]) -> None:
     experiment = EXPERIMENTS.get(data.name, "demo")
     config = compose("pretrain", [f"experiment={experiment}", *words])
     config.data.name, config.data.pad = data.name, data.pad
+    build_dataset(config.data, "test")  # what only the scores need is missed before the training
     run = pretrain(config)
     ending = run.read_stop_reason()
     if ending.get("reason") != "finished":

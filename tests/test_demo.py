@@ -130,3 +130,17 @@ def test_other_files_of_the_same_name_are_other_data(dmjd: Command, tiny: Words,
     code, _, error = dmjd("pretrain", *words)
     assert code == 2
     assert "the run was started with 300 images of fingerprint" in error.splitlines()[-1]
+
+
+@pytest.mark.parametrize("data", ["auto", "fashion_mnist"])
+def test_what_only_the_scores_need_is_missed_before_the_training(
+    dmjd: Command, tiny: Words, tmp_path: Path, fashion: Path, data: str
+) -> None:
+    root, run = tmp_path / "root", tmp_path / "run"
+    root.mkdir()
+    for path in fashion.glob("train-*"):
+        shutil.copy(path, root)
+    code, _, error = dmjd("demo", *small(tiny, run, f"data={data}", f"data.root={root}"))
+    assert code == 2
+    assert f"neither t10k-images-idx3-ubyte nor t10k-images-idx3-ubyte.gz is in {root}" in error.splitlines()[-1]
+    assert not run.exists()

@@ -143,7 +143,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         if processes > 1 and not any(word.startswith("engine=") for word in own):
             own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
-    container = site.get("DMJD_CONTAINER")
+    container = site.get("DMJD_CONTAINER") or None
     if verb == "pretrain" and container is None and (folder / "config.yaml").is_file():
         from dmjd.train.run_folder import RunFolder  # torch takes seconds to come, and most runs are new
 
@@ -162,7 +162,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         exports["DMJD_RUN"] = config.run
     # Into the script, so that it stays what it is when the site's file changes.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
-    if container is None and "DMJD_PYTHON" not in site:
+    if container is None and not site.get("DMJD_PYTHON"):
         exports["DMJD_PYTHON"] = sys.executable
     if container is None and code is not None:
         exports["DMJD_START"] = str(code / START)
@@ -231,11 +231,11 @@ def _missing_here(site: Mapping[str, str]) -> list[str]:
         ConfigError: if the interpreter is a folder or not executable.
     """
     container, python = site.get("DMJD_CONTAINER"), site.get("DMJD_PYTHON")
-    if container is not None:  # the interpreter is one of the container
+    if container:  # the interpreter is one of the container
         is_file = container.endswith(".sif") or container.startswith(("/", "./", "../"))
         missing = is_file and not Path(container).exists()
         return [f"warning: DMJD_CONTAINER={container} is not on this machine; compute nodes need it"] * missing
-    if python is None:
+    if not python:
         return []
     if "/" in python and Path(python).exists() and (Path(python).is_dir() or not os.access(python, os.X_OK)):
         raise ConfigError(f"DMJD_PYTHON={python} is not an executable file; name the interpreter of the compute nodes")
@@ -249,8 +249,9 @@ def _missing_here(site: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"warning: DMJD_PYTHON={python} does not run on this machine: {error}"]
     said = " ".join(done.stderr.split())[-160:] if done.returncode else done.stdout.strip()
+    said = said or f"exit code {done.returncode}" * bool(done.returncode)
     lacks = "does not run on this machine:" if done.returncode else "lacks on this machine:"
-    return [f"warning: DMJD_PYTHON={python} {lacks} {said}"] * bool(said or done.returncode)
+    return [f"warning: DMJD_PYTHON={python} {lacks} {said}"] * bool(said)
 
 
 def _at_home(word: str) -> str:

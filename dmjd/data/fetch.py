@@ -118,7 +118,7 @@ def _fetch(folder: Path) -> None:
             work.mkdir()
             try:
                 _verify(download(work), verified)
-            except (_Failed, DataError) as error:
+            except (_Failed, DataError, OSError) as error:
                 failures.append(f"{source}: {_line(error)}")
                 shutil.rmtree(work)
                 continue

@@ -19,7 +19,7 @@ import dmjd.models.convit  # registers ConViT with timm
 from dmjd.config import ExportConfig, KnnConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import load_encoder
-from dmjd.files import printable, standing_place
+from dmjd.files import obstacle, printable, standing_place
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
 from dmjd.models.masked_image_model import Encoder
 
@@ -76,6 +76,9 @@ def export(config: ExportConfig) -> Path:
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
     if path.exists() and path.samefile(frozen.path):
         raise ConfigError(f"output={path} is the checkpoint, of which the encoder alone would be left; name another")
+    for place, is_folder in ((path.parent, True), (path, False), (sidecar(path), False)):
+        if what := obstacle(place, folder=is_folder):
+            raise ConfigError(f"{place} is {what}; move it away, or name a file elsewhere with output=FILE{SUFFIX}")
     standing = standing_place(frozen.run.path if config.output is None else path.parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")

@@ -24,7 +24,7 @@ from dmjd.evaluate.features import encode
 from dmjd.evaluate.knn import knn_accuracy, require_neighbours
 from dmjd.evaluate.linprobe import linear_probe, require_steps
 from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
-from dmjd.files import standing_place
+from dmjd.files import obstacle, standing_place
 from dmjd.ops import make_key
 from dmjd.train.preparation import flip_by_coin
 from dmjd.train.run_folder import RunFolder
@@ -133,6 +133,11 @@ def _crops(frozen: FrozenEncoder) -> dict[str, Any]:
 def _place_of_scores(config: KnnConfig | LinprobeConfig, frozen: FrozenEncoder) -> RunFolder:
     """Known to be writable before hours are spent on a score."""
     folder = frozen.run if config.output is None else RunFolder(Path(config.output))
+    if what := obstacle(folder.evaluations, folder=True):
+        raise ConfigError(
+            f"{folder.evaluations} is {what}, where scores need a folder; move it away, or name a folder for the score "
+            "with output=FOLDER"
+        )
     standing = standing_place(folder.path)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} cannot be written to; name a folder for the score with output=FOLDER")

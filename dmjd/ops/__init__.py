@@ -5,6 +5,7 @@ built: :func:`status` tells which kernel serves which op.
 """
 
 import torch.serialization
+import torch.utils._pytree
 
 from dmjd.ops._lib import reference, status
 from dmjd.ops._native import build_info
@@ -21,6 +22,8 @@ from dmjd.ops.views import Views
 
 # torch.load reads them with weights_only=True: they hold tensors and numbers.
 torch.serialization.add_safe_globals([MaskPlan, Views])
+# torch.export.save writes programs that return them.
+torch.utils._pytree._register_namedtuple(Views, serialized_type_name="dmjd.ops.views.Views")
 _register_flops()
 
 __all__ = [

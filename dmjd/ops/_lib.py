@@ -147,7 +147,13 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def reference(name: str) -> Callable[..., Any]:
-    """The PyTorch reference of op ``name``: the definition that every kernel must equal."""
+    """The PyTorch reference of op ``name``: the definition that every kernel must equal.
+
+    Raises:
+        ValueError: if there is no such op.
+    """
+    if name not in _references:
+        raise ValueError(f"reference: name must be one of {', '.join(sorted(_references))}, got {name!r}")
     return _references[name]
 
 

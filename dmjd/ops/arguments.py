@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -21,9 +22,9 @@ def integer(name: str, value: Any) -> int:
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]  # a size that torch.compile keeps open
     try:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
             return operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch's for a tensor that holds no value, as on "meta"
         pass
     raise TypeError(f"{name} must be an integer, got {shown(value)}")
 
@@ -49,11 +50,23 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
     # As text numpy's float32 is the decimal that was typed; as a double .6 would be 0.6000000238418579.
-    return float(str(value)) if hasattr(value, "dtype") else float(value)
+    try:
+        return float(str(value)) if hasattr(value, "dtype") else float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be in the range of a float, got {shown(value)}") from None
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of ``allowed``."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}")
 
 
 def require_tensors(op: str, **arguments: Any) -> None:
-    """Raise TypeError for the first argument that is not a tensor."""
+    """Raise TypeError for the first argument that is not a dense tensor."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {shown(value)}")
+        if value.layout != torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {kind}")

@@ -8,6 +8,7 @@ the hidden layer, computed a second time there, costs no more than reading it ba
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from torch.nn import functional as F
 from dmjd.ops import gelu_hidden
 from dmjd.ops._lib import autocast_dtype, define, without_autocast
 from dmjd.ops.arguments import require_tensors
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``[..., C]`` as ``[M, C]``; -1 for M would be an error where C is 0."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _fake_backward(
@@ -35,7 +41,7 @@ def _triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    rows, grads = _rows(x), _rows(grad)
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference_backward(grad, x, weight1, bias1, weight2)
     # The products below as well: on views of other layouts they would round in another order.
@@ -62,7 +68,7 @@ def _reference_backward(
     grad: Tensor, x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight1, bias1 and weight2."""
-    rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    rows, grads = _rows(x), _rows(grad)
     with without_autocast(x.device.type):
         before = F.linear(rows, weight1, bias1)
         grad_hidden = torch.ops.aten.gelu_backward(grads @ weight2, before)
@@ -84,14 +90,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
     # bias2's gradient is not the op's, so that a compiler can sum while it makes grad.
-    grad_bias2 = grad.reshape(-1, grad.shape[-1]).sum(0)
+    grad_bias2 = _rows(grad).sum(0)
     return (*torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors), grad_bias2)
 
 
 def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
     from dmjd.ops import gelu_mlp_kernels as kernels
 
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows(x)
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference(x, weight1, bias1, weight2, bias2)
     layer = torch.ops.dmjd.gelu_hidden if gelu_hidden.served(rows, *weight1.shape) else kernels.hidden_layer
@@ -136,9 +142,11 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
     require_tensors("gelu_mlp", **named)
     dtype = autocast_dtype(x.device.type)
     if dtype is not None and x.dtype != torch.float64:
-        named = {name: tensor.to(dtype) for name, tensor in named.items()}
+        named = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in named.items()}
     for name, tensor in named.items():
-        if not tensor.dtype.is_floating_point or tensor.dtype != named["x"].dtype:
+        if not tensor.is_floating_point():
+            raise TypeError(f"gelu_mlp: {name} must be floating, got {tensor.dtype}")
+        if tensor.dtype != named["x"].dtype:
             raise TypeError(f"gelu_mlp: {name} must have x's floating dtype {named['x'].dtype}, got {tensor.dtype}")
     if len({tensor.device for tensor in named.values()}) > 1:
         places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.ops._lib import define
-from dmjd.ops.arguments import integer, require_tensors
+from dmjd.ops.arguments import choice, integer, require_tensors
 
 Flavour = Literal["dmjd", "maskfeat", "maskfeat_gauss", "skimage"]
 Norm = Literal["none", "l2", "layernorm"]
@@ -223,8 +223,7 @@ def hog(
     if out_dtype not in _FLOATING:
         raise TypeError(f"hog: out_dtype must be floating, got {out_dtype}")
     for name, value, allowed in (("flavour", flavour, FLAVOURS), ("norm", norm, NORMS), ("layout", layout, LAYOUTS)):
-        if value not in allowed:
-            raise ValueError(f"hog: {name} must be one of {', '.join(allowed)}, got {value!r}")
+        choice(f"hog: {name}", value, allowed)
     if images.ndim != 4:
         axes = "[B, H, W, C]" if layout == "nhwc" else "[B, C, H, W]"
         raise ValueError(f"hog: images must be {axes} for layout {layout}, got shape {tuple(images.shape)}")

@@ -5,6 +5,7 @@ Plain compositions of torch operators, which ``torch.compile`` fuses; none of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
         A new tensor of ``images``' shape and dtype.
 
     Raises:
-        TypeError: if ``flips`` is not bool. ValueError: on any other shape.
+        TypeError: if ``flips`` is not bool. ValueError: on any other shape or device.
     """
     require_tensors("horizontal_flip", images=images, flips=flips)
     if flips.dtype != torch.bool:
@@ -35,6 +36,8 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
             "horizontal_flip: images must be [B, H, W, C] and flips [B], "
             f"got {tuple(images.shape)} and {tuple(flips.shape)}"
         )
+    if flips.device != images.device:
+        raise ValueError(f"horizontal_flip: flips must be on images' device {images.device}, got {flips.device}")
     # A select over both versions: indexing with `flips` would make the host wait for the number of flipped images.
     return torch.where(flips[:, None, None, None], images.flip(2), images)
 
@@ -45,10 +48,13 @@ def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
 
 
 def _numbers(name: str, values: Any) -> list[float]:
-    if isinstance(values, str) or not hasattr(values, "__iter__"):
-        raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
     values = values.tolist() if isinstance(values, Tensor) else values
-    return [number(f"normalise: {name}", value) for value in values]
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__") or getattr(values, "ndim", 1) == 0:
+        raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
+    numbers = [number(f"normalise: {name}", value) for value in values]
+    if not all(-math.inf < value < math.inf for value in numbers):
+        raise ValueError(f"normalise: {name} must be finite, got {tuple(numbers)}")
+    return numbers
 
 
 def normalise(
@@ -77,6 +83,8 @@ def normalise(
         raise ValueError(f"normalise: images must be [B, H, W, C], got shape {tuple(images.shape)}")
     mean, std = _numbers("mean", mean), _numbers("std", std)
     channels = images.shape[3]
+    if channels < 1:
+        raise ValueError("normalise: images must have at least 1 channel, got 0")
     if len(mean) != channels or len(std) != channels:
         raise ValueError(
             f"normalise: mean and std must have one value for each of the {channels} channels, "
@@ -133,6 +141,8 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int] | int, patch: int) -> Tenso
     require_tensors("unpatchify", tokens=tokens)
     h, w = pair("unpatchify: grid", grid)
     patch = integer("unpatchify: patch", patch)
+    if h < 0 or w < 0:
+        raise ValueError(f"unpatchify: grid must hold 0 or more patches each way, got {(h, w)}")
     if tokens.ndim != 3 or tokens.shape[1] != h * w:
         raise ValueError(f"unpatchify: tokens must be [B, {h * w}, dim] for grid {h} x {w}, got {tuple(tokens.shape)}")
     if patch < 1 or tokens.shape[2] % (patch * patch):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, get_args
 
-from dmjd.ops.arguments import integer, number, pair
+from dmjd.ops.arguments import choice, integer, number, pair
 
 Pattern = Literal["uniform", "block", "beit"]
 Regulation = Literal["disjoint", "none", "complementary"]
@@ -79,7 +78,7 @@ class MaskPlan:
     def views(self) -> int:
         return len(self.fresh)
 
-    @cached_property
+    @property
     def unit_grid(self) -> tuple[int, int]:
         return self.grid[0] // self.block[0], self.grid[1] // self.block[1]
 
@@ -164,7 +163,8 @@ def _fresh_units(units: int, hidden: int, views: int, pred_ratio: float | None, 
         )
     if views == 1:
         return (hidden,)
-    share, remainder = divmod(predicted - hidden, views - 1)
+    # Not divmod, which torch.compile does not trace where it keeps numbers open.
+    share, remainder = (predicted - hidden) // (views - 1), (predicted - hidden) % (views - 1)
     return (hidden, *(share + (later < remainder) for later in range(views - 1)))
 
 
@@ -203,8 +203,7 @@ def mask_plan(
         ("regulation", regulation, REGULATIONS),
         ("rounding", rounding, ROUNDINGS),
     ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        choice(name, value, allowed)
     grid, block, views = pair("grid", grid), pair("block", block), integer("views", views)
     mask_ratio = number("mask_ratio", mask_ratio)
     pred_ratio = None if pred_ratio is None else number("pred_ratio", pred_ratio)

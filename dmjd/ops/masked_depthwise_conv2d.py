@@ -199,8 +199,11 @@ def masked_depthwise_conv2d(
         raise ValueError(f"{_NAME}: weight must have k in {KERNEL_SIZES}, got {tuple(weight.shape)}")
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != channels):
         raise ValueError(f"{_NAME}: bias must be [C] with C = {channels}, got {tuple(bias.shape)}")
-    if len({tensor.device for tensor in (x, visible, restore, weight, bias) if tensor is not None}) != 1:
-        raise ValueError(f"{_NAME}: all tensors must be on x's device, {x.device}")
+    named = {"x": x, "visible": visible, "restore": restore, "weight": weight, "bias": bias}
+    devices = {name: tensor.device for name, tensor in named.items() if tensor is not None}
+    if len(set(devices.values())) != 1:
+        places = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{_NAME}: all tensors must be on one device, got {places}")
     summed = torch.float64 if x.dtype == torch.float64 else torch.float32
     return torch.ops.dmjd.masked_depthwise_conv2d(
         x,

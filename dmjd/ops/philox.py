@@ -53,9 +53,10 @@ def _fake(counter: Tensor, key: Tensor) -> Tensor:
 
 @define("philox4x32(Tensor counter, Tensor key) -> Tensor", fake=_fake)
 def _reference(counter: Tensor, key: Tensor) -> Tensor:
-    c0, c1, c2, c3 = counter.unbind(-1)
+    # The low halves alone, as the kernels read them.
+    c0, c1, c2, c3 = (counter & _LOW32).unbind(-1)
     # Not blocking: a host sync here would stall every training step.
-    k0, k1 = key.to(counter.device, non_blocking=True).unbind(-1)
+    k0, k1 = (key.to(counter.device, non_blocking=True) & _LOW32).unbind(-1)
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
         high1, low1 = _multiply(_MULTIPLIERS[1], c2)
@@ -98,19 +99,22 @@ def make_key(seed: int | Tensor, epoch: int | Tensor) -> Tensor:
         TypeError: if one is neither an integer nor an int64 tensor.
         ValueError: if an integer is outside ``[0, 2**32)``, or a tensor is not 0-d.
     """
+    key: list[int | Tensor] = []
     for name, value in (("seed", seed), ("epoch", epoch)):
+        word = value if isinstance(value, Tensor) else integer(name, value)
         if isinstance(value, Tensor):
             if value.dtype != torch.int64:
                 raise TypeError(f"{name} must be an integer or an int64 tensor, got a tensor of {value.dtype}")
             if value.ndim:
                 raise ValueError(f"{name} must be 0-d as a tensor, got shape {tuple(value.shape)}")
-        elif not 0 <= integer(name, value) < WORD_RANGE:
+        elif not 0 <= word < WORD_RANGE:
             raise ValueError(f"{name} must be in [0, 2**32), got {shown(value)}")
-    if isinstance(seed, Tensor) or isinstance(epoch, Tensor):
-        device = next(value.device for value in (seed, epoch) if isinstance(value, Tensor))
-        return torch.stack([torch.as_tensor(v, dtype=torch.int64, device=device) for v in (seed, epoch)])
+        key.append(word)
+    devices = [word.device for word in key if isinstance(word, Tensor)]
+    if devices:
+        return torch.stack([torch.as_tensor(word, dtype=torch.int64, device=devices[0]) for word in key])
     # The device is named for callers who have set another as the default.
-    return torch.tensor([seed, epoch], dtype=torch.int64, device="cpu")
+    return torch.tensor(key, dtype=torch.int64, device="cpu")
 
 
 def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, lane: int = 0) -> Tensor:
@@ -118,7 +122,7 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
 
     Args:
         sample_ids: int64 ``[B]``.
-        words: how many words each sample gets.
+        words: how many words each sample gets, at most 2**34.
         key: from :func:`make_key`.
         domain: what the draw is for, in ``[0, 2**8)``.
         lane: view, attempt or layer, in ``[0, 2**24)``.
@@ -138,8 +142,8 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
     for name, value, end in (("domain", integer("keyed_bits: domain", domain), 8), ("lane", lane, 24)):
         if not 0 <= value < 1 << end:
             raise ValueError(f"keyed_bits: {name} must be in [0, 2**{end}), got {value}")
-    if words < 0:
-        raise ValueError(f"keyed_bits: words must be 0 or more, got {words}")
+    if not 0 <= words <= 4 * WORD_RANGE:  # four for each number of a block
+        raise ValueError(f"keyed_bits: words must be in [0, 2**34], got {words}")
     blocks = -(-words // 4)
     block = torch.arange(blocks, device=sample_ids.device).expand(sample_ids.shape[0], blocks)
     stream = torch.full_like(block, int(domain) << 24 | lane)

@@ -17,7 +17,7 @@ from dmjd.ops.id_check import check_ids
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return dtype if dtype.is_complex or dtype == torch.float64 else torch.float32
 
 
 def _gather_fake(x: Tensor, ids: Tensor, prefix_tokens: int) -> Tensor:
@@ -33,7 +33,9 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
-    return torch.ops.dmjd.gather_tokens_backward(grad, ids, ctx.tokens, ctx.prefix_tokens), None, None
+    # The kernels take no complex numbers.
+    backward = _gather_backward_reference if grad.is_complex() else torch.ops.dmjd.gather_tokens_backward
+    return backward(grad, ids, ctx.tokens, ctx.prefix_tokens), None, None
 
 
 @define(

@@ -337,11 +337,13 @@ def test_an_interpreter_that_is_none_is_met_before_the_queue(tmp_path: Path, kin
     ("line", "warning"),
     [
         ("DMJD_PYTHON=/nope/python", "is not on this machine"),
-        ("DMJD_PYTHON=false", "does not run on this machine"),
+        ("DMJD_PYTHON=false", "does not run on this machine: exit code 1"),
         ("DMJD_PYTHON=VENV", "lacks on this machine: torch, hydra"),
         ("DMJD_CONTAINER=/nope/dmjd.sif", "is not on this machine"),
         ("DMJD_CONTAINER=registry#dmjd:1", ""),
         (f"DMJD_PYTHON={sys.executable}", ""),
+        ("DMJD_PYTHON=", ""),
+        ("DMJD_CONTAINER=", ""),
     ],
 )
 def test_what_only_compute_nodes_may_have_is_a_warning(
@@ -353,6 +355,8 @@ def test_what_only_compute_nodes_may_have_is_a_warning(
     site, line = tmp_path / "site.env", line.replace("VENV", f"{tmp_path}/venv/bin/python")
     site.write_text(line + "\n")
     job = plan("pretrain", [f"site={site}", "gpus=1", f"run={tmp_path}/run", "experiment=demo"])
+    if line.endswith("="):  # as if the site did not name it
+        assert f"export DMJD_PYTHON={sys.executable}\n" in job.script
     found = [note for note in job.notes if note.startswith("warning: ")]
     assert len(found) == bool(warning)
     assert all(f"{line} {warning}" in note for note in found), found

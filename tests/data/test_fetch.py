@@ -99,6 +99,12 @@ def test_debians_folder_comes_first_if_it_has_all_four(tmp_path: Path, monkeypat
         fashion_mnist_folder()
 
 
+def cannot_start(work: Path) -> Path:
+    (work / "apt-get").touch(0o600)
+    fetch._run([str(work / "apt-get")], work)
+    return work
+
+
 def fails(work: Path) -> Path:
     write(work)
     raise fetch._Failed("cut\noff")
@@ -108,6 +114,7 @@ def fails(work: Path) -> Path:
     ("first", "reason"),
     [
         (fails, "cut off"),
+        (cannot_start, "[Errno 13] Permission denied"),
         (lambda work: work, "it gave no train-images-idx3-ubyte"),
         (lambda work: write(work, t10k_labels_idx1_ubyte=idx(20, seed=4)), "its t10k-labels-idx1-ubyte is not that of"),
         (lambda work: write(work, train_images_idx3_ubyte=FILES[IMAGES] + b"more"), "its train-images-idx3-ubyte is"),

@@ -390,6 +390,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused(run: Path, monkeypatch: p
     assert snapshot(run) == before
 
 
+@pytest.mark.parametrize("name", ["export", "export/NAME", "export/NAME.json"])
+def test_what_is_in_the_way_of_the_file_is_named(run: Path, name: str) -> None:
+    written = exported(run)
+    shutil.rmtree(run / "export")
+    place = run / name.replace("NAME", written.name)
+    place.parent.mkdir(exist_ok=True)
+    place.touch() if name == "export" else place.mkdir()
+    kind = "file" if name == "export" else "folder"
+    with pytest.raises(ConfigError, match=f"{place} is a {kind}; move it away, or name a file elsewhere with output="):
+        exported(run)
+
+
 def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
     with pytest.raises(CheckpointError, match="absent is not there"):
         exported(run / "absent")

@@ -137,6 +137,20 @@ def test_how_an_evaluation_is_computed_does_not_change_it(run: Path) -> None:
     assert evaluate("knn", run, "train_images=300", "batch_size=100")["top1"] == pytest.approx(record["top1"], abs=0.3)
 
 
+@pytest.mark.parametrize("verb", ["knn", "linprobe"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_in_the_place_of_the_scores_is_named_before_the_images_are_encoded(
+    run: Path, monkeypatch: pytest.MonkeyPatch, verb: str, link: bool
+) -> None:
+    place = run / "evaluations"
+    shutil.rmtree(place)
+    place.symlink_to(run / "absent") if link else place.touch()
+    monkeypatch.setattr(FrozenEncoder, "features", too_late)
+    what = "a link to nowhere" if link else "a file"
+    with pytest.raises(ConfigError, match=f"{place} is {what}, where scores need a folder; move it away, or name a"):
+        evaluate(verb, run)
+
+
 def test_a_checkpoint_is_named_by_its_run_or_by_itself(run: Path) -> None:
     records = [
         evaluate("knn", path, "train_images=100") for path in (run, run / "checkpoints", run / "checkpoints" / STEP)

@@ -50,6 +50,8 @@ def bits(**changes: Any) -> Tensor:
     [
         {"seed": np.int64(0), "epoch": np.uint8(0)},
         {"seed": torch.tensor(0)},
+        {"seed": np.array(0), "epoch": np.array(0, np.uint8)},
+        {"seed": np.array(0), "epoch": torch.tensor(0)},
         {"grid": 6},
         {"grid": np.int64(6)},
         {"grid": [6, np.int32(6)]},
@@ -130,7 +132,58 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: bits(lane=1 << 24), ValueError, "keyed_bits: lane must be in [0, 2**24), got 16777216"),
     (lambda: bits(lane=0.5), TypeError, "keyed_bits: lane must be an integer, got 0.5"),
     (lambda: bits(domain=256), ValueError, "keyed_bits: domain must be in [0, 2**8), got 256"),
-    (lambda: bits(words=-1), ValueError, "keyed_bits: words must be 0 or more, got -1"),
+    (lambda: bits(words=-1), ValueError, "keyed_bits: words must be in [0, 2**34], got -1"),
+    (lambda: bits(words=10**30), ValueError, "keyed_bits: words must be in [0, 2**34], got 1000000"),
+    (lambda: masks(views=torch.tensor(True)), TypeError, "views must be an integer, got tensor(True)"),
+    (
+        lambda: masks(views=torch.tensor(2, device="meta")),
+        TypeError,
+        "views must be an integer, got tensor(..., device",
+    ),
+    (lambda: masks(mask_ratio=10**400), ValueError, "mask_ratio must be in the range of a float, got a value of type"),
+    (lambda: masks(pred_ratio=Fraction(10**400, 3)), ValueError, "pred_ratio must be in the range of a float"),
+    (lambda: masks(pattern=np.array(["uniform", "x"])), ValueError, "pattern must be one of uniform, block, beit, got"),
+    (lambda: ops.hog(IMAGES, norm=np.array([1, 2])), ValueError, "hog: norm must be one of none, l2, layernorm, got"),
+    (
+        lambda: ops.gather_tokens(X.to_sparse(), VIEWS.visible),
+        TypeError,
+        "gather_tokens: x must be a dense tensor, got",
+    ),
+    (
+        lambda: ops.hog(torch.nested.nested_tensor([X, X], layout=torch.jagged)),
+        TypeError,
+        "hog: images must be a dense tensor, got a nested",
+    ),
+    (
+        lambda: ops.normalise(IMAGES, [0.5] * 3, [float("nan")] * 3),
+        ValueError,
+        "normalise: std must be finite, got (nan",
+    ),
+    (
+        lambda: ops.normalise(IMAGES, [0, 0, float("inf")], [1] * 3),
+        ValueError,
+        "normalise: mean must be finite, got (0",
+    ),
+    (lambda: ops.normalise(IMAGES, torch.tensor(0.5), [1] * 3), TypeError, "normalise: mean must be a sequence of num"),
+    (lambda: ops.normalise(IMAGES, [0] * 3, np.array(0.5)), TypeError, "normalise: std must be a sequence of numbers"),
+    (lambda: ops.normalise(IMAGES[..., :0], [], []), ValueError, "normalise: images must have at least 1 channel"),
+    (lambda: ops.unpatchify(X, (-6, -6), 2), ValueError, "unpatchify: grid must hold 0 or more patches each way"),
+    (
+        lambda: ops.horizontal_flip(IMAGES, torch.ones(1, dtype=torch.bool, device="meta")),
+        ValueError,
+        "horizontal_flip: flips must be on images' device cpu, got meta",
+    ),
+    (
+        lambda: convolution(weight=WEIGHT.to("meta")),
+        ValueError,
+        "all tensors must be on one device, got x on cpu, visible on cpu, restore on cpu, weight on meta",
+    ),
+    (
+        lambda: torch.autocast("cpu")(ops.gelu_mlp)(MLP[0].long(), *MLP[1:]),
+        TypeError,
+        "gelu_mlp: x must be floating, got torch.int64",
+    ),
+    (lambda: ops.reference("hogg"), ValueError, "reference: name must be one of disjoint_masks, gather_tokens,"),
     (lambda: bits(sample_ids=[0]), TypeError, "keyed_bits: sample_ids must be a tensor, got [0]"),
     (lambda: bits(sample_ids=IDS.int()), TypeError, "keyed_bits: sample_ids must be int64, got torch.int32"),
     (lambda: bits(sample_ids=IDS[None]), ValueError, "keyed_bits: sample_ids must be one-dimensional [B]"),
@@ -275,7 +328,6 @@ print(counter.get_total_flops())
 
 def test_views_and_plans_are_loaded_as_weights_are() -> None:
     plans = [ops.mask_plan((6, 6), views=2, mask_ratio=0.6, pattern=pattern) for pattern in ("block", "beit")]
-    assert plans[0].unit_grid == (3, 3)  # kept in the object from here on
     file = io.BytesIO()
     torch.save({"views": VIEWS, "plans": plans}, file)
     file.seek(0)
@@ -284,6 +336,67 @@ def test_views_and_plans_are_loaded_as_weights_are() -> None:
     assert all(map(torch.equal, loaded["views"], VIEWS))
     assert loaded["plans"] == plans
     assert torch.equal(ops.draw_masks(IDS, loaded["plans"][1], seed=0, epoch=0).mask, masks(pattern="beit").mask)
+
+
+def test_complex_tokens_have_the_gradient_of_their_parts() -> None:
+    x = torch.view_as_complex(torch.randn(2, 36, 4, 2)).requires_grad_()
+    parts = torch.view_as_real(x.detach()).flatten(2).requires_grad_()
+    weight = torch.randn(4, VIEWS.visible.shape[-1], 8)
+    (torch.view_as_real(ops.gather_tokens(x, VIEWS.visible)).flatten(2) * weight).sum().backward()
+    (ops.gather_tokens(parts, VIEWS.visible) * weight).sum().backward()
+    assert x.grad is not None
+    assert parts.grad is not None
+    assert torch.equal(torch.view_as_real(x.grad).flatten(2), parts.grad)
+
+
+@pytest.mark.parametrize("empty", ["rows", "inputs", "hidden", "outputs"])
+def test_gelu_mlp_of_a_width_of_zero_is_what_the_layers_give(empty: str) -> None:
+    rows, depth, hidden, out = (0 if name == empty else 2 for name in ("rows", "inputs", "hidden", "outputs"))
+    shapes = (3, rows, depth), (hidden, depth), (hidden,), (out, hidden), (out,)
+    found, expected = ([torch.ones(shape, requires_grad=True) for shape in shapes] for _ in range(2))
+    ops.gelu_mlp(*found).sum().backward()
+    ops.reference("gelu_mlp")(*expected).sum().backward()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("word", [-1, 1 << 32, (1 << 40) + 5, -(1 << 62)])
+def test_the_reference_of_philox_reads_the_low_halves_as_the_kernels_do(word: int) -> None:
+    counter, key = torch.full((2, 4), word), torch.tensor([word, 1 - word])
+    expected = ops.philox4x32(counter & 0xFFFFFFFF, key & 0xFFFFFFFF)
+    assert torch.equal(ops.reference("philox4x32")(counter, key), expected)
+    assert torch.equal(ops.philox4x32(counter, key), expected)
+
+
+def test_a_program_that_returns_views_is_exported_saved_and_loaded() -> None:
+    class Masks(torch.nn.Module):
+        def forward(self, ids: Tensor) -> Views:
+            views: Views = ops.disjoint_masks(ids, **REQUEST)
+            return views
+
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Masks(), (IDS,)), file)
+    file.seek(0)
+    assert all(map(torch.equal, torch.export.load(file).module()(IDS), VIEWS))
+
+
+def test_masks_compile_with_sizes_rates_and_keys_left_open() -> None:
+    def masks_of(x: Tensor, ids: Tensor, ratio: float, seed: int) -> Views:
+        grid = (x.shape[1], x.shape[2])
+        views: Views = ops.disjoint_masks(ids, grid=grid, views=2, mask_ratio=ratio, seed=seed, epoch=1)
+        return views
+
+    torch._dynamo.reset()
+    compiled = torch.compile(masks_of, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, height, width, ratio in ((2, 4, 6, 0.6), (3, 10, 6, 0.7)):
+        arguments = torch.empty(batch, height, width), torch.arange(batch), ratio, batch
+        assert all(map(torch.equal, compiled(*arguments), masks_of(*arguments)))
+
+
+def test_what_a_plan_derives_from_its_counts_can_be_traced() -> None:
+    plan = ops.mask_plan((6, 6), views=2, mask_ratio=0.6)
+    scaled = torch.compile(lambda x: x * plan.m_corr * plan.units, fullgraph=True, backend="eager")
+    assert scaled(torch.ones(1)).item() == pytest.approx(plan.hidden)
 
 
 def test_a_type_checker_knows_the_words() -> None:

@@ -267,6 +267,11 @@ def test_check_ids_refuses_wrong_ids_on_the_cpu() -> None:
         "try: compiled(x, ids + 1)",
         "except RuntimeError as error: assert 'must be in range' in str(error), error",
         "else: raise AssertionError('compiled')",
+        "several = torch.vmap(lambda one: gather_tokens(x, one))",  # ids that nobody can read pass unchecked
+        "assert several(torch.stack([ids, ids])).shape == (2, 1, 2, 2)",
+        "assert torch.compile(several, fullgraph=True, backend='aot_eager')(ids[None]).shape == (1, 1, 2, 2)",
+        "assert gather_tokens(x.to('meta'), ids.to('meta')).shape == (1, 2, 2)",
+        "with torch._subclasses.FakeTensorMode() as mode: gather_tokens(*map(mode.from_tensor, (x, ids)))",
     ]
     done = checked("cpu", *lines)
     assert done.returncode == 0, done.stderr
