@@ -9,8 +9,6 @@
 
 namespace dmjd::attention {
 
-constexpr int64_t kMostTokens = 288;
-
 // A tensor [B, N, H, D] as kernels read it: in place where rows are whole and 16 bytes apart, which views of a packed
 // projection are, else a copy.
 inline Tensor readable(const Tensor& tensor) {
@@ -57,9 +55,9 @@ inline void require(const Tensor& q, const Tensor& k, const Tensor& v, const std
   STD_TORCH_CHECK(q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half,
                   "short_attention: kernels take bfloat16 and float16");
   const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), depth = q.size(3);
-  STD_TORCH_CHECK(tokens <= kMostTokens && (depth == 32 || depth == 64 || depth == 80),
-                  "short_attention: kernels take at most ", kMostTokens, " tokens and heads of 32, 64 and 80, got ",
-                  tokens, " and ", depth);
+  STD_TORCH_CHECK((depth == 32 && tokens <= 288) || ((depth == 64 || depth == 80) && tokens <= 256),
+                  "short_attention: kernels take 288 tokens of 32 channels a head, 256 of 64 or 80 at most, got ", tokens,
+                  " of ", depth);
   STD_TORCH_CHECK(batch * heads <= INT32_MAX, "short_attention: too many heads in one call");
   if (!bias.has_value()) return;
   const int64_t dim = bias->dim(), windows = dim == 4 ? bias->size(0) : 1;

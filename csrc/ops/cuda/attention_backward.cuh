@@ -18,7 +18,7 @@ struct Backward {
   float* delta;      // [B, H, N] or null: sums of out * grad, for the gradient of bias
   int heads, tokens, windows;
   int chunk_tiles;  // of queries
-  float scale;
+  float scale, unit;  // unit: scale * log2(e)
 };
 
 // Bytes of shared memory between the parts of a block, in their order.
@@ -75,7 +75,7 @@ __device__ __forceinline__ void row_stats(const unsigned char* grad, const unsig
   }
 }
 
-template <typename T, int kD, int kM, int kWarps, int kBlocks, bool kHeld, bool kBias>
+template <typename T, int kD, int kM, int kWarps, int kBlocks, bool kHoldK, bool kHoldV, bool kBias>
 __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const Backward<T> p) {
   using R = Rows<kD>;
   constexpr int kSteps = kD / kTile;
@@ -101,26 +101,23 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const
   wait_copies<0>();
   __syncthreads();
 
-  const Places<kD> down(true), across(false);
-  const float unit = p.scale * kLog2e;
+  const int down = place<kD>(true), across = place<kD>(false);
   const T* bias = kBias ? p.bias + (static_cast<int64_t>(b % p.windows) * p.heads + h) * tokens * tokens : nullptr;
   const int first_key = warp * kM * kTile;
   const bool edge = first_key + kM * kTile > tokens;
   const uint32_t own_k = k_at + first_key * R::kStride, own_v = v_at + first_key * R::kStride;
-  uint32_t k_held[kHeld ? kM : 1][kSteps][4], v_held[kHeld ? kM : 1][kSteps][4];
-  if constexpr (kHeld) {
+  uint32_t k_held[kM][kSteps][4], v_held[kM][kSteps][4];  // no registers where they are not held
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+  for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        load_matrices(k_held[m][k], own_k + m * kTile * R::kStride + down.at[k]);
-        load_matrices(v_held[m][k], own_v + m * kTile * R::kStride + down.at[k]);
-      }
+    for (int k = 0; k < kSteps; ++k) {
+      if constexpr (kHoldK) load_matrices(k_held[m][k], beside<kD>(own_k + m * kTile * R::kStride + down, k));
+      if constexpr (kHoldV) load_matrices(v_held[m][k], beside<kD>(own_v + m * kTile * R::kStride + down, k));
     }
   }
   float grad_k[kM][kD / 8][4] = {}, grad_v[kM][kD / 8][4] = {};
   // Where this lane leaves its scores' gradients, and where it reads four matrices of them, keys downwards.
-  const int leave = (first_key + row) * score_stride + column * 2;
+  const uint32_t leave = scores_at + (first_key + row) * score_stride + column * 2;
   const uint32_t take = scores_at + ((lane & 7) + 8 * (lane >> 4)) * score_stride + ((lane >> 3) & 1) * 16;
 
   for (int first_tile = 0; first_tile < query_tiles; first_tile += p.chunk_tiles) {
@@ -131,25 +128,23 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t right[4];
-        load_matrices(right, q_tile + across.at[k]);
+        load_matrices(right, beside<kD>(q_tile + across, k));
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          uint32_t left[4];
-          if constexpr (!kHeld) load_matrices(left, own_k + m * kTile * R::kStride + down.at[k]);
-          multiply<T>(score[m][0], kHeld ? k_held[m][k] : left, right[0], right[1]);
-          multiply<T>(score[m][1], kHeld ? k_held[m][k] : left, right[2], right[3]);
+          if constexpr (!kHoldK) load_matrices(k_held[m][k], beside<kD>(own_k + m * kTile * R::kStride + down, k));
+          multiply<T>(score[m][0], k_held[m][k], right[0], right[1]);
+          multiply<T>(score[m][1], k_held[m][k], right[2], right[3]);
         }
       }
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         uint32_t right[4];
-        load_matrices(right, grad_tile + across.at[k]);
+        load_matrices(right, beside<kD>(grad_tile + across, k));
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
-          uint32_t left[4];
-          if constexpr (!kHeld) load_matrices(left, own_v + m * kTile * R::kStride + down.at[k]);
-          multiply<T>(back[m][0], kHeld ? v_held[m][k] : left, right[0], right[1]);
-          multiply<T>(back[m][1], kHeld ? v_held[m][k] : left, right[2], right[3]);
+          if constexpr (!kHoldV) load_matrices(v_held[m][k], beside<kD>(own_v + m * kTile * R::kStride + down, k));
+          multiply<T>(back[m][0], v_held[m][k], right[0], right[1]);
+          multiply<T>(back[m][1], v_held[m][k], right[2], right[3]);
         }
       }
       uint32_t probability[kM][4], gradient[kM][4];
@@ -163,7 +158,7 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int key = first_key + m * kTile + row + 8 * (e / 2);
-            float exponent = fmaf(s[e], unit, -(e % 2 ? stat.z : stat.x));
+            float exponent = fmaf(s[e], p.unit, -(e % 2 ? stat.z : stat.x));
             if (kBias && key < tokens && query + e % 2 < tokens) {
               exponent = fmaf(widen(bias[(query + e % 2) * tokens + key]), kLog2e, exponent);
             }
@@ -175,22 +170,21 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const
           probability[m][2 * n + 1] = pack<T>(s[2], s[3]);
           gradient[m][2 * n] = pack<T>(g[0], g[1]);
           gradient[m][2 * n + 1] = pack<T>(g[2], g[3]);
-          unsigned char* to = shared + at.scores_at() + leave + m * kTile * score_stride +
-                              ((tile - first_tile) * kTile + n * 8) * 2;
-          *reinterpret_cast<uint32_t*>(to) = gradient[m][2 * n];
-          *reinterpret_cast<uint32_t*>(to + 8 * score_stride) = gradient[m][2 * n + 1];
+          const uint32_t to = leave + m * kTile * score_stride + ((tile - first_tile) * kTile + n * 8) * 2;
+          store_word(to, gradient[m][2 * n]);
+          store_word(to + 8 * score_stride, gradient[m][2 * n + 1]);
         }
       }
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
         uint32_t right[4];
-        load_transposed(right, grad_tile + down.at[n]);
+        load_transposed(right, beside<kD>(grad_tile + down, n));
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           multiply<T>(grad_v[m][2 * n], probability[m], right[0], right[1]);
           multiply<T>(grad_v[m][2 * n + 1], probability[m], right[2], right[3]);
         }
-        load_transposed(right, q_tile + down.at[n]);
+        load_transposed(right, beside<kD>(q_tile + down, n));
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           multiply<T>(grad_k[m][2 * n], gradient[m], right[0], right[1]);
@@ -209,7 +203,7 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks) backward_kernel(const
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
           uint32_t right[4];
-          load_transposed(right, k_at + key * kTile * R::kStride + down.at[n]);
+          load_transposed(right, beside<kD>(k_at + key * kTile * R::kStride + down, n));
           multiply<T>(grad_q[2 * n], left, right[0], right[1]);
           multiply<T>(grad_q[2 * n + 1], left, right[2], right[3]);
         }
@@ -243,7 +237,7 @@ struct BiasGradient {
 constexpr int kPiece = 64, kPieceThreads = 128;
 
 template <typename T, int kD>
-__global__ void __launch_bounds__(kPieceThreads) bias_gradient_kernel(const BiasGradient<T> p) {
+__global__ void __launch_bounds__(kPieceThreads, 2) bias_gradient_kernel(const BiasGradient<T> p) {
   using R = Rows<kD>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int tokens = p.tokens, pieces = (tokens + kPiece - 1) / kPiece;
@@ -254,7 +248,7 @@ __global__ void __launch_bounds__(kPieceThreads) bias_gradient_kernel(const Bias
   const int64_t map = static_cast<int64_t>(tokens) * tokens, offset = static_cast<int64_t>(blockIdx.y) * map;
   const uint32_t q_at = shared_address(shared), grad_at = q_at + kPiece * R::kStride;
   const uint32_t k_at = grad_at + kPiece * R::kStride, v_at = k_at + kPiece * R::kStride;
-  const Places<kD> down(true), across(false);
+  const int down = place<kD>(true), across = place<kD>(false);
   float sum[kPiece / 8][4] = {};
   const int last = min((share + 1) * p.per_share, p.images);
   for (int image = share * p.per_share; image < last; ++image) {
@@ -279,12 +273,12 @@ __global__ void __launch_bounds__(kPieceThreads) bias_gradient_kernel(const Bias
 #pragma unroll
       for (int k = 0; k < kD / kTile; ++k) {
         uint32_t left[4], right[4];
-        load_matrices(left, q_at + tile * R::kStride + down.at[k]);
-        load_matrices(right, k_at + j * kTile * R::kStride + across.at[k]);
+        load_matrices(left, beside<kD>(q_at + tile * R::kStride + down, k));
+        load_matrices(right, beside<kD>(k_at + j * kTile * R::kStride + across, k));
         multiply<T>(score[0], left, right[0], right[1]);
         multiply<T>(score[1], left, right[2], right[3]);
-        load_matrices(left, grad_at + tile * R::kStride + down.at[k]);
-        load_matrices(right, v_at + j * kTile * R::kStride + across.at[k]);
+        load_matrices(left, beside<kD>(grad_at + tile * R::kStride + down, k));
+        load_matrices(right, beside<kD>(v_at + j * kTile * R::kStride + across, k));
         multiply<T>(back[0], left, right[0], right[1]);
         multiply<T>(back[1], left, right[2], right[3]);
       }

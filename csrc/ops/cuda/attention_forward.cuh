@@ -18,7 +18,7 @@ struct Forward {
 
 // kTiles: tiles of keys whose scores a warp holds at once. More keys come in further chunks, with sums rescaled.
 template <typename T, int kD, int kTiles, bool kBias>
-__global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> p) {
+__global__ void __launch_bounds__(kThreads, !kBias && (kD == 32 || (kD == 64 && kTiles == 4)) ? 2 : 1) forward_kernel(const Forward<T> p) {
   using R = Rows<kD>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int b = blockIdx.x / p.heads, h = blockIdx.x % p.heads, tokens = p.tokens;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> p) {
   commit_copies();
   load_rows<T, kD>(v_at, p.v, b, h, 0, keys, tokens);
   commit_copies();
-  const Places<kD> down(true), across(false);
+  const int down = place<kD>(true), across = place<kD>(false);
   const float unit = kBias ? 1.f : p.scale * kLog2e;  // from scores to exponents of 2
   const T* bias = kBias ? p.bias + (static_cast<int64_t>(b % p.windows) * p.heads + h) * tokens * tokens : nullptr;
   wait_copies<1>();
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> p) {
     const int row = tile * kTile + lane / 4;
     uint32_t q[kD / kTile][4];
 #pragma unroll
-    for (int k = 0; k < kD / kTile; ++k) load_matrices(q[k], q_at + tile * kTile * R::kStride + down.at[k]);
+    for (int k = 0; k < kD / kTile; ++k) load_matrices(q[k], beside<kD>(q_at + tile * kTile * R::kStride + down, k));
     float out[kD / 8][4] = {}, sum[2] = {}, highest[2] = {-INFINITY, -INFINITY};
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       const int first = chunk * kTiles * kTile;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> p) {
 #pragma unroll
         for (int j = 0; j < kTiles; ++j) {
           uint32_t right[4];
-          load_matrices(right, k_at + (first + j * kTile) * R::kStride + across.at[k]);
+          load_matrices(right, beside<kD>(k_at + (first + j * kTile) * R::kStride + across, k));
           multiply<T>(score[2 * j], q[k], right[0], right[1]);
           multiply<T>(score[2 * j + 1], q[k], right[2], right[3]);
         }
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const Forward<T> p) {
 #pragma unroll
         for (int n = 0; n < kD / kTile; ++n) {
           uint32_t right[4];
-          load_transposed(right, v_at + (first + j * kTile) * R::kStride + down.at[n]);
+          load_transposed(right, beside<kD>(v_at + (first + j * kTile) * R::kStride + down, n));
           multiply<T>(out[2 * n], left, right[0], right[1]);
           multiply<T>(out[2 * n + 1], left, right[2], right[3]);
         }

@@ -76,19 +76,24 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t from
                : "r"(from));
 }
 
-// The place a lane names to load four 8 x 8 matrices, for every 16 channels of tile rows. `down`: the second matrix is
-// the one below the first (left operands; right operands that are transposed), else the one beside it (right operands).
+// The place, from a tile's first byte on, that a lane names to load four 8 x 8 matrices of its first 16 channels. `down`:
+// the second matrix is the one below the first (left operands; right operands that are transposed), else the one beside
+// it (right operands).
 template <int kD>
-struct Places {
-  int at[kD / kTile];
+__device__ __forceinline__ int place(bool down) {
+  const int lane = threadIdx.x % kLanes, low = (lane >> 3) & 1, high = lane >> 4;
+  return Rows<kD>::offset((lane & 7) + 8 * (down ? low : high), down ? high : low);
+}
 
-  __device__ __forceinline__ explicit Places(bool down) {
-    const int lane = threadIdx.x % kLanes, low = (lane >> 3) & 1, high = lane >> 4;
-    const int row = (lane & 7) + 8 * (down ? low : high), chunk = down ? high : low;
-#pragma unroll
-    for (int k = 0; k < kD / kTile; ++k) at[k] = Rows<kD>::offset(row, 2 * k + chunk);
-  }
-};
+// The same place 16 * step channels on. Tiles begin at multiples of 128 bytes where chunks are permuted.
+template <int kD>
+__device__ __forceinline__ uint32_t beside(uint32_t address, int step) {
+  return kD == 80 ? address + 32 * step : address ^ (32 * step);
+}
+
+__device__ __forceinline__ void store_word(uint32_t to, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
+}
 
 // sum += left * right, of bfloat16 or float16 with float32 sums.
 template <typename T>

@@ -14,6 +14,9 @@ template <typename T, int kD, int kTiles, bool kBias>
 void run(Forward<T> problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
   problem.chunks = (tiles + kTiles - 1) / kTiles;
+#ifdef DMJD_TUNE
+  const int kMostWarps = getenv("DMJD_W") ? atoi(getenv("DMJD_W")) : 8;
+#endif
   const int turns = (tiles + kMostWarps - 1) / kMostWarps, warps = (tiles + turns - 1) / turns;
   const int shared_bytes = (tiles + 2 * problem.chunks * kTiles) * kTile * Rows<kD>::kStride;
   launch(forward_kernel<T, kD, kTiles, kBias>, problem, static_cast<unsigned>(blocks), warps * kLanes, shared_bytes,
@@ -24,7 +27,11 @@ void run(Forward<T> problem, int64_t blocks, int32_t device) {
 template <typename T, int kD, bool kBias>
 void run(const Forward<T>& problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
-  const int chunks = (tiles + 6) / 7, needed = (tiles + chunks - 1) / chunks;
+  const int chunks = (tiles + 6) / 7;
+  int needed = (tiles + chunks - 1) / chunks;
+#ifdef DMJD_TUNE
+  if (getenv("DMJD_T")) needed = atoi(getenv("DMJD_T"));
+#endif
   if (needed <= 4) run<T, kD, 4, kBias>(problem, blocks, device);
   else if (needed == 5) run<T, kD, 5, kBias>(problem, blocks, device);
   else if (needed == 6) run<T, kD, 6, kBias>(problem, blocks, device);

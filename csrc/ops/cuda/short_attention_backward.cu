@@ -8,6 +8,8 @@
 namespace dmjd::attention {
 namespace {
 
+using torch::headeronly::ScalarType;
+
 // The most tiles of queries a chunk can hold where `blocks` share a multiprocessor, and then as few as chunks allow.
 template <int kD>
 int chunk_tiles(int tokens, int keys_per_warp, int blocks, int32_t device) {
@@ -22,31 +24,48 @@ int chunk_tiles(int tokens, int keys_per_warp, int blocks, int32_t device) {
   return (tiles + chunks - 1) / chunks;
 }
 
-template <typename T, int kD, int kM, int kWarps, int kBlocks, bool kHeld, bool kBias>
+template <typename T, int kD, int kM, int kWarps, int kBlocks, bool kHoldK, bool kHoldV, bool kBias>
 void run(Backward<T> problem, int64_t blocks, int32_t device) {
   constexpr int kKeys = kM * kTile;
   const int warps = (problem.tokens + kKeys - 1) / kKeys;
   problem.chunk_tiles = chunk_tiles<kD>(problem.tokens, kKeys, kBlocks, device);
   const int shared_bytes = BackwardLayout<kD>(problem.tokens, kKeys, problem.chunk_tiles).total();
-  launch(backward_kernel<T, kD, kM, kWarps, kBlocks, kHeld, kBias>, problem, static_cast<unsigned>(blocks),
+  launch(backward_kernel<T, kD, kM, kWarps, kBlocks, kHoldK, kHoldV, kBias>, problem, static_cast<unsigned>(blocks),
          warps * kLanes, shared_bytes, device);
 }
+
+#ifdef DMJD_TUNE
+inline int tune(const char* name) { const char* v = getenv(name); return v ? atoi(v) : 0; }
+#endif
 
 // Warps, and so the registers that each may have, go by the number of tokens.
 template <typename T, int kD, bool kBias>
 void run(const Backward<T>& problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
+#ifdef DMJD_TUNE
+  if constexpr (kD == 32 && !kBias) {
+    if (tune("DMJD_B") == 1) return run<T, kD, 1, 13, 1, true, true, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 2) return run<T, kD, 2, 9, 1, true, true, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 3) return run<T, kD, 2, 7, 2, true, false, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 4) return run<T, kD, 2, 7, 2, true, true, kBias>(problem, blocks, device);
+  }
+  if constexpr (kD == 64 && !kBias) {
+    if (tune("DMJD_B") == 1) return run<T, kD, 1, 5, 2, true, true, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 2) return run<T, kD, 1, 5, 3, true, false, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 3) return run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
+    if (tune("DMJD_B") == 4) return run<T, kD, 2, 4, 2, false, false, kBias>(problem, blocks, device);
+  }
+#endif
   if constexpr (kD == 32) {
-    if (tiles <= 14) run<T, kD, 2, 7, 2, true, kBias>(problem, blocks, device);
-    else run<T, kD, 2, 9, 1, true, kBias>(problem, blocks, device);
+    if (tiles <= 14 && !kBias) run<T, kD, 2, 7, 2, false, false, kBias>(problem, blocks, device);
+    else run<T, kD, 2, 9, 1, true, true, kBias>(problem, blocks, device);
   } else if constexpr (kD == 64) {
-    if (tiles <= 5) run<T, kD, 1, 5, 3, true, kBias>(problem, blocks, device);
-    else if (tiles <= 13) run<T, kD, 1, 13, 1, true, kBias>(problem, blocks, device);
-    else run<T, kD, 1, 18, 1, false, kBias>(problem, blocks, device);
+    if (tiles <= 5) run<T, kD, 1, 5, 3, false, false, kBias>(problem, blocks, device);
+    else if (tiles <= 13) run<T, kD, 1, 13, 1, false, false, kBias>(problem, blocks, device);
+    else run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
   } else {
-    if (tiles <= 5) run<T, kD, 1, 5, 2, true, kBias>(problem, blocks, device);
-    else if (tiles <= 13) run<T, kD, 1, 13, 1, false, kBias>(problem, blocks, device);
-    else STD_TORCH_CHECK(false, "short_attention: heads of 80 have a gradient for at most 208 tokens");
+    if (tiles <= 5) run<T, kD, 1, 5, 2, false, false, kBias>(problem, blocks, device);
+    else run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
   }
 }
 
@@ -61,7 +80,7 @@ void run_bias(BiasGradient<T> problem, Tensor& grad_bias, int32_t device) {
   problem.per_share = static_cast<int>((problem.images + wanted - 1) / wanted);
   problem.shares = (problem.images + problem.per_share - 1) / problem.per_share;
   const int64_t count = grad_bias.numel();
-  Tensor partials = torch::stable::new_empty(grad_bias, {problem.shares, count}, torch::headeronly::ScalarType::Float);
+  Tensor partials = torch::stable::new_empty(grad_bias, {static_cast<int64_t>(problem.shares), count}, ScalarType::Float);
   problem.partials = partials.mutable_data_ptr<float>();
   launch(bias_gradient_kernel<T, kD>, problem,
          dim3(static_cast<unsigned>(pieces * pieces), static_cast<unsigned>(maps),
@@ -81,7 +100,6 @@ std::tuple<Tensor, Tensor> short_attention_backward_cuda(const Tensor& grad, con
   require(q, out, grad, {});
   const int32_t device = q.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  using torch::headeronly::ScalarType;
   const int64_t batch = q.size(0), tokens = q.size(1), heads = q.size(2), depth = q.size(3), row = heads * depth;
   STD_TORCH_CHECK(lse.is_contiguous() && lse.scalar_type() == ScalarType::Float && lse.numel() == batch * heads * tokens,
                   "short_attention_backward: lse must be float32 [B, H, N]");
@@ -111,7 +129,7 @@ std::tuple<Tensor, Tensor> short_attention_backward_cuda(const Tensor& grad, con
     problem.delta = summed ? delta->mutable_data_ptr<float>() : nullptr;
     problem.heads = static_cast<int>(heads), problem.tokens = static_cast<int>(tokens);
     problem.windows = biases.windows;
-    problem.scale = static_cast<float>(scale);
+    problem.scale = static_cast<float>(scale), problem.unit = problem.scale * kLog2e;
     run<T, kD, decltype(with_bias)::value>(problem, batch * heads, device);
     if constexpr (decltype(with_bias)::value) {
       if (!summed) return;
