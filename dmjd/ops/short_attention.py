@@ -25,9 +25,9 @@ _TILE = 16  # rows, as in csrc/ops/cuda/attention_tiles.cuh
 
 def _window_bias(bias: Tensor, batch: int) -> Tensor:
     """``[H, N, N]`` or ``[W, H, N, N]`` as :func:`scaled_dot_product_attention` adds it to ``[B, H, N, N]``."""
-    if bias.ndim == 3 or bias.shape[0] == batch:
-        return bias
-    return bias.repeat(batch // bias.shape[0], 1, 1, 1)
+    if bias.ndim == 3:
+        return bias.expand(batch, -1, -1, -1)
+    return bias if bias.shape[0] == batch else bias.repeat(batch // bias.shape[0], 1, 1, 1)
 
 
 def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
