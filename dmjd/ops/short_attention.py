@@ -186,32 +186,34 @@ def _served(q: Tensor, scale: float) -> bool:
     )
 
 
+def _shapes(named: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
+
+
 def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
     """``named``: q, k and v, [B, N, H, D]."""
     q = named["q"]
-    shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in named.items())
     if q.ndim != 4 or any(tensor.shape != q.shape for tensor in named.values()):
-        raise ValueError(f"{op}: q, k and v must have one shape [B, N, H, D], got {shapes}")
+        raise ValueError(f"{op}: q, k and v must have one shape [B, N, H, D], got {_shapes(named)}")
     if bias is not None:
         batch, tokens, heads, _ = q.shape
         fits = bias.ndim in (3, 4) and bias.shape[-3:] == (heads, tokens, tokens)
         if not fits or (bias.ndim == 4 and (bias.shape[0] < 1 or batch % bias.shape[0] != 0)):
             raise ValueError(
                 f"{op}: bias must be [H, N, N], or [W, H, N, N] with W a divisor of B, got {list(bias.shape)} with "
-                f"{shapes}"
+                f"{_shapes(named)}"
             )
         named = {**named, "bias": bias}
     for name, tensor in named.items():
         if not tensor.dtype.is_floating_point or tensor.dtype != q.dtype:
             raise TypeError(f"{op}: {name} must have q's floating dtype {q.dtype}, got {tensor.dtype}")
-    if len({tensor.device for tensor in named.values()}) > 1:
+    if any(tensor.device != q.device for tensor in named.values()):
         places = ", ".join(f"{name} on {tensor.device}" for name, tensor in named.items())
         raise ValueError(f"{op}: all tensors must be on one device, got {places}")
 
 
-def _cast(tensor: Tensor) -> Tensor:
-    """``tensor`` in autocast's dtype, where autocast is on."""
-    kind = tensor.device.type
+def _cast(tensor: Tensor, kind: str) -> Tensor:
+    """``tensor`` in the dtype of autocast for devices of ``kind``, where that is on."""
     if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
@@ -243,8 +245,9 @@ def short_attention(
         TypeError: if dtypes differ or are not floating point.
         ValueError: if shapes do not fit, or devices differ.
     """
-    q, k, v = _cast(q), _cast(k), _cast(v)
-    bias = None if bias is None else _cast(bias)
+    kind = q.device.type
+    q, k, v = (_cast(tensor, kind) for tensor in (q, k, v))
+    bias = None if bias is None else _cast(bias, kind)
     _check("short_attention", {"q": q, "k": k, "v": v}, bias)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     if not _served(q, scale):
@@ -267,7 +270,8 @@ def short_attention_packed(qkv: Tensor, bias: Tensor | None = None, scale: float
         TypeError: if dtypes differ or are not floating point.
         ValueError: if shapes do not fit, or devices differ.
     """
-    qkv, bias = _cast(qkv), None if bias is None else _cast(bias)
+    kind = qkv.device.type
+    qkv, bias = _cast(qkv, kind), None if bias is None else _cast(bias, kind)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"short_attention_packed: qkv must be [B, N, 3, H, D], got {list(qkv.shape)}")
     q, k, v = qkv.unbind(2)

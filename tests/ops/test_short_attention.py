@@ -194,28 +194,30 @@ def test_autocast_casts_all_to_its_dtype() -> None:
 
 
 def compiles(inputs: Callable[[int], Inputs], call: Callable[..., Tensor], **options: Any) -> None:
-    @torch.compile(fullgraph=True, **options)
     def step(qkv: Tensor, bias: Tensor | None) -> Tensor:
         # Something precedes and follows, so that a launch on any stream but the current one would show.
         doubled = qkv * 2
         return (call(doubled, bias) if call is short_attention_packed else call(*doubled.unbind(2), bias)).square()
 
+    compiled_step = torch.compile(step, fullgraph=True, **options)
+
     for batch in (2, 4, 2):
         given = inputs(batch)
         leaves = [tensor.detach().requires_grad_() for tensor in given[:2] if tensor is not None]
         bias = leaves[1] if len(leaves) > 1 else None
-        compiled = step(leaves[0], bias)
+        compiled = compiled_step(leaves[0], bias)
         found = [compiled, *torch.autograd.grad(compiled, leaves, given.grad)]
-        eager = short_attention(*(leaves[0] * 2).unbind(2), bias).square()
+        eager = step(leaves[0], bias)
         for ours, expected in zip(found, [eager, *torch.autograd.grad(eager, leaves, given.grad)], strict=True):
-            torch.testing.assert_close(ours, expected)
+            # A compiler may round less often than eager operations do.
+            assert (ours - expected).norm() <= 2 * torch.finfo(ours.dtype).eps * expected.norm()
 
 
 @pytest.mark.parametrize("call", [short_attention, short_attention_packed, through_ops])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(call: Callable[..., Tensor], dynamic: bool) -> None:
     compiles(
-        lambda batch: make(Case(batch, 4 + batch, 2, 32, 0), torch.float32), call, dynamic=dynamic, backend="aot_eager"
+        lambda batch: make(Case(batch, 4 + batch, 2, 32, 0)), call, dynamic=dynamic, backend="aot_eager"
     )
 
 
