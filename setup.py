@@ -45,6 +45,7 @@ DEFAULT_ARCHS = "8.0;9.0+PTX"
 # Instructions of this card and no other. torch adds no architectures of its own beside one that is named.
 HOPPER_ARCH = "-gencode=arch=compute_90a,code=sm_90a"
 ARCH = re.compile(r"\d+\.\d[af]?(\+PTX)?")
+LINK_FLAGS = ["-Wl,-s", "-Wl,--version-script=csrc/exports.map"]
 SHIPPED_TREES = ("configs", "launchers")
 
 
@@ -160,7 +161,7 @@ def kernel_library(
                 *flags.get("nvcc", []),
             ],
         },
-        extra_link_args=["-Wl,-s"],
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
 
@@ -172,7 +173,7 @@ def numpy_module(name: str, pattern: str, include_paths: list[str], **options: A
         sorted(glob(pattern)),
         include_dirs=[path for path in include_paths if Path(path, "pybind11").is_dir()],
         extra_compile_args={"cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden"]},
-        extra_link_args=["-Wl,-s"],
+        extra_link_args=LINK_FLAGS,
         language="c++",
         **options,
     )

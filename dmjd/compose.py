@@ -21,7 +21,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from dmjd.config import (
     ConsolidateConfig,
@@ -37,6 +36,7 @@ from dmjd.config import (
 from dmjd.errors import ConfigError
 from dmjd.files import printable
 from dmjd.resources import configs_dir
+from dmjd.safe_load import parse_yaml
 
 SCHEMAS: dict[str, type] = {
     "pretrain": PretrainConfig,
@@ -124,12 +124,17 @@ def to_yaml(config: Any) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def from_yaml(schema: type, text: str, source: Path | str = "this text") -> Any:
+def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:
     """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``."""
     try:
-        return _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(text)))
-    except (OmegaConfBaseException, YAMLError) as error:
+        values = parse_yaml(text if isinstance(text, str) else text.decode())
+        if not isinstance(values, dict):
+            raise ConfigError(f"it holds a {type(values).__name__}, not values by key")
+        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
+        check_fields(config)
+    except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
+    return config
 
 
 def groups_of(verb: str) -> dict[str, list[str]]:

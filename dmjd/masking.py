@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmjd.ops.mask_plan import MaskPlan, mask_plan, nearest_count
+from dmjd.ops.mask_plan import MaskPlan, Pattern, Regulation, Rounding, mask_plan, nearest_count
 from dmjd.ops.masks import draw_masks, units_to_tokens
 from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
@@ -40,11 +40,11 @@ class MaskSpec:
     views: int = 2
     mask_ratio: float = 0.6
     pred_ratio: float | None = None
-    pattern: str = "block"
+    pattern: Pattern = "block"
     block: tuple[int, int] = (2, 2)
-    regulation: str = "disjoint"
+    regulation: Regulation = "disjoint"
     count: int | None = None
-    rounding: str = "exact"
+    rounding: Rounding = "exact"
     predict_ratio: float | None = None
 
     def __post_init__(self) -> None:

@@ -3,7 +3,8 @@
     python packaging/check_wheel.py [--glibc 2.34] [--glibcxx 3.4.29] WHEEL_OR_LIBRARY ...
 
 Fails on a C++ symbol of torch in a kernel library (those names change with every torch release; the stable ABI is plain
-C) and on symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
+C), on an exported symbol besides the init function (it would be mixed with torch's symbol of the same name), and on
+symbols of a newer C or C++ runtime than the ceiling. The default ceiling is that of RHEL 9 and Ubuntu 22.04.
 Needs `nm`; imports nothing but the standard library.
 """
 
@@ -27,14 +28,18 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def undefined_symbols(library: Path) -> str:
-    """What ``library`` expects of others, one symbol a line."""
-    return subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True).stdout
+def symbols_of(library: Path, kind: str) -> str:
+    """The dynamic symbols of ``library``, one a line; ``kind`` is "undefined" or "defined"."""
+    return subprocess.run(["nm", "-D", f"--{kind}-only", library], capture_output=True, text=True, check=True).stdout
 
 
 def faults(library: Path, ceilings: dict[str, str]) -> Iterator[str]:
     """Everything that is wrong with ``library``; ``ceilings`` maps GLIBC and GLIBCXX to the newest allowed version."""
-    symbols = undefined_symbols(library)
+    exported = {line.split()[-1] for line in symbols_of(library, "defined").splitlines()}
+    surplus = sorted(exported - {f"PyInit_{library.name.split('.')[0]}"})
+    if surplus:
+        yield f"exports {len(surplus)} symbols besides its init function, such as {surplus[0]}: use csrc/exports.map"
+    symbols = symbols_of(library, "undefined")
     if library.name.startswith("_C_"):
         if "torch_library_impl" not in symbols:
             yield "registers no kernel"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,3 +123,13 @@ def test_the_recorder_keeps_the_worst_of_every_test(pytester: pytest.Pytester) -
         "test_late": "failed",
         "test_skipped": "skipped: one card",
     }
+
+
+def test_warnings_of_torch_about_itself_are_no_failures_and_ours_are() -> None:
+    """The filters of pyproject.toml: torch 2.11 warns of torch.jit while its compiler is imported."""
+    for kind in (DeprecationWarning, FutureWarning):
+        for module in ("torch", "torch.jit._script"):
+            warnings.warn_explicit("`torch.jit.script_method` is deprecated.", kind, "_script.py", 362, module=module)
+        for module in ("dmjd.ops.masks", "torchvision.ops", "tests.ops.test_masks"):
+            with pytest.raises(kind):
+                warnings.warn_explicit("deprecated", kind, "masks.py", 1, module=module)

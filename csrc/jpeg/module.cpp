@@ -45,7 +45,8 @@ py::array_t<uint8_t> decode_region(const py::buffer& data, int top, int left, in
 
 PYBIND11_MODULE(_jpeg, m) {
   m.doc() = "JPEG files, decoded where they are wanted, by libjpeg-turbo.";
-  py::register_exception_translator([](std::exception_ptr thrown) {
+  // Local: a shared one would see the exceptions of other modules, which may have another C++ runtime.
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
     try {
       if (thrown) std::rethrow_exception(thrown);
     } catch (const dmjd::JpegError& error) {

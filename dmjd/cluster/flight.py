@@ -6,8 +6,6 @@ some rank has not, and that rank is the one to look at.
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dmjd.parallel.environment import FLIGHT
+from dmjd.safe_load import unpickle_plain
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
     stands = []
     for path in sorted((run / FLIGHT).glob("rank_*")):
         match = re.search(r"rank_(\d+)$", path.name)
-        entries = _entries(path) if path.stat().st_mtime >= since else []
+        entries = _entries(path) if path.is_file() and path.stat().st_mtime >= since else []
         last: dict[str, dict[str, Any]] = {}
         for entry in entries:
             group = _group(entry)
@@ -76,20 +75,14 @@ def explain(stands: Iterable[Stand]) -> list[str]:
     return sentences
 
 
-class _Plain(pickle.Unpickler):
-    """Of a pickle, numbers, text and containers alone: a run folder may come from anywhere."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a record of collectives")
-
-
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        record = _Plain(io.BytesIO(path.read_bytes())).load()
-    except Exception:  # of damaged bytes a pickle makes errors of any kind
+        record = unpickle_plain(path.read_bytes())
+    except (OSError, ValueError):
         return []
     entries = record.get("entries", []) if isinstance(record, dict) else []
-    return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("collective_seq_id"), int)]
+    entries = entries if isinstance(entries, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("collective_seq_id")) is int]
 
 
 def _group(entry: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import platform
+import re
 import threading
 import time
 from dataclasses import asdict, dataclass, fields
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from dmjd.files import replace_file
+from dmjd.safe_load import parse_json
 
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
 """forward: forward and backward pass; step: the optimizer's; stop: play is over, or an error ended it."""
@@ -116,7 +118,14 @@ def _path(run: Path, rank: int) -> Path:
 
 def _read(path: Path) -> Beat | None:
     try:
-        values = json.loads(path.read_text())
-        return Beat(**{item.name: values[item.name] for item in fields(Beat)})
+        values = parse_json(path.read_bytes() if path.is_file() else b"")
+        beat = Beat(**{item.name: values[item.name] for item in fields(Beat)})
+        whole, real = (beat.rank, beat.step, beat.pid), (beat.time, beat.seconds, beat.lost)
+        if not all(type(number) is int and 0 <= number < 1 << 53 for number in whole):
+            return None
+        if not all(type(number) in (int, float) and abs(number) < 1e12 for number in real):
+            return None
+        # The host goes into a command that asks it for its processes.
+        return beat if re.fullmatch(r"[\w.:-]{0,255}", beat.host) and isinstance(beat.phase, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -76,8 +76,9 @@ PATTERNS = (
 
 def log_of_last_launch(run: Path, launch: Mapping[str, Any] | None) -> tuple[str, str] | None:
     """Name of the job's log, and its part from the last launch on. Array jobs have theirs in another folder."""
-    logs = sorted((run / "slurm").glob("*.out"), key=lambda path: path.stat().st_mtime)
-    named = Path((launch or {}).get("log") or "none")
+    found = (path for path in (run / "slurm").glob("*.out") if path.is_file())
+    logs = sorted(found, key=lambda path: path.stat().st_mtime)
+    named = Path(str((launch or {}).get("log") or "none"))
     logs += [named] if named.is_file() else []
     if not logs:
         return None

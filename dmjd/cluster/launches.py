@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmjd.cluster.heartbeat import Beat
+from dmjd.safe_load import parse_json
 
 
 class LastWord(NamedTuple):
@@ -30,8 +30,12 @@ def read_launches(run: Path) -> list[dict[str, Any]]:
     """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
     path, launches = run / "slurm" / "launches.jsonl", []
     for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []:
-        with suppress(ValueError):
-            launches.append(json.loads(line))
+        with suppress(ValueError, LookupError, TypeError):
+            launch = parse_json(line)
+            datetime.fromisoformat(launch["when"].replace("Z", "+00:00"))
+            # Both are part of a file's name, and the job goes into Slurm's commands.
+            if re.fullmatch(r"\w{1,64}", launch["job"]) and re.fullmatch(r"\w{1,64}", str(launch["restart"])):
+                launches.append(launch)
     return launches
 
 
@@ -44,7 +48,7 @@ def recorded_at(run: Path) -> float:
     """When the last launch that became a run did so, by whatever it was started."""
     path = run / "provenance.json"
     try:
-        return datetime.fromisoformat(json.loads(path.read_text())["started"]).timestamp()
+        return datetime.fromisoformat(parse_json(path.read_bytes())["started"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
@@ -64,11 +68,12 @@ def refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
 def read_marker(run: Path, began: float) -> dict[str, Any]:
     """What the run left of its end; empty if that is damaged, or from before ``began``: of an earlier launch."""
     try:
-        marker = json.loads((run / "STOP_REASON").read_text())
+        marker = parse_json((run / "STOP_REASON").read_bytes())
         of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
+        said = all(isinstance(marker[key], str) for key in ("reason", "detail", "next"))
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return marker if of_this_launch and marker.keys() >= {"reason", "detail", "next"} else {}
+    return marker if of_this_launch and said else {}
 
 
 def ending(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dmjd.data.substitution import Substitution
 from dmjd.errors import BadImage, DataError, StorageError
+from dmjd.safe_load import parse_json
 
 _log = logging.getLogger("dmjd")
 
@@ -118,8 +119,10 @@ class Quarantine:
         self._torn = bool(rest)
         for line in whole.splitlines():
             try:
-                row = json.loads(line)
-                self._know(row["name"], row["kind"], row.get("images", 1))
+                row = parse_json(line)
+                name, kind, images = row["name"], row["kind"], row.get("images", 1)
+                if isinstance(name, str) and isinstance(kind, str) and type(images) is int and 0 < images < 1 << 53:
+                    self._know(name, kind, images)
             except (ValueError, TypeError, KeyError):
                 continue  # a torn line; its image is listed anew when it is met again
 

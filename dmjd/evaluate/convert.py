@@ -108,7 +108,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     if path.is_dir():
         folder = weights_at(config.input, "input")
         source = folder / checkpoint.CONFIG
-        trained = from_yaml(PretrainConfig, source.read_text(), source)
+        trained = from_yaml(PretrainConfig, source.read_bytes(), source)
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path), LAYOUTS["ours"], grid

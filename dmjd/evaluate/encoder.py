@@ -23,7 +23,7 @@ from dmjd.train.builders import build_encoder, build_objective, check_data, targ
 from dmjd.train.builders.refusal import refusing
 from dmjd.train.ema import ENCODER
 from dmjd.train.run_folder import RunFolder
-from dmjd.train.weights import load_encoder_weights, load_weights, weights_at
+from dmjd.train.weights import check_described, load_encoder_weights, load_weights, weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -103,6 +103,7 @@ def _home_of(path: Path) -> Path:
 
 
 def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
+    check_described(folder, trained)
     objective = build_objective(trained, target_dim(trained))
     if which != "untrained":
         load_weights(objective, folder)
@@ -148,8 +149,8 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
         return model, to_yaml(model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
-    text = (path / checkpoint.CONFIG).read_text()
-    return from_yaml(PretrainConfig, text, path / checkpoint.CONFIG), text
+    content = (path / checkpoint.CONFIG).read_bytes()
+    return from_yaml(PretrainConfig, content, path / checkpoint.CONFIG), content.decode()
 
 
 def _judged_data(trained: PretrainConfig, other: DataConfig | None) -> DataConfig:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
-import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dmjd.errors import CheckpointError
 from dmjd.files import replace_file
 from dmjd.interop.names import LEAVES, summary
+from dmjd.safe_load import load_torch, one_line
 
 SAFETENSORS = ".safetensors"
 GRID = "dmjd.token_grid"
@@ -46,6 +44,11 @@ class _Deaf(dict[str, Any]):
         pass
 
 
+def _inert(name: str) -> type:
+    """A class in the place of the one called ``name``: torch tells them apart."""
+    return type("Inert", (_Inert,), {})
+
+
 class _Inert:
     """Stands in for any class that a file names: training files hold options of argparse or yacs, numpy's scalars and
     the like beside weights.
@@ -70,9 +73,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        file: Any = load_file(path) if _is_safetensors(path) else _unpickle(path)
-    except Exception as error:  # bytes that are no pickle do what they happen to mean, and fail as that fails
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_reason(error)}") from error
+        file: Any = load_file(path) if _is_safetensors(path) else load_torch(path, None, _inert)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name")
     contained = [file[key] for key in CONTAINERS if isinstance(file.get(key), Mapping)]
@@ -142,6 +145,8 @@ def _fault(value: Any) -> str | None:
         return "quantised; store what dequantize() gives"
     if value.layout is not torch.strided:
         return "sparse; store what to_dense() gives"
+    if value.numel() * value.element_size() > value.untyped_storage().nbytes() and not value.is_meta:
+        return "larger than what the file holds of it; store what contiguous() gives"
     if value.is_meta:
         return "without values, for the model was on torch's meta device"
     if value.dtype not in FLOATS:
@@ -159,41 +164,3 @@ def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
         if all(name.startswith(prefix) for name in state):
             return _unwrapped({name.removeprefix(prefix): value for name, value in state.items()})
     return state
-
-
-def _reason(error: Exception) -> str:
-    """The line that tells; torch's first one advises against weights_only, and others point to its documentation."""
-    if isinstance(error, LookupError | TypeError | AttributeError):
-        return "it is damaged"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("Weights only", "Please file", "Check the doc"))]
-    return [*telling, *lines, "it is cut off"][0]
-
-
-def _unpickle(path: Path) -> Any:
-    """``torch.load`` with weights_only, in which every other class becomes :class:`_Inert`.
-
-    Files from before torch 1.6 do not tell their classes beforehand; those with others than tensors are refused.
-    """
-    with path.open("rb") as file:
-        start = file.read(2)
-    if start == _ZIP and not zipfile.is_zipfile(path):
-        raise pickle.UnpicklingError("it is cut off")
-    if start == _ZIP:
-        with zipfile.ZipFile(path) as archive:
-            parts = {name.rpartition("/")[2] for name in archive.namelist()}
-        if "constants.pkl" in parts:
-            raise pickle.UnpicklingError("it is a TorchScript archive; torch.save the state_dict() of what it holds")
-        if "data.pkl" not in parts:
-            raise pickle.UnpicklingError("torch.save did not write it")
-    if start and start not in (_ZIP, _PICKLE):
-        raise pickle.UnpicklingError("torch.save did not write it")
-    try:
-        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except ValueError:
-        foreign = []
-    stand_ins: list[Any] = [(type("Inert", (_Inert,), {}), name) for name in foreign]
-    with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of kinds of tensors that are passed over or refused here
-        with path.open("rb") as file:  # of a path, newer versions of torch go by the suffix
-            return torch.load(file, map_location="cpu", weights_only=True)

@@ -4,8 +4,11 @@ Every op has a PyTorch reference that works on any device without a compiler, an
 built: :func:`status` tells which kernel serves which op.
 """
 
+import torch.serialization
+
 from dmjd.ops._lib import reference, status
 from dmjd.ops._native import build_info
+from dmjd.ops.flops import register as _register_flops
 from dmjd.ops.gelu_mlp import gelu_mlp
 from dmjd.ops.hog import hog
 from dmjd.ops.images import horizontal_flip, normalise, patchify, unpatchify
@@ -16,6 +19,10 @@ from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4
 from dmjd.ops.short_attention import short_attention, short_attention_packed
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
+
+# torch.load reads them with weights_only=True: they hold tensors and numbers.
+torch.serialization.add_safe_globals([MaskPlan, Views])
+_register_flops()
 
 __all__ = [
     "Domain",

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from dmjd.ops import _native
 
@@ -55,21 +58,56 @@ def _until_loaded(name: str, reference: Callable[..., Any], library: str) -> Cal
     return kernel
 
 
+def _transformed(arguments: tuple[Any, ...]) -> bool:
+    """Whether a transform of torch.func, or forward-mode AD, is at work on a call."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    # A compiler traces a dual level without Python's count of them.
+    return torch._C._len_torch_dispatch_stack() > 0 and any(
+        isinstance(value, torch.Tensor) and torch._VF._unpack_dual(value, level=0)[1] is not None for value in arguments
+    )
+
+
+def _differentiable(
+    name: str, reference: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None
+) -> Callable[..., Any]:
+    """The op's Autograd kernel: ``autograd`` in a plain backward pass, else what torch makes of ``reference``."""
+    setup_context, backward = autograd if autograd is not None else (None, None)
+    below = make_autograd_impl(getattr(torch.ops.dmjd, name).default, Info(backward, setup_context))
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if _transformed(args):
+            return reference(*args)
+        if (
+            autograd is None
+            and torch.is_grad_enabled()
+            and any(getattr(value, "requires_grad", False) for value in args)
+        ):
+            return reference(*args)
+        return below(keyset, *args)
+
+    return kernel
+
+
 def define(
     schema: str,
     *,
     fake: Callable[..., Any],
     autograd: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+    differentiable: bool = False,
     triton: Callable[..., Any] | None = None,
     library: str = "CUDA",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the reference of a new op.
 
+    Under a transform of torch.func and under forward-mode AD a differentiable op runs its reference, which torch
+    differentiates and vectorises by its own rules.
+
     Args:
         schema: reads ``"name(Tensor x) -> Tensor"``.
         fake: makes the result's shapes and dtypes from the arguments'.
-        autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them, or None for an op
-            without a gradient.
+        autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them.
+        differentiable: without ``autograd``, whether torch differentiates the reference where a gradient is asked for.
         triton: the op on CUDA tensors by kernels in Triton, for an op that no native library serves.
         library: of the op's CUDA kernels, "CUDA" or "HOPPER" (:mod:`dmjd.ops._native`).
     """
@@ -80,9 +118,9 @@ def define(
         kernel = reference if triton is not None else _until_loaded(name, reference, library)
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-        if autograd is not None:
-            setup_context, backward = autograd
-            torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+        if autograd is not None or differentiable:
+            _library.impl(name, _differentiable(name, reference, autograd), "Autograd", with_keyset=True)
+            _library.impl(name, reference, "FuncTorchBatched")
         if triton is not None:
             _in_triton.add(name)
             if not _native.disabled and _HAS_TRITON:
@@ -95,16 +133,17 @@ def define(
     return register
 
 
-def once_differentiable(op: str) -> tuple[Callable[..., None], Callable[..., NoReturn]]:
-    """What :func:`define` takes as ``autograd`` of the gradient of ``op``, which has none of its own."""
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast casts to on such a device; None where it is off, and on "meta", which has no autocast."""
+    # torch.amp.is_autocast_available would tell of every type, and torch.compile cannot trace it before torch 2.12.
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
-    def keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
 
-    def refuse(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        raise RuntimeError(f"{op} is differentiable once: its gradient has no gradient")
-
-    return keep_nothing, refuse
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The context in which a reference computes in the dtypes that it was given."""
+    return torch.autocast(device_type, enabled=False) if autocast_dtype(device_type) else nullcontext()
 
 
 def reference(name: str) -> Callable[..., Any]:

@@ -47,7 +47,12 @@ def _fake_hidden(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
-@define("gelu_hidden(Tensor x, Tensor weight, Tensor bias) -> Tensor", fake=_fake_hidden, library="HOPPER")
+@define(
+    "gelu_hidden(Tensor x, Tensor weight, Tensor bias) -> Tensor",
+    fake=_fake_hidden,
+    differentiable=True,
+    library="HOPPER",
+)
 def _reference_hidden(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``gelu(x @ weight.T + bias)``, contiguous ``[M, C]``, ``[H, C]`` and ``[H]`` -> ``[M, H]``."""
     return F.gelu(F.linear(x, weight, bias))
@@ -65,6 +70,7 @@ def _fake_gradient(
     "gelu_hidden_gradient(Tensor x, Tensor weight1, Tensor bias1, Tensor grad, Tensor weight2) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake_gradient,
+    differentiable=True,
     library="HOPPER",
 )
 def _reference_gradient(

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.ops import gelu_hidden
-from dmjd.ops._lib import define, once_differentiable
+from dmjd.ops._lib import autocast_dtype, define, without_autocast
+from dmjd.ops.arguments import require_tensors
 
 
 def _fake_backward(
@@ -54,7 +55,7 @@ def _triton_backward(
     "gelu_mlp_backward(Tensor grad, Tensor x, Tensor weight1, Tensor bias1, Tensor weight2) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=once_differentiable("gelu_mlp"),
+    differentiable=True,
     triton=_triton_backward,
 )
 def _reference_backward(
@@ -62,7 +63,7 @@ def _reference_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weight1, bias1 and weight2."""
     rows, grads = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device.type):
         before = F.linear(rows, weight1, bias1)
         grad_hidden = torch.ops.aten.gelu_backward(grads @ weight2, before)
         return (
@@ -105,15 +106,15 @@ def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: T
     triton=_triton,
 )
 def _reference(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    with torch.autocast(x.device.type, enabled=False):  # the front end has cast
+    with without_autocast(x.device.type):  # the front end has cast
         return F.linear(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2)
 
 
 def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
     """``gelu(x @ weight1.T + bias1) @ weight2.T + bias2``, whose backward pass needs no hidden layer kept.
 
-    The exact GELU. Under autocast everything is cast as :func:`torch.nn.functional.linear` would. There is no second
-    derivative. Two runs give equal bits.
+    The exact GELU. Under autocast everything is cast as :func:`torch.nn.functional.linear` would. Two runs give equal
+    bits. Under torch.func, in forward mode and for second derivatives PyTorch's layers serve.
 
     Args:
         x: ``[..., C]`` floating point.
@@ -128,12 +129,13 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
         PyTorch's own serve the others.
 
     Raises:
-        TypeError: if the dtypes differ outside autocast.
+        TypeError: if the dtypes differ outside autocast, or an argument is not a tensor.
         ValueError: if shapes do not fit, or devices differ.
     """
     named = {"x": x, "weight1": weight1, "bias1": bias1, "weight2": weight2, "bias2": bias2}
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    require_tensors("gelu_mlp", **named)
+    dtype = autocast_dtype(x.device.type)
+    if dtype is not None and x.dtype != torch.float64:
         named = {name: tensor.to(dtype) for name, tensor in named.items()}
     for name, tensor in named.items():
         if not tensor.dtype.is_floating_point or tensor.dtype != named["x"].dtype:

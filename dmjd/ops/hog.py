@@ -14,20 +14,26 @@ a bin: reference and kernels agree on every float, and all are exact for the int
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.ops._lib import define
+from dmjd.ops.arguments import integer, require_tensors
 
-FLAVOURS = ("dmjd", "maskfeat", "maskfeat_gauss", "skimage")
+Flavour = Literal["dmjd", "maskfeat", "maskfeat_gauss", "skimage"]
+Norm = Literal["none", "l2", "layernorm"]
+Layout = Literal["nhwc", "nchw"]
+
+FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
 """Conventions of gradient, sum and order of values that :func:`hog` knows."""
 
-NORMS = ("none", "l2", "layernorm")
+NORMS: tuple[Norm, ...] = get_args(Norm)
 """Normalisations over the bins of one (channel, cell)."""
 
-LAYOUTS = ("nhwc", "nchw")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 """Axis orders of the images."""
 
 VALUE_ORDER = {
@@ -162,9 +168,9 @@ def hog(
     cell: int = 8,
     bins: int = 9,
     patch: int = 16,
-    flavour: str = "dmjd",
-    norm: str = "layernorm",
-    layout: str = "nhwc",
+    flavour: Flavour = "dmjd",
+    norm: Norm = "layernorm",
+    layout: Layout = "nhwc",
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Histogram of oriented gradients of every patch; not differentiable.
@@ -207,9 +213,11 @@ def hog(
         :data:`VALUE_ORDER` has them.
 
     Raises:
-        TypeError: if ``images`` is not uint8 or floating, or ``out_dtype`` not floating.
+        TypeError: if ``images`` is no uint8 or floating tensor, ``out_dtype`` not floating, or a size no integer.
         ValueError: on any other shape, size or name.
     """
+    require_tensors("hog", images=images)
+    cell, bins, patch = (integer(f"hog: {n}", v) for n, v in (("cell", cell), ("bins", bins), ("patch", patch)))
     if images.dtype != torch.uint8 and images.dtype not in _FLOATING:
         raise TypeError(f"hog: images must be uint8 or floating, got {images.dtype}")
     if out_dtype not in _FLOATING:

@@ -6,9 +6,12 @@ Plain compositions of torch operators, which ``torch.compile`` fuses; none of th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from dmjd.ops.arguments import integer, number, pair, require_tensors, shown
 
 
 def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
@@ -24,6 +27,7 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
     Raises:
         TypeError: if ``flips`` is not bool. ValueError: on any other shape.
     """
+    require_tensors("horizontal_flip", images=images, flips=flips)
     if flips.dtype != torch.bool:
         raise TypeError(f"horizontal_flip: flips must be bool, got {flips.dtype}")
     if images.ndim != 4 or flips.shape != images.shape[:1]:
@@ -38,6 +42,13 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
 def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
     """``[C, 1, 1]``, filled on the device: copying a Python list from the host would synchronise every step."""
     return torch.stack([like.new_full((1, 1), value) for value in values])
+
+
+def _numbers(name: str, values: Any) -> list[float]:
+    if isinstance(values, str) or not hasattr(values, "__iter__"):
+        raise TypeError(f"normalise: {name} must be a sequence of numbers, one for each channel, got {shown(values)}")
+    values = values.tolist() if isinstance(values, Tensor) else values
+    return [number(f"normalise: {name}", value) for value in values]
 
 
 def normalise(
@@ -57,12 +68,14 @@ def normalise(
     Raises:
         TypeError: if ``images`` is not uint8 or ``dtype`` not floating. ValueError: on any other shape or count.
     """
+    require_tensors("normalise", images=images)
     if images.dtype != torch.uint8:
         raise TypeError(f"normalise: images must be uint8, got {images.dtype}")
-    if not dtype.is_floating_point:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"normalise: dtype must be floating, got {dtype}")
     if images.ndim != 4:
         raise ValueError(f"normalise: images must be [B, H, W, C], got shape {tuple(images.shape)}")
+    mean, std = _numbers("mean", mean), _numbers("std", std)
     channels = images.shape[3]
     if len(mean) != channels or len(std) != channels:
         raise ValueError(
@@ -91,6 +104,8 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     Raises:
         ValueError: on any other shape, or if ``patch`` does not divide it.
     """
+    require_tensors("patchify", images=images)
+    patch = integer("patchify: patch", patch)
     if images.ndim != 4:
         raise ValueError(f"patchify: images must be [B, C, H, W], got shape {tuple(images.shape)}")
     batch, channels, height, width = images.shape
@@ -101,12 +116,12 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     return pixels.reshape(batch, h * w, patch * patch * channels)
 
 
-def unpatchify(tokens: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
+def unpatchify(tokens: Tensor, grid: tuple[int, int] | int, patch: int) -> Tensor:
     """The inverse of :func:`patchify`.
 
     Args:
         tokens: any dtype, ``[B, h * w, patch * patch * C]``.
-        grid: (h, w), patches per column and per row.
+        grid: (h, w), patches per column and per row, or one number for both.
         patch: side of a patch in pixels.
 
     Returns:
@@ -115,7 +130,9 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int], patch: int) -> Tensor:
     Raises:
         ValueError: if ``tokens`` is not of that shape.
     """
-    h, w = grid
+    require_tensors("unpatchify", tokens=tokens)
+    h, w = pair("unpatchify: grid", grid)
+    patch = integer("unpatchify: patch", patch)
     if tokens.ndim != 3 or tokens.shape[1] != h * w:
         raise ValueError(f"unpatchify: tokens must be [B, {h * w}, dim] for grid {h} x {w}, got {tuple(tokens.shape)}")
     if patch < 1 or tokens.shape[2] % (patch * patch):

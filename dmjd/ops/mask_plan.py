@@ -2,7 +2,7 @@
 
 A *unit* is what a mask hides or keeps as a whole: one token ("uniform", "beit") or a block of tokens ("block"). The
 counts follow the paper's Sec. III-B: every view hides the same number of units, and under the disjoint regulation
-(Eq. 3) each view after the first hides at least one unit that no earlier view hid, while any is left.
+(Eq. 3) each view after the first hides at least one unit that no earlier view hid.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal, get_args
 
-PATTERNS = ("uniform", "block", "beit")
-REGULATIONS = ("disjoint", "none", "complementary")
-ROUNDINGS = ("exact", "official")
+from dmjd.ops.arguments import integer, number, pair
+
+Pattern = Literal["uniform", "block", "beit"]
+Regulation = Literal["disjoint", "none", "complementary"]
+Rounding = Literal["exact", "official"]
+
+PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
+REGULATIONS: tuple[Regulation, ...] = get_args(Regulation)
+ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 MAX_VIEWS = 128
 """Of one image, whose counts travel with the launch of a kernel."""
 
 _BILLION = 10**9
+_MOST_TOKENS = 2**31 - 1  # as in csrc/core/mask_plan.h
 
 _SMALLEST_RECTANGLE = 16
 _ASPECT_LEVELS = 64
@@ -114,12 +122,6 @@ def nearest_count(ratio: float, units: int) -> int:
     return (2 * _billionths(ratio) * units + _BILLION) // (2 * _BILLION)
 
 
-def _require_integers(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be made of integers, got {value!r}")
-
-
 def _hidden_units(units: int, mask_ratio: float, count: int | None, rounding: str) -> int:
     if count is not None:
         return count
@@ -148,7 +150,12 @@ def _fresh_units(units: int, hidden: int, views: int, pred_ratio: float | None, 
             )
         return (hidden, kept) + (0,) * (views - 2)
     predicted = most if pred_ratio is None else nearest_count(pred_ratio, units)
-    least = min(hidden + views - 1, most)
+    least = hidden + views - 1
+    if least > units:
+        raise ValueError(
+            f"views={views} cannot each hide a unit that no earlier view hid, as regulation='disjoint' demands: a view "
+            f"hides {hidden} of {units} units, so take views up to {units - hidden + 1}, or regulation='none'"
+        )
     if not least <= predicted <= most:
         allowed = f"{most / units:.6g}" if least == most else f"between {least / units:.6g} and {most / units:.6g}"
         raise ValueError(
@@ -162,33 +169,34 @@ def _fresh_units(units: int, hidden: int, views: int, pred_ratio: float | None, 
 
 
 def mask_plan(
-    grid: tuple[int, int],
+    grid: tuple[int, int] | int,
     *,
     views: int,
     mask_ratio: float,
     pred_ratio: float | None = None,
-    pattern: str = "uniform",
-    block: tuple[int, int] = (2, 2),
-    regulation: str = "disjoint",
+    pattern: Pattern = "uniform",
+    block: tuple[int, int] | int = (2, 2),
+    regulation: Regulation = "disjoint",
     count: int | None = None,
-    rounding: str = "exact",
+    rounding: Rounding = "exact",
 ) -> MaskPlan:
     """Turn rates into exact counts, or say which rates would work.
 
     Args:
-        grid: (h, w) tokens.
+        grid: (h, w) tokens, or one number for both.
         views: K, from 1 to 128.
         mask_ratio: m_corr, in (0, 1). A view hides ``ceil(m_corr * units)`` units, on exact decimals.
         pred_ratio: m_pred, the share of units hidden by at least one view; None takes the most that K views can cover.
         pattern: "uniform" (unit = one token), "block" (unit = ``block`` tokens) or "beit" (unit = one token; BEiT's
             random rectangles first, then single tokens until the count is exact).
-        block: (rows, columns) tokens of a unit; used by "block" only.
+        block: (rows, columns) tokens of a unit, or one number for both; used by "block" only.
         regulation: "disjoint" (the paper's Eq. 3), "none" (independent views) or "complementary" (disjoint keep-sets).
         count: hidden units per view, overriding ``mask_ratio``.
         rounding: "exact", or "official" for the float truncation of the official code.
 
     Raises:
-        TypeError: where an integer is needed. ValueError: naming the argument and the values that would work.
+        TypeError: where a number or an integer is needed.
+        ValueError: naming the argument and the values that would work.
     """
     for name, value, allowed in (
         ("pattern", pattern, PATTERNS),
@@ -197,12 +205,10 @@ def mask_plan(
     ):
         if value not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    _require_integers(views=views, count=0 if count is None else count)
-    for name, pair in (("grid", grid), ("block", block)):
-        if len(pair) != 2:
-            raise ValueError(f"{name} must be two integers, got {pair}")
-        for side in pair:
-            _require_integers(**{name: side})
+    grid, block, views = pair("grid", grid), pair("block", block), integer("views", views)
+    mask_ratio = number("mask_ratio", mask_ratio)
+    pred_ratio = None if pred_ratio is None else number("pred_ratio", pred_ratio)
+    count = None if count is None else integer("count", count)
     if not 1 <= views <= MAX_VIEWS:
         raise ValueError(f"views must be between 1 and {MAX_VIEWS}, got {views}")
     if not 0 < mask_ratio < 1:
@@ -215,19 +221,23 @@ def mask_plan(
         raise ValueError("pattern='beit' needs regulation='disjoint' or 'none': sets of kept tokens are not rectangles")
     if min(grid) < 1:
         raise ValueError(f"grid must hold at least one token each way, got {grid}")
+    if grid[0] * grid[1] > _MOST_TOKENS:
+        raise ValueError(f"grid must hold at most {_MOST_TOKENS} tokens, got {grid}")
     unit = block if pattern == "block" else (1, 1)
     if min(unit) < 1 or grid[0] % unit[0] or grid[1] % unit[1]:
         raise ValueError(f"block {unit[0]}x{unit[1]} does not divide the token grid {grid[0]}x{grid[1]}")
     units = (grid[0] // unit[0]) * (grid[1] // unit[1])
     if pattern == "beit" and units > _MOST_RECTANGLE_UNITS:
         raise ValueError(f"pattern='beit' takes a grid of at most {_MOST_RECTANGLE_UNITS} tokens, got {grid}")
+    if units < 2:
+        raise ValueError(f"grid must have at least 2 units, one to hide and one to keep, got {grid} in units of {unit}")
     hidden = _hidden_units(units, mask_ratio, count, rounding)
     if not 1 <= hidden < units:
         asked = f"count={count}" if count is not None else f"mask_ratio={mask_ratio}"
         cure = (
             f"count between 1 and {units - 1}"
             if count is not None
-            else f"mask_ratio up to {(units - 1) * 10_000 // units / 10_000}"
+            else f"mask_ratio between {-(-10_000 // units) / 10_000} and {(units - 1) * 10_000 // units / 10_000}"
         )
         raise ValueError(
             f"{asked} hides {hidden} of {units} units; a view must hide and keep at least 1, so {cure} works"

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dmjd.ops._lib import define, once_differentiable
+from dmjd.ops._lib import define, without_autocast
+from dmjd.ops.arguments import integer, pair, require_tensors
 
 KERNEL_SIZES = (3, 5, 7)
 
@@ -52,7 +53,7 @@ def _fake_backward(
     f"{_NAME}_backward(Tensor grad, Tensor x, Tensor visible, Tensor restore, Tensor weight, SymInt grid_h, "
     "SymInt grid_w, SymInt q) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=once_differentiable(_NAME),
+    differentiable=True,
 )
 def _reference_backward(
     grad: Tensor, x: Tensor, visible: Tensor, restore: Tensor, weight: Tensor, grid_h: int, grid_w: int, q: int
@@ -121,7 +122,7 @@ def _reference(
 ) -> Tensor:
     channels, size = weight.shape[:2]
     pixel_map = _to_map(x.to(weight.dtype), visible, grid_h, grid_w, q)
-    with torch.autocast(x.device.type, enabled=False):  # it would round the weight
+    with without_autocast(x.device.type):  # it would round the weight
         result = F.conv2d(pixel_map, weight.unsqueeze(1), bias, padding=size // 2, groups=channels)
     return _from_map(result, visible, x, grid_h, grid_w, q)
 
@@ -132,7 +133,7 @@ def masked_depthwise_conv2d(
     restore: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    grid: tuple[int, int],
+    grid: tuple[int, int] | int,
     q: int,
 ) -> Tensor:
     """The depthwise convolution of a map whose hidden tokens are zero, at the pixels of its visible tokens.
@@ -143,7 +144,8 @@ def masked_depthwise_conv2d(
 
     Sums are float32 (float64 for float64), and so are ``weight`` and ``bias`` inside, whatever their own dtype: under
     autocast, float32 parameters are not rounded to ``x``'s dtype, nor are their gradients. The kernels give the same
-    bits in every run on one device. There is no second derivative.
+    bits in every run on one device. Under torch.func, in forward mode and for second derivatives the dense convolution
+    serves.
 
     Args:
         x: ``[K*B, V, q*q, C]``, view-major; the pixels of each visible token in raster order. float32, bfloat16,
@@ -153,17 +155,21 @@ def masked_depthwise_conv2d(
             N tokens in raster order.
         weight: ``[C, k, k]`` with k of 3, 5 or 7; ``conv.weight.squeeze(1)`` of an ``nn.Conv2d`` with groups=C.
         bias: ``[C]``, or None.
-        grid: tokens (down, across).
+        grid: tokens (down, across), or one number for both.
         q: pixels along a token's edge.
 
     Returns:
         ``x``'s shape and dtype.
 
     Raises:
-        TypeError: if a dtype is none of these.
+        TypeError: if a dtype is none of these, or an argument of another type.
         ValueError: if shapes do not fit each other, or tensors are on different devices.
     """
-    grid_h, grid_w = grid
+    require_tensors(_NAME, x=x, visible=visible, restore=restore, weight=weight)
+    if bias is not None:
+        require_tensors(_NAME, bias=bias)
+    grid_h, grid_w = pair(f"{_NAME}: grid", grid)
+    q = integer(f"{_NAME}: q", q)
     if x.dtype not in _DTYPES or not weight.is_floating_point() or not (bias is None or bias.is_floating_point()):
         raise TypeError(
             f"{_NAME}: x must be float32, bfloat16, float16 or float64 and weight and bias floating point, "

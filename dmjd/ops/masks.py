@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dmjd.ops._lib import define
-from dmjd.ops.mask_plan import MaskPlan, mask_plan
+from dmjd.ops.arguments import require_tensors, shown
+from dmjd.ops.mask_plan import MaskPlan, Pattern, Regulation, Rounding, mask_plan
 from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
 
@@ -58,7 +59,7 @@ def _rectangles(
     columns = torch.arange(unit_grid[1], device=words.device)
     kinds = torch.stack((~covered, covered), dim=1)
     hidden = torch.zeros_like(covered)
-    quotas = torch.tensor(quota).to(covered.device, non_blocking=True).expand(len(covered), 2)
+    quotas = torch.tensor(quota, device="cpu").to(covered.device, non_blocking=True).expand(len(covered), 2)
     failures = torch.zeros_like(quotas[:, 0])
     for area_word, aspect_word, top_word, left_word in words.permute(1, 2, 0):
         if failures.device.type == "cpu" and bool((failures >= MAX_FAILURES).all()):  # elsewhere asking means waiting
@@ -154,7 +155,7 @@ def _reference(
         chosen = torch.zeros_like(covered)
         if aspects:
             words = draw(4 * MAX_ATTEMPTS, Domain.RECTANGLE, view).unflatten(-1, (MAX_ATTEMPTS, 4))
-            ratios = torch.tensor(aspects).to(covered.device, non_blocking=True)
+            ratios = torch.tensor(aspects, device="cpu").to(covered.device, non_blocking=True)
             chosen = _rectangles(words, unit_grid, (new, hidden - new), covered, smallest, ratios)
         words = draw(units, Domain.MASK, view)
         for kind, quota in ((~covered, new), (covered, hidden - new)):
@@ -191,9 +192,12 @@ def draw_masks(sample_ids: Tensor, plan: MaskPlan, *, seed: int | Tensor, epoch:
         seed, epoch: integers in ``[0, 2**32)``, or 0-d int64 tensors.
 
     Raises:
-        TypeError: if ``sample_ids`` is not int64.
+        TypeError: if ``sample_ids`` is no int64 tensor, or a key no integer.
         ValueError: if it is not one-dimensional, or a key is out of range or on a third device.
     """
+    require_tensors("disjoint_masks", sample_ids=sample_ids)
+    if not isinstance(plan, MaskPlan):
+        raise TypeError(f"draw_masks: plan must be a MaskPlan, as mask_plan(...) returns it, got {shown(plan)}")
     if sample_ids.dtype != torch.int64:
         raise TypeError(f"sample_ids must be int64, got {sample_ids.dtype}")
     if sample_ids.ndim != 1:
@@ -209,15 +213,15 @@ def draw_masks(sample_ids: Tensor, plan: MaskPlan, *, seed: int | Tensor, epoch:
 def disjoint_masks(
     sample_ids: Tensor,
     *,
-    grid: tuple[int, int],
+    grid: tuple[int, int] | int,
     views: int,
     mask_ratio: float,
     pred_ratio: float | None = None,
-    pattern: str = "uniform",
-    block: tuple[int, int] = (2, 2),
-    regulation: str = "disjoint",
+    pattern: Pattern = "uniform",
+    block: tuple[int, int] | int = (2, 2),
+    regulation: Regulation = "disjoint",
     count: int | None = None,
-    rounding: str = "exact",
+    rounding: Rounding = "exact",
     seed: int | Tensor,
     epoch: int | Tensor,
 ) -> Views:
@@ -237,7 +241,8 @@ def disjoint_masks(
         :class:`~dmjd.ops.views.Views` on ``sample_ids``' device.
 
     Raises:
-        ValueError: on a combination that cannot be, saying which numbers would work. TypeError: on a wrong dtype.
+        TypeError: on a wrong type or dtype.
+        ValueError: on a combination that cannot be, saying which numbers would work.
     """
     plan = mask_plan(
         grid,

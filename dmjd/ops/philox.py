@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dmjd.ops._lib import define
+from dmjd.ops.arguments import integer, require_tensors, shown
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -76,6 +77,7 @@ def philox4x32(counter: Tensor, key: Tensor) -> Tensor:
     Raises:
         TypeError: if either is not int64. ValueError: on any other shape, or a key on a third device.
     """
+    require_tensors("philox4x32", counter=counter, key=key)
     if counter.dtype != torch.int64 or key.dtype != torch.int64:
         raise TypeError(f"philox4x32: counter and key must be int64, got {counter.dtype} and {key.dtype}")
     if counter.ndim < 1 or counter.shape[-1] != 4 or key.shape != (2,):
@@ -102,14 +104,13 @@ def make_key(seed: int | Tensor, epoch: int | Tensor) -> Tensor:
                 raise TypeError(f"{name} must be an integer or an int64 tensor, got a tensor of {value.dtype}")
             if value.ndim:
                 raise ValueError(f"{name} must be 0-d as a tensor, got shape {tuple(value.shape)}")
-        elif not isinstance(value, int):
-            raise TypeError(f"{name} must be an integer or an int64 tensor, got {value!r}")
-        elif not 0 <= value < WORD_RANGE:
-            raise ValueError(f"{name} must be in [0, 2**32), got {value}")
+        elif not 0 <= integer(name, value) < WORD_RANGE:
+            raise ValueError(f"{name} must be in [0, 2**32), got {shown(value)}")
     if isinstance(seed, Tensor) or isinstance(epoch, Tensor):
         device = next(value.device for value in (seed, epoch) if isinstance(value, Tensor))
         return torch.stack([torch.as_tensor(v, dtype=torch.int64, device=device) for v in (seed, epoch)])
-    return torch.tensor([seed, epoch], dtype=torch.int64)
+    # The device is named for callers who have set another as the default.
+    return torch.tensor([seed, epoch], dtype=torch.int64, device="cpu")
 
 
 def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, lane: int = 0) -> Tensor:
@@ -119,12 +120,26 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
         sample_ids: int64 ``[B]``.
         words: how many words each sample gets.
         key: from :func:`make_key`.
-        domain: what the draw is for.
+        domain: what the draw is for, in ``[0, 2**8)``.
         lane: view, attempt or layer, in ``[0, 2**24)``.
 
     Returns:
         int64 ``[B, words]`` on ``sample_ids``' device, values in ``[0, 2**32)``.
+
+    Raises:
+        TypeError: if sample_ids are no int64 tensor, or a number is no integer. ValueError: if one is out of its range.
     """
+    require_tensors("keyed_bits", sample_ids=sample_ids, key=key)
+    if sample_ids.dtype != torch.int64:
+        raise TypeError(f"keyed_bits: sample_ids must be int64, got {sample_ids.dtype}")
+    if sample_ids.ndim != 1:
+        raise ValueError(f"keyed_bits: sample_ids must be one-dimensional [B], got shape {tuple(sample_ids.shape)}")
+    words, lane = integer("keyed_bits: words", words), integer("keyed_bits: lane", lane)
+    for name, value, end in (("domain", integer("keyed_bits: domain", domain), 8), ("lane", lane, 24)):
+        if not 0 <= value < 1 << end:
+            raise ValueError(f"keyed_bits: {name} must be in [0, 2**{end}), got {value}")
+    if words < 0:
+        raise ValueError(f"keyed_bits: words must be 0 or more, got {words}")
     blocks = -(-words // 4)
     block = torch.arange(blocks, device=sample_ids.device).expand(sample_ids.shape[0], blocks)
     stream = torch.full_like(block, int(domain) << 24 | lane)

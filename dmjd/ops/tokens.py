@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dmjd.ops._lib import define
+from dmjd.ops.arguments import integer, require_tensors
 from dmjd.ops.id_check import check_ids
 
 
@@ -71,15 +72,15 @@ def _gather_backward_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ..
 def _gather_backward_reference(grad: Tensor, ids: Tensor, tokens: int, prefix_tokens: int) -> Tensor:
     views, batch, _ = ids.shape
     channels = grad.shape[-1]
-    total = grad.new_zeros(batch, prefix_tokens + tokens, channels, dtype=_sum_dtype(grad.dtype))
     by_view = grad.unflatten(0, (views, batch))
+    total = grad.new_zeros(batch, prefix_tokens + tokens, channels, dtype=_sum_dtype(grad.dtype))
+    prefix, seen = total[:, :prefix_tokens], total[:, prefix_tokens:]
     for view in range(views):
-        total[:, :prefix_tokens] += by_view[view, :, :prefix_tokens]
+        prefix = prefix + by_view[view, :, :prefix_tokens]
         # A plain write and not scatter_add: ids are unique within a view, and the order of the views is ours.
         index = ids[view].unsqueeze(-1).expand(-1, -1, channels)
-        seen = total[:, prefix_tokens:]
-        seen.scatter_(1, index, seen.gather(1, index) + by_view[view, :, prefix_tokens:])
-    return total.to(grad.dtype)
+        seen = seen.scatter(1, index, seen.gather(1, index) + by_view[view, :, prefix_tokens:])
+    return torch.cat((prefix, seen), dim=1).to(grad.dtype)
 
 
 def _scatter_fake(
@@ -175,11 +176,26 @@ def _require_ids(op: str, name: str, x: Tensor, ids: Tensor) -> None:
         raise ValueError(f"{op}: {name} must be on x's device, got {ids.device} and {x.device}")
 
 
-def _require_prefix(op: str, x: Tensor, prefix_tokens: int) -> None:
+def _require_prefix(op: str, x: Tensor, prefix_tokens: int) -> int:
+    prefix_tokens = integer(f"{op}: prefix_tokens", prefix_tokens)
     if not 0 <= prefix_tokens <= x.shape[1]:
         raise ValueError(
             f"{op}: prefix_tokens must be in [0, {x.shape[1]}] for x {tuple(x.shape)}, got {prefix_tokens}"
         )
+    return prefix_tokens
+
+
+def _require_added(name: str, added: Tensor, x: Tensor, restore: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``added`` of ``shape`` and x's dtype; dimensions of size 1 in front may be given besides."""
+    ones = added.ndim - len(shape)
+    if ones < 0 or added.shape != (1,) * ones + shape:
+        raise ValueError(
+            f"scatter_tokens: {name} must be {list(shape)} for x {tuple(x.shape)} and restore {tuple(restore.shape)}, "
+            f"got {tuple(added.shape)}"
+        )
+    if added.device != x.device:
+        raise ValueError(f"scatter_tokens: {name} must be on x's device, got {added.device} and {x.device}")
+    return added.reshape(shape).to(x.dtype)
 
 
 def gather_tokens(x: Tensor, ids: Tensor, prefix_tokens: int = 0) -> Tensor:
@@ -196,15 +212,16 @@ def gather_tokens(x: Tensor, ids: Tensor, prefix_tokens: int = 0) -> Tensor:
         view looks.
 
     Raises:
-        TypeError: if ids are not int64.
+        TypeError: if ids are no int64 tensor, or prefix_tokens is no integer.
         ValueError: if shapes do not belong together, or the two are on different devices.
     """
+    require_tensors("gather_tokens", x=x, ids=ids)
     if ids.ndim != 3 or x.ndim != 3 or ids.shape[1] != x.shape[0]:
         raise ValueError(
             f"gather_tokens: x must be [B, N, C] and ids [K, B, V], got {tuple(x.shape)}, {tuple(ids.shape)}"
         )
     _require_ids("gather_tokens", "ids", x, ids)
-    _require_prefix("gather_tokens", x, prefix_tokens)
+    prefix_tokens = _require_prefix("gather_tokens", x, prefix_tokens)
     check_ids("gather_tokens: ids", ids, x.shape[1] - prefix_tokens)
     return torch.ops.dmjd.gather_tokens(x, ids, prefix_tokens)
 
@@ -216,19 +233,22 @@ def scatter_tokens(
 
     Args:
         x: floating ``[K*B, prefix + V, C]``, view-major.
-        mask_token: ``[C]``, cast to ``x``'s dtype.
+        mask_token: ``[C]``, or ``[1, 1, C]`` as MAE has it, cast to ``x``'s dtype.
         restore: int64 ``[K, B, N]``, token -> slot, a permutation of the N slots within a view; slots >= V are hidden.
             ``DMJD_CHECK_IDS=1`` checks it, see :mod:`dmjd.ops.id_check`.
-        positions: ``[N, C]`` added to the N tokens (not to the prefix), cast to ``x``'s dtype; or None.
+        positions: ``[N, C]`` or ``[1, N, C]``, added to the N tokens (not to the prefix) in ``x``'s dtype; or None.
         prefix_tokens: how many tokens of ``x`` pass through in front.
 
     Returns:
         ``[K*B, prefix + N, C]`` of ``x``'s dtype. Gradients go to ``x``, ``mask_token`` and ``positions``.
 
     Raises:
-        TypeError: if restore is not int64, or x is not floating.
+        TypeError: if restore is no int64 tensor, x is not floating, or an argument is of another type.
         ValueError: if shapes do not belong together, no token is visible, or the arguments are on different devices.
     """
+    require_tensors("scatter_tokens", x=x, mask_token=mask_token, restore=restore)
+    if positions is not None:
+        require_tensors("scatter_tokens", positions=positions)
     if x.ndim != 3 or restore.ndim != 3 or restore.shape[0] * restore.shape[1] != x.shape[0]:
         raise ValueError(
             f"scatter_tokens: x must be [K*B, V, C] and restore [K, B, N], got {tuple(x.shape)}, {tuple(restore.shape)}"
@@ -236,24 +256,15 @@ def scatter_tokens(
     if not x.is_floating_point():
         raise TypeError(f"scatter_tokens: x must be floating, got {x.dtype}")
     _require_ids("scatter_tokens", "restore", x, restore)
-    _require_prefix("scatter_tokens", x, prefix_tokens)
+    prefix_tokens = _require_prefix("scatter_tokens", x, prefix_tokens)
     tokens, channels = restore.shape[2], x.shape[2]
     if not 0 < x.shape[1] - prefix_tokens <= tokens:
         raise ValueError(
             f"scatter_tokens: x must hold 1 to {tokens} tokens behind {prefix_tokens} of prefix, got {tuple(x.shape)} "
             f"for restore {tuple(restore.shape)}"
         )
-    for name, added, shape in (("mask_token", mask_token, (channels,)), ("positions", positions, (tokens, channels))):
-        if added is None:
-            continue
-        if added.shape != shape:
-            raise ValueError(
-                f"scatter_tokens: {name} must be {list(shape)} for x {tuple(x.shape)} and restore "
-                f"{tuple(restore.shape)}, got {tuple(added.shape)}"
-            )
-        if added.device != x.device:
-            raise ValueError(f"scatter_tokens: {name} must be on x's device, got {added.device} and {x.device}")
+    mask_token = _require_added("mask_token", mask_token, x, restore, (channels,))
+    if positions is not None:
+        positions = _require_added("positions", positions, x, restore, (tokens, channels))
     check_ids("scatter_tokens: restore", restore, tokens)
-    return torch.ops.dmjd.scatter_tokens(
-        x, mask_token.to(x.dtype), restore, None if positions is None else positions.to(x.dtype), prefix_tokens
-    )
+    return torch.ops.dmjd.scatter_tokens(x, mask_token, restore, positions, prefix_tokens)

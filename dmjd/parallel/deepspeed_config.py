@@ -12,6 +12,7 @@ from typing import Any
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.sharding import ZERO3_LIVE, ZERO_BUCKET
+from dmjd.safe_load import parse_json
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 """Engine names. Stage 0 is not among them: it is DDP with other files, and with bf16 its optimizer takes a real step
@@ -132,7 +133,7 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"engine.deepspeed_config={path} cannot be read: {reason}") from error

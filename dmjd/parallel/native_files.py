@@ -7,23 +7,44 @@ native engines write this one format (torch.distributed.checkpoint's), so they c
 
 from __future__ import annotations
 
+import io
+import os
+import re
+import stat
 import warnings
 from collections.abc import Mapping
+from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from dmjd.errors import CheckpointError, StorageError
+from dmjd.safe_load import (
+    TENSORS,
+    Chunk,
+    SavedTensor,
+    check_torch,
+    one_line,
+    parse_shard_index,
+    weights_only_forced,
+)
 
 T = TypeVar("T")
 
@@ -36,6 +57,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 CONSOLIDATED = "consolidated.safetensors"
 _INDEX = ".metadata"
+_DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
+_SHARDING = "DCP_SHARDING_INFO"
+"""Of the header of a .safetensors file: torch's note that its tensors are parts of others. Ours are whole."""
+_SHARDS = re.compile(r"__\d+_\d+\.distcp")
+"""Names of the files beside the index that hold the tensors."""
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> list[Path]:
@@ -89,13 +115,11 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
 
 def _fill(tensors: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
     try:
-        load_shards(tensors, storage_reader=reader, no_dist=True)
+        with weights_only_forced():
+            load_shards(tensors, storage_reader=reader, no_dist=True)
     except CheckpointException as error:
         _, cause = _cause(error)
-        raise CheckpointError(
-            f"{path} cannot be read ({cause}); a run that goes on drops all but its newest keep_checkpoints=..., so "
-            "name the run again, or keep more"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({one_line(cause)}); {_DROPPED}") from error
 
 
 def _cause(error: CheckpointException) -> tuple[int, BaseException]:
@@ -141,12 +165,83 @@ def check_same_model(
 
 def _reader(path: Path) -> FileSystemReader:
     if (path / _INDEX).is_file():
-        return FileSystemReader(path)
+        return _Shards(path)
     file = path / CONSOLIDATED if path.is_dir() else path
     if file.is_file():
         return _OneFile(file)
     raise CheckpointError(
         f"{path} was written by another kind of engine; dmjd consolidate {path} makes it readable for this one"
+    )
+
+
+class _Shards(FileSystemReader):
+    """Torch's reader would unpickle the index and follow it anywhere; this one has it parsed and compared to the disk.
+
+    Raises:
+        CheckpointError: if the index is none, or does not fit the files beside it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        try:
+            tensors = parse_shard_index((path / _INDEX).read_bytes())
+            _check_on_disk(path, tensors)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); {_DROPPED}") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path / _INDEX} cannot be read: {error}") from error
+        self._index = _for_torch(tensors)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        return self._index
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        part = io.BytesIO(super()._slice_file(file, sinfo).read())  # torch's view does not seek from its end
+        check_torch(part, TENSORS)
+        return part
+
+
+def _check_on_disk(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
+    """Raise ValueError unless the chunks are apart from each other in files of shards, and no larger than their bytes.
+
+    Then tensors that are made by what the index says take no more memory than the files take of the disk.
+    """
+    held: dict[str, list[Chunk]] = {}
+    for name, tensor in tensors.items():
+        if {"", ".", ".."} & set(name.split("/")):  # names become folders where a checkpoint is laid out for DeepSpeed
+            raise ValueError(f"{name!r} is no name of a tensor")
+        for chunk in tensor.chunks:
+            held.setdefault(chunk.file, []).append(chunk)
+            if prod(chunk.shape) * tensor.dtype.itemsize > chunk.length:
+                raise ValueError(f"{name} is larger than the {chunk.length} bytes that hold it")
+    for file, chunks in held.items():
+        if not _SHARDS.fullmatch(file):
+            raise ValueError(f"it points to {file}, which is no file of shards")
+        found = os.lstat(path / file)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError(f"{file} is no regular file; put a copy of it in its place")
+        chunks.sort(key=lambda chunk: chunk.start)
+        if any(one.start + one.length > next.start for one, next in pairwise(chunks)):
+            raise ValueError(f"two tensors share bytes of {file}")
+        if chunks[-1].start + chunks[-1].length > found.st_size:
+            raise ValueError(f"it points behind the end of {file}")
+
+
+def _for_torch(tensors: Mapping[str, SavedTensor]) -> Metadata:
+    return Metadata(
+        {
+            name: TensorStorageMetadata(
+                TensorProperties(tensor.dtype),
+                torch.Size(tensor.shape),
+                [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)) for chunk in tensor.chunks],
+            )
+            for name, tensor in tensors.items()
+        },
+        storage_data={
+            MetadataIndex(name, chunk.offsets): _StorageInfo(chunk.file, chunk.start, chunk.length)
+            for name, tensor in tensors.items()
+            for chunk in tensor.chunks
+        },
     )
 
 
@@ -156,6 +251,12 @@ class _OneFile(HuggingFaceStorageReader):
     def __init__(self, file: Path) -> None:
         super().__init__(str(file))
         self.fs = _FileAsFolder()
+        try:
+            with safe_open(file, "pt") as opened:  # which checks sizes and offsets
+                if _SHARDING in (opened.metadata() or {}):
+                    raise ValueError("it holds shards of tensors")
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
 
 
 class _FileAsFolder(FileSystem):

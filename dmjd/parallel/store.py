@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from dmjd.parallel import native_files, zero_files
@@ -22,11 +23,13 @@ __all__ = [
     "CONSOLIDATED",
     "MOMENTS",
     "PARAMETER",
+    "check_same_model",
     "is_consolidated",
     "load_strictly",
     "read",
     "read_average",
     "read_model",
+    "shapes",
 ]
 
 
@@ -37,6 +40,11 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
         path: a checkpoint folder, or a consolidated file.
     """
     return (zero_files if zero_files.is_zero(path) else native_files).read(path, *kinds)
+
+
+def shapes(path: Path) -> dict[str, torch.Size]:
+    """Shapes of the parameters in a checkpoint folder, by their own names."""
+    return zero_files.shapes(path) if zero_files.is_zero(path) else native_files.shapes(path, PARAMETER)
 
 
 def read_model(path: Path) -> dict[str, Tensor]:

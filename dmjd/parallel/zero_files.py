@@ -23,15 +23,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmjd.errors import CheckpointError, ConfigError, StorageError
+from dmjd.errors import CheckpointError, ConfigError, StorageError, UserError
 from dmjd.parallel import native_files
 from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
 from dmjd.parallel.world import World
+from dmjd.safe_load import TENSORS, load_torch, one_line, parse_json, weights_only_forced
 
 # New names since torch 2.13; DeepSpeed calls collectives by those that 2.11 has as well.
 warnings.filterwarnings(
@@ -45,6 +46,14 @@ _PARTS = "zero"
 
 _SLICES = {PARAMETER: "fp32", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 """Our kinds of tensors -> the names of DeepSpeed's universal format."""
+
+_CLASSES = {
+    "deepspeed.runtime.fp16.loss_scaler": "LossScaler",
+    "deepspeed.runtime.zero.config": "ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment": "fragment_address",
+}
+"""Module -> class: all that DeepSpeed's files name beside tensors (measured on 0.19)."""
+_NAMES = TENSORS | {f"{module}.{name}" for module, name in _CLASSES.items()}
 
 
 def import_deepspeed(module: str = "deepspeed") -> Any:
@@ -132,17 +141,22 @@ def _make_folders(path: Path) -> None:
         (path / folder).mkdir()
 
 
-def check(path: Path, shapes: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
+def shapes(path: Path) -> dict[str, torch.Size]:
+    """Shapes of the parameters in a checkpoint of a ZeRO engine, by their own names."""
+    return {name: torch.Size(shape) for name, shape in _index(path).shapes.items()}
+
+
+def check(path: Path, own: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError if ``path`` holds other parameters or averages."""
     if is_zero(path):
-        saved = {name: torch.Size(shape) for name, shape in _index(path)["shapes"].items()}
+        saved = shapes(path)
         saved_averages = native_files.shapes(path / AVERAGES, AVERAGE)
     else:
         saved, saved_averages = (
             native_files.shapes(path, PARAMETER),
             native_files.shapes(path, AVERAGE),
         )
-    native_files.check_same_model(shapes, saved, path)
+    native_files.check_same_model(own, saved, path)
     native_files.check_same_model(averages, saved_averages, path, AVERAGE)
 
 
@@ -153,8 +167,9 @@ def load(engine: Any, path: Path, world: World, stage: int) -> None:
         StorageError: if another layout is needed and there is no place for it.
     """
     scales = [(group["lr_scale"], group["wd_scale"]) for group in engine.optimizer.param_groups]
-    if is_zero(path) and (index := _index(path))["processes"] == world.size and _same_layout(index["stage"], stage):
-        engine.load_checkpoint(str(path), tag=TAG)
+    if is_zero(path) and (index := _index(path)).processes == world.size and _same_layout(index.stage, stage):
+        with _deepspeed_reads(path):
+            engine.load_checkpoint(str(path), tag=TAG)
     else:
         folder = path.parent / f"{_UNIVERSAL}-{path.name}"
         groups = len(engine.optimizer.optimizer.param_groups)
@@ -162,7 +177,8 @@ def load(engine: Any, path: Path, world: World, stage: int) -> None:
         config = engine._config
         config.load_universal_checkpoint = True  # never while saving: stage 3 would leave out what other ranks hold
         try:
-            engine.load_checkpoint(str(folder), tag=TAG)
+            with _deepspeed_reads(folder):
+                engine.load_checkpoint(str(folder), tag=TAG)
         finally:
             config.load_universal_checkpoint = False
         world.gather(None)
@@ -199,14 +215,14 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
         if PARAMETER in wanted:
             tensors |= {f"{PARAMETER}/{name}": value for name, value in _read_parameters(path).items()}
         return tensors
-    with tempfile.TemporaryDirectory(prefix="dmjd-") as scratch:
+    with _deepspeed_reads(path), tempfile.TemporaryDirectory(prefix="dmjd-") as scratch:
         folder = Path(scratch) / "universal"
         _convert(path, folder)
         step = _step(folder)
-        for name, shape in _index(path)["shapes"].items():
+        for name, shape in _index(path).shapes.items():
             for kind, slices in _SLICES.items():
                 if kind in wanted:
-                    content = torch.load(folder / _PARTS / name / f"{slices}.pt", weights_only=False)
+                    content = load_torch(folder / _PARTS / name / f"{slices}.pt", TENSORS)
                     whole = content["param"] if isinstance(content, dict) else content  # of stages 1 and 2, or of 3
                     tensors[f"{kind}/{name}"] = whole.reshape(shape)
             if "step" in wanted:
@@ -216,9 +232,9 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
 
 def _read_parameters(path: Path) -> dict[str, Tensor]:
     module = import_deepspeed("deepspeed.utils.zero_to_fp32")
-    with _quiet():
+    with _deepspeed_reads(path), _quiet():
         whole = module.get_fp32_state_dict_from_zero_checkpoint(str(path), TAG)
-    return {name: whole[name].clone() for name in _index(path)["shapes"]}
+        return {name: whole[name].reshape(shape).clone() for name, shape in _index(path).shapes.items()}
 
 
 def _make_universal(path: Path, folder: Path, groups: int) -> None:
@@ -229,8 +245,10 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
         state = (read if is_zero(path) else native_files.read)(path, PARAMETER, *MOMENTS)
         _unfold(state, folder / TAG / _PARTS)
         _complete(folder / TAG, groups)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, CheckpointError) as error:
         shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise StorageError(f"{path} cannot be laid out for this number of processes in {folder}: {error}") from error
 
 
@@ -269,19 +287,70 @@ def _step(folder: Path) -> Tensor:
     """Adam's count, which all parameters share."""
     common = folder / _PARTS / "optimizer_state.pt"
     if common.is_file():
-        content = torch.load(common, weights_only=False)
+        content = load_torch(common, _NAMES)
         if "optimizer_state_dict" in content:
             return torch.as_tensor(content["optimizer_state_dict"]["state"][0]["step"]).float()
     file = next(iter(sorted((folder / _PARTS).rglob("step.pt"))), None)
-    return torch.zeros(()) if file is None else torch.as_tensor(torch.load(file, weights_only=False)).float()
+    return torch.zeros(()) if file is None else torch.as_tensor(load_torch(file, TENSORS)).float()
 
 
-def _index(path: Path) -> dict[str, Any]:
+class _Index(NamedTuple):
+    """What :func:`capture` says of a checkpoint: its stage, how many processes wrote it, and shapes by parameter."""
+
+    stage: int
+    processes: int
+    shapes: dict[str, list[int]]
+
+
+def _index(path: Path) -> _Index:
     try:
-        index: dict[str, Any] = json.loads((path / INDEX).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / INDEX} cannot be read: {error}") from error
+        found = parse_json((path / INDEX).read_bytes())
+        index = _Index(found["stage"], found["processes"], found["shapes"])
+        numbers = [index.processes, *(size for shape in index.shapes.values() for size in shape)]
+        if index.stage not in (1, 2, 3) or not all(type(size) is int and 0 <= size < 1 << 40 for size in numbers):
+            raise ValueError("a stage, a size or a number of processes in it cannot be")
+        _check_names(index.shapes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / INDEX} cannot be read: {one_line(error)}") from error
     return index
+
+
+@contextmanager
+def _deepspeed_reads(path: Path) -> Iterator[None]:
+    """Within it, code of DeepSpeed's may read the checkpoint ``path``: it gets tensors and its own three classes.
+
+    Raises:
+        CheckpointError: if a file holds anything else, or what DeepSpeed does not understand.
+    """
+    at = path / TAG
+    classes = [getattr(import_deepspeed(module), name) for module, name in _CLASSES.items()]
+    try:
+        with weights_only_forced(classes):
+            for at in sorted((path / TAG).glob("*.pt")):
+                _check_names(load_torch(at, _NAMES, mapped=True))
+            at = path / TAG
+            yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # DeepSpeed takes from a file what it needs, and fails as it happens
+        raise CheckpointError(f"{at} cannot be read: {one_line(error)}") from error
+
+
+def _check_names(content: Any) -> None:
+    """Raise ValueError if a key anywhere in ``content`` would lead elsewhere: DeepSpeed makes folders of them."""
+    waiting, seen = [content], set[int]()
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or isinstance(item, Tensor | str):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            for key in item:
+                if isinstance(key, str) and ("/" in key or not key.strip(".")):
+                    raise ValueError(f"it holds {key!r}, which is no name of a parameter")
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
 
 
 @contextmanager

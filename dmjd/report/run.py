@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -10,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dmjd.errors import DataError
 from dmjd.files import printable
+from dmjd.report.words import plain
+from dmjd.safe_load import parse_json, parse_yaml
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,9 @@ def read_run(path: str | Path) -> Run:
     if not folder.is_dir():
         raise DataError(f"no run folder at {folder}")
     config, provenance = _mapping(folder / "config.yaml"), _mapping(folder / "provenance.json")
+    launches = provenance.get("launches", [])
+    if not isinstance(launches, list) or not all(isinstance(launch, dict) for launch in launches):
+        raise DataError(f"{folder / 'provenance.json'} is damaged: its launches are no list of mappings")
     rows, timing = _rows(folder / "log.jsonl"), folder / "timing.jsonl"
     return Run(
         name=printable(folder.resolve().name),
@@ -121,8 +123,8 @@ def _text(file: Path) -> str:
 def _mapping(file: Path) -> dict[str, Any]:
     text = _text(file)
     try:
-        value = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        value = parse_yaml(text) if file.suffix == ".yaml" else parse_json(text)
+    except ValueError as error:
         raise DataError(f"{file} is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict):
         raise DataError(f"{file} must hold a mapping of names to values, found {type(value).__name__}")
@@ -134,8 +136,8 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             if number == len(lines):
                 break
             raise DataError(f"{file} is damaged in line {number}: {error}") from None
@@ -143,6 +145,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file} must hold one JSON object a line, line {number} is {type(row).__name__}")
         if "step" not in row:
             raise DataError(f"{file} must hold rows with a step, line {number} has none")
+        for key, value in row.items():
+            whole = type(value) is int and 0 <= value < 1 << 53
+            if not (whole if key == "step" else isinstance(value, int | float | None)):
+                raise DataError(f"{file} has {key}={plain(value)[:40]} in line {number}; it must be a number")
         rows.append(row)
     return rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from dmjd.errors import ConfigError
 from dmjd.ops.images import normalise
+from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
 from dmjd.targets.weights import weights_file
 
@@ -59,15 +59,21 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
             f"target.model={model} has a text tower that open_clip makes from files of the network; take a model "
             "whose text tower is its own"
         )
-    source = {} if file is None else {"pretrained": str(file)}
+    if "timm_model_name" in config.get("vision_cfg", {}):  # which timm would download
+        raise ConfigError(f"target.model={model} has an image tower of timm's; take a model with a ViT of open_clip's")
+    # Absolute: some names, such as openai, open_clip would download.
+    source = {} if file is None else {"pretrained": str(file.absolute())}
     try:
-        whole = open_clip.create_model(
-            model, force_image_size=size, weights_only=True, require_pretrained=True, **source
-        )
+        if file is not None and file.suffix != ".safetensors":
+            with file.open("rb") as content:
+                check_torch(content, None)
+        with weights_only_forced():
+            whole = open_clip.create_model(
+                model, force_image_size=size, weights_only=True, require_pretrained=True, **source
+            )
     except Exception as error:  # a checkpoint of another model fails in as many ways as there are formats
-        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"target.weights={file or 'null'} is not target.model={model} ({reason}); expected is {EXPECTED}"
+            f"target.weights={file or 'null'} is not target.model={model} ({one_line(error)}); expected is {EXPECTED}"
         ) from error
     tower: nn.Module = whole.visual
     if not hasattr(tower, "forward_intermediates") or not hasattr(tower, "ln_post"):
@@ -80,7 +86,7 @@ def _config_in(folder: Path, weights: str | None) -> dict[str, Any]:
     if weights is not None:
         raise ConfigError(f"target.weights must be null for target.model={LOCAL}FOLDER, which holds them")
     try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())["model_cfg"]
+        config: dict[str, Any] = parse_json((folder / CONFIG).read_bytes())["model_cfg"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"target.model={LOCAL}{folder}: {CONFIG} of open_clip, with model_cfg, cannot be read there ({error})"

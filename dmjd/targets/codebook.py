@@ -21,8 +21,8 @@ DVAE_PATCH = 8
 """Pixels of its input that a code of the dVAE stands for."""
 
 DVAE_EXPECTED = (
-    "the encoder of DALL-E's dVAE as a dictionary of tensors; with OpenAI's package dall_e installed, make it of its "
-    "encoder.pkl by torch.save(torch.load('encoder.pkl', weights_only=False).state_dict(), FILE)"
+    "the encoder of DALL-E's dVAE as a dictionary of tensors; OpenAI's encoder.pkl is a whole module, and "
+    "loading it runs code; by hand, with OpenAI's package dall_e installed, and torch.save(encoder.state_dict(), FILE)"
 )
 VQKD_EXPECTED = (
     "a VQ-KD tokenizer of BEiT v2, such as vqkd_encoder_base_decoder_3x768x12_clip-d5036aa7.pth: a dictionary of "

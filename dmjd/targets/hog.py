@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, hog
+from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, Flavour, Norm, hog
 
 _SHORTEST_CELL = 12  # pixels; below it nine orientations are not told apart by eye
 
@@ -67,7 +68,8 @@ class HogTarget:
         """
         if images.shape[-1] != self.channels:
             raise ValueError(f"HogTarget: images must have {self.channels} channels, got {images.shape[-1]}")
-        return hog(images, self.cell_size, self.bins, self.patch, self.flavour, self.norm)
+        flavour, norm = cast(Flavour, self.flavour), cast(Norm, self.norm)  # checked above
+        return hog(images, self.cell_size, self.bins, self.patch, flavour, norm)
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """A glyph per cell of ``values`` ``[N, dim]``, white on black, as uint8 RGB.

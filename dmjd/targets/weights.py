@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError
+from dmjd.safe_load import load_torch
 
 
 def weights_file(path: str | None, expected: str) -> Path:
@@ -35,9 +34,11 @@ def read_state(file: Path, expected: str) -> dict[str, Tensor]:
         ConfigError: if the file holds anything else, such as a whole module.
     """
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ConfigError(f"target.weights={file} cannot be read as tensors alone; expected is {expected}") from error
+        content = load_torch(file, None)
+    except ValueError as error:
+        raise ConfigError(
+            f"target.weights={file} cannot be read as tensors alone ({error}); expected is {expected}"
+        ) from error
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]

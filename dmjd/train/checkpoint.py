@@ -15,9 +15,10 @@ import math
 import os
 import re
 import shutil
+import stat
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +26,7 @@ from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import replace_file, standing_place
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
+from dmjd.safe_load import TENSORS, load_torch, parse_json
 
 logger = logging.getLogger("dmjd")
 
@@ -36,6 +38,9 @@ FORMAT = 2
 _PREFIX, _DRAFT = "step-", ".tmp"
 _OURS = re.compile(rf"{_PREFIX}(\d{{8,}})({re.escape(_DRAFT)})?")
 """What this module makes and may remove. ``step-00001000-best`` beside it is a copy of somebody's."""
+_UNPICKLED = (".metadata", ".pt", ".distcp")
+"""How the names of files end that somebody could have added, and that a reader would find by itself."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ONE_PROCESS = alone(torch.device("cpu"))
 
 
@@ -128,7 +133,38 @@ def _drop(path: Path) -> None:
 def step_of(path: Path) -> int:
     """The optimizer steps behind a checkpoint folder, whose manifest tells them where somebody has renamed it."""
     named = _OURS.fullmatch(path.name)
-    return int(named[1] if named else json.loads((path / MANIFEST).read_text())["step"])
+    return int(named[1]) if named else _manifest(path).step
+
+
+class _Manifest(NamedTuple):
+    """files: name inside the folder -> bytes and SHA-256."""
+
+    step: int
+    files: dict[str, tuple[int, str]]
+
+
+def _manifest(folder: Path) -> _Manifest:
+    """The manifest of ``folder``. Raises CheckpointError, with the rest of a line that begins with the folder."""
+    try:
+        found = parse_json((folder / MANIFEST).read_bytes())
+        version, step, files = found["format"], found["step"], found["files"]
+        if version != FORMAT:
+            raise CheckpointError(f"its format is {str(version)[:20]}, this version reads {FORMAT}")
+        entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
+    if type(step) is not int or not 0 <= step < 1 << 53:
+        raise CheckpointError(f"{MANIFEST} cannot be read (step={str(step)[:20]})")
+    for name, (size, digest) in entries.items():
+        # At most one folder deep, and one way to write each: what is compared is what readers open.
+        plain = name.isprintable() and str(PurePosixPath(name)) == name and name.count("/") <= 1
+        if not plain or {"", ".", ".."} & set(name.split("/")):
+            raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is no name of a file in a checkpoint")
+        if type(size) is not int or size < 0 or not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+            raise CheckpointError(f"{MANIFEST} has no size and SHA-256 of {name}")
+    return _Manifest(step, entries)
 
 
 def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
@@ -160,7 +196,7 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
 def add(folder: Path, path: Path) -> None:
     """Make the file ``path``, which lies in a committed checkpoint, part of it."""
     _flush(path)
-    files = json.loads((folder / MANIFEST).read_text())["files"]
+    files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in _manifest(folder).files.items()}
     _put_manifest(folder, {**files, str(path.relative_to(folder)): _entry(path)})
 
 
@@ -236,24 +272,33 @@ def pack_loop_state(state: dict[str, Any]) -> bytes:
 
 
 def read_loop_state(path: Path) -> dict[str, Any]:
-    """The inverse of :func:`pack_loop_state`."""
-    state: dict[str, Any] = torch.load(path / LOOP_STATE, map_location="cpu", weights_only=True)
+    """The inverse of :func:`pack_loop_state`. Raises CheckpointError if the file holds anything else."""
+    try:
+        state: dict[str, Any] = load_torch(path / LOOP_STATE, TENSORS)
+    except ValueError as error:
+        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: {error}") from error
     return state
 
 
 def _defects(path: Path) -> list[str]:
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        return [f"{MANIFEST} cannot be read ({error})"]
-    if manifest.get("format") != FORMAT:
-        return [f"its format is {manifest.get('format')}, this version reads {FORMAT}"]
+        files = _manifest(path).files
+    except CheckpointError as error:
+        return [str(error)]
     defects = []
-    for name, expected in manifest["files"].items():
+    for file in sorted(path.rglob("*")):
+        name = str(file.relative_to(path))
+        if name.endswith(_UNPICKLED) and name not in files:
+            defects.append(f"{name} is not in {MANIFEST}; remove it")
+    for name, (size, digest) in files.items():
         file = path / name
         try:
-            if file.stat().st_size != expected["bytes"] or _digest(file) != expected["sha256"]:
+            found = file.stat()
+            # A pipe or a device is not opened.
+            if not stat.S_ISREG(found.st_mode) or found.st_size != size or _digest(file) != digest:
                 defects.append(f"{name} is not the file that was saved")
+            elif not file.resolve().is_relative_to(path.resolve()):
+                defects.append(f"{name} leads out of the checkpoint; put a copy in its place")
         except FileNotFoundError:
             defects.append(f"{name} is missing")
         except OSError as error:  # a bad disk, or rights

@@ -179,7 +179,7 @@ class Pretraining:
 
         def load() -> None:
             self.engine.load(path, self._averages())
-            self.registry.load_state_dict(checkpoint.read_loop_state(path))
+            self.registry.restore(checkpoint.read_loop_state(path), path / checkpoint.LOOP_STATE)
 
         self.saver.wait()
         self.world.together(load)

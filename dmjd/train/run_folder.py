@@ -24,6 +24,7 @@ from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
 
@@ -97,7 +98,7 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_text(), recorded)
+        before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
         # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
         before.data.max_bad_percent = config.data.max_bad_percent
         before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
@@ -156,21 +157,23 @@ class RunFolder:
     def _launches(self) -> list[dict[str, Any]]:
         """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
         try:
-            launches: list[dict[str, Any]] = json.loads(self.provenance.read_text())["launches"]
+            launches: list[dict[str, Any]] = parse_json(self.provenance.read_bytes())["launches"]
+            if not isinstance(launches, list):
+                raise ValueError("its launches are no list")
         except FileNotFoundError:
             return []
-        except ValueError as error:
+        except (ValueError, LookupError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
             return []
         return launches
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``."""
-        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.is_file() else []
+        return [parse_json(line) for line in self.log.read_bytes().splitlines()] if self.log.is_file() else []
 
     def read_stop_reason(self) -> dict[str, Any]:
         """Why the last launch ended; empty if it was killed, or has not ended."""
-        return json.loads(self.stop_reason.read_text()) if self.stop_reason.is_file() else {}
+        return parse_json(self.stop_reason.read_bytes()) if self.stop_reason.is_file() else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,8 +14,9 @@ from dmjd.data.detour import Windows, batch_of
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.stream.source import TarStream
-from dmjd.errors import ConfigError
+from dmjd.errors import CheckpointError, ConfigError, UserError
 from dmjd.parallel.world import World
+from dmjd.safe_load import one_line
 
 
 @runtime_checkable
@@ -50,6 +52,15 @@ class Registry:
     def state_dict(self) -> dict[str, Any]:
         """One entry a part."""
         return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def restore(self, state: dict[str, Any], path: Path) -> None:
+        """As :meth:`load_state_dict`, of what the file ``path`` held. Raises CheckpointError if it is another state."""
+        try:
+            self.load_state_dict(state)
+        except UserError:
+            raise
+        except Exception as error:  # parts take what they need, and fail as it happens
+            raise CheckpointError(f"{path} does not hold the state of this run: {one_line(error)}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give every part its own state back."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from PIL import Image
 
 from dmjd.errors import ConfigError
 from dmjd.files import replace_file
+from dmjd.safe_load import parse_json
 
 logger = logging.getLogger("dmjd")
 
@@ -202,8 +204,13 @@ class WeightsAndBiases:
 def _kept_id(path: Path) -> str:
     """The id in ``path``; a new one is kept there before W&B hears of it, so that no crash can part the two."""
     if path.is_file():
-        kept: str = json.loads(path.read_text())["wandb_id"]
-        return kept
+        try:
+            kept = parse_json(path.read_bytes())["wandb_id"]
+        except (ValueError, LookupError, TypeError):
+            kept = None
+        if isinstance(kept, str) and re.fullmatch(r"[0-9a-z]{1,64}", kept):
+            return kept
+        raise ValueError(f"{path} holds no wandb_id; remove it to begin another curve")
     # Not from the random module: its state belongs to whoever seeded it.
     identity = secrets.token_hex(8)
     replace_file(path, json.dumps({"wandb_id": identity}))

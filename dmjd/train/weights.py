@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError
 from dmjd.interop.layouts import detect, needed_by_encoder
 from dmjd.interop.names import POSITIONS, SHARED_TABLE, summary
@@ -17,7 +19,9 @@ from dmjd.interop.tensors import split_qv_bias
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
 from dmjd.parallel import store
+from dmjd.safe_load import one_line
 from dmjd.train import checkpoint
+from dmjd.train.builders import build_objective, target_dim
 from dmjd.train.ema import ENCODER
 
 _ENCODER = "encoder."
@@ -52,6 +56,25 @@ def weights_at(name: str, key: str) -> Path:
         raise CheckpointError(
             f"{key}={name} is a folder; name the file of weights in it, as {key}={files[0]}"
         ) from None
+
+
+def check_described(folder: Path, trained: PretrainConfig) -> None:
+    """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
+
+    It is made on the meta device, so that one from somebody else cannot ask for more memory than its tensors take.
+    """
+    saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
+    blocks = sum(backbone.windows.depths) if backbone.name == "swin" else backbone.depth
+    blocks += sum(backbone.conv_stages.depths) if backbone.name == "convvit" else 0
+    blocks += decoder.depth if decoder.name == "mae" else 0
+    if blocks > len(saved):
+        raise CheckpointError(f"{folder / checkpoint.CONFIG} has {blocks} blocks, and {len(saved)} tensors beside it")
+    try:
+        with torch.device("meta"):
+            bare = build_objective(trained, target_dim(trained))
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder / checkpoint.CONFIG} describes no model: {one_line(error)}") from error
+    store.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
 
 
 def load_weights(objective: Objective, path: Path) -> str:

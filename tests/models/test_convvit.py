@@ -55,8 +55,8 @@ def make_images(batch: int, grid: Grid, channels: int = 3, dtype: torch.dtype = 
     return torch.randn(batch, channels, 16 * grid[0], 16 * grid[1], generator=generator, dtype=dtype)
 
 
-def draw_views(views: int, batch: int, grid: Grid, pattern: str = "block") -> Views:
-    ratio = 0.6 if pattern == "block" else 0.75
+def draw_views(views: int, batch: int, grid: Grid, pattern: Any = "block") -> Views:
+    ratio = 0.5 if pattern == "block" else 0.75
     return MaskSpec(views=views, mask_ratio=ratio, pattern=pattern).draw(torch.arange(batch), grid, seed=0, epoch=0)[0]
 
 
@@ -212,7 +212,7 @@ def check_against_dense(
 @pytest.mark.parametrize("grid", [(4, 4), (14, 14), (16, 16), (12, 20)], ids=lambda grid: f"{grid[0]}x{grid[1]}")
 @pytest.mark.parametrize("pattern", ["uniform", "block"])
 @pytest.mark.parametrize("views", [1, 2, 3])
-def test_visible_tokens_are_those_of_the_masked_maps(layout: Layout, grid: Grid, pattern: str, views: int) -> None:
+def test_visible_tokens_are_those_of_the_masked_maps(layout: Layout, grid: Grid, pattern: Any, views: int) -> None:
     encoder = make_encoder(layout, grid).double()
     batch = 3 if grid == (4, 4) else 1  # large maps take their time
     found = check_against_dense(encoder, layout, make_images(batch, grid), draw_views(views, batch, grid, pattern))
@@ -289,7 +289,7 @@ def test_a_dropped_branch_leaves_its_row_alone(masked: bool) -> None:
 
 @LAYOUTS
 @pytest.mark.parametrize("pattern", ["uniform", "block"])
-def test_bfloat16_errs_as_little_as_the_maps_do(layout: Layout, pattern: str) -> None:
+def test_bfloat16_errs_as_little_as_the_maps_do(layout: Layout, pattern: Any) -> None:
     grid = (8, 8)
     encoder, images = make_encoder(layout, grid), make_images(4, grid, dtype=torch.float32)
     views, weights = draw_views(2, 4, grid, pattern), copied(encoder)

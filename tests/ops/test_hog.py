@@ -13,7 +13,7 @@ from skimage.transform import resize
 from torch import Tensor
 
 from dmjd.ops._lib import reference
-from dmjd.ops.hog import hog
+from dmjd.ops.hog import LAYOUTS, hog
 
 
 def random_images(*shape: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> Tensor:
@@ -30,7 +30,7 @@ def real_images() -> dict[str, Tensor]:
     }
 
 
-def by_loops(image: NDArray[Any], cell: int, bins: int, patch: int, norm: str) -> NDArray[np.float64]:
+def by_loops(image: NDArray[Any], cell: int, bins: int, patch: int, norm: Any) -> NDArray[np.float64]:
     """The definition, pixel by pixel, with the position of every value written out: ``[N, dim]`` of one [H, W, C]."""
     height, width, channels = image.shape
     pixels = image.astype(np.float64)
@@ -102,7 +102,7 @@ def test_flavour_skimage_has_its_numbers_in_its_order() -> None:
     [((16, 24), 3, 4, 9, 8), ((32, 16), 1, 8, 9, 16), ((12, 6), 4, 2, 7, 6), ((9, 9), 2, 3, 9, 3)],
 )
 def test_equals_a_loop_over_pixels(
-    size: tuple[int, int], channels: int, cell: int, bins: int, patch: int, norm: str
+    size: tuple[int, int], channels: int, cell: int, bins: int, patch: int, norm: Any
 ) -> None:
     images = random_images(2, *size, channels)
     expected = np.stack([by_loops(image, cell, bins, patch, norm) for image in images.numpy()])
@@ -113,7 +113,7 @@ def test_equals_a_loop_over_pixels(
 
 
 @pytest.mark.parametrize("norm", ["l2", "layernorm"])
-def test_equals_a_loop_over_the_pixels_of_a_photograph(norm: str) -> None:
+def test_equals_a_loop_over_the_pixels_of_a_photograph(norm: Any) -> None:
     images = real_images()["3:2"]
     expected = by_loops(images[0].numpy(), 8, 9, 16, norm)
     exact = hog(images.double(), norm=norm, out_dtype=torch.float64)[0]
@@ -220,7 +220,7 @@ def test_no_gradient() -> None:
 
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
 @pytest.mark.parametrize(("norm", "out_dtype"), [("layernorm", torch.bfloat16), ("l2", torch.float32)])
-def test_opcheck(layout: str, norm: str, out_dtype: torch.dtype) -> None:
+def test_opcheck(layout: Any, norm: Any, out_dtype: torch.dtype) -> None:
     images = random_images(2, 32, 16, 3)
     if layout == "nchw":
         images = images.permute(0, 3, 1, 2)
@@ -239,7 +239,7 @@ def test_compiles_without_graph_breaks_and_for_any_batch() -> None:
 
 def test_the_op_is_its_reference() -> None:
     images = random_images(2, 32, 48, 3)
-    for layout, x in (("nhwc", images), ("nchw", images.permute(0, 3, 1, 2).contiguous())):
+    for layout, x in zip(LAYOUTS, (images, images.permute(0, 3, 1, 2).contiguous()), strict=True):
         expected = reference("hog")(x, 8, 9, 16, "dmjd", "layernorm", layout, torch.float32)
         torch.testing.assert_close(hog(x, layout=layout), expected, rtol=1e-5, atol=1e-5)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dmjd.ops._lib import reference, status
-from dmjd.ops.hog import FLAVOURS, NORMS, hog
+from dmjd.ops.hog import FLAVOURS, NORMS, Layout, hog
 
 PIXELS = (torch.uint8, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 VALUES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -23,12 +24,12 @@ def random_images(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     return images.to(dtype)
 
 
-def in_layout(images: Tensor, layout: str) -> Tensor:
+def in_layout(images: Tensor, layout: Any) -> Tensor:
     return images.permute(0, 3, 1, 2).contiguous() if layout == "nchw" else images
 
 
 def check(
-    images: Tensor, cell: int, bins: int, patch: int, flavour: str, norm: str, layout: str, out: torch.dtype
+    images: Tensor, cell: int, bins: int, patch: int, flavour: Any, norm: Any, layout: Any, out: torch.dtype
 ) -> None:
     got = hog(images, cell, bins, patch, flavour, norm, layout, out)
     expected = reference("hog")(images.cpu(), cell, bins, patch, flavour, norm, layout, torch.float64)
@@ -46,7 +47,7 @@ def test_native_kernel_serves_the_cpu_unless_disabled() -> None:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", PIXELS)
-def test_kernel_equals_reference(flavour: str, dtype: torch.dtype) -> None:
+def test_kernel_equals_reference(flavour: Any, dtype: torch.dtype) -> None:
     for index, (layout, norm) in enumerate((layout, norm) for layout in ("nhwc", "nchw") for norm in NORMS):
         images = in_layout(random_images(2, 24, 40, 3, dtype=dtype), layout)
         check(images, 4, 9, 8, flavour, norm, layout, VALUES[index % len(VALUES)])
@@ -105,7 +106,7 @@ def test_many_rows_of_patches() -> None:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_opcheck(flavour: str) -> None:
+def test_opcheck(flavour: Any) -> None:
     images = random_images(2, 16, 8, 3, dtype=torch.float32)
     torch.library.opcheck(torch.ops.dmjd.hog.default, (images, 4, 9, 8, flavour, "l2", "nhwc", torch.float32))
 
@@ -136,7 +137,7 @@ def every_cell_one_byte_gradient() -> Tensor:
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.parametrize("dtype", PIXELS)
 @pytest.mark.parametrize("cell", [8, 4])  # the kernel for cells of 8 pixels, and the one for any
-def test_cuda_equals_cpu_reference(flavour: str, dtype: torch.dtype, cell: int) -> None:
+def test_cuda_equals_cpu_reference(flavour: Any, dtype: torch.dtype, cell: int) -> None:
     assert status()["hog"]["CUDA"] == "native"
     for index, (layout, norm) in enumerate((layout, norm) for layout in ("nhwc", "nchw") for norm in NORMS):
         for shape in ((3, 48, 80, 3), (2, 16, 16, 1), (1, 32, 96, 5)):
@@ -217,7 +218,8 @@ def test_cuda_more_than_2_31_elements() -> None:
     images = torch.empty(batch, 224, 224, 3, dtype=torch.uint8, device="cuda")
     images.random_(0, 256, generator=torch.Generator("cuda").manual_seed(0))
     assert images.numel() > 2**31
-    for cell, layout in ((8, "nhwc"), (8, "nchw"), (16, "nhwc")):
+    cases: tuple[tuple[int, Layout], ...] = ((8, "nhwc"), (8, "nchw"), (16, "nhwc"))
+    for cell, layout in cases:
         whole = images.view(batch, 3, 224, 224) if layout == "nchw" else images
         values = hog(whole, cell, layout=layout, out_dtype=torch.bfloat16)
         for few in (slice(0, 2), slice(batch - 2, batch)):

@@ -292,14 +292,6 @@ def test_compiles_without_graph_breaks(dynamic: bool) -> None:
     compiles(inputs, dynamic=dynamic, backend="aot_eager")
 
 
-def test_second_derivative_is_refused() -> None:
-    inputs = make(CASES[0])
-    x = inputs.x.requires_grad_()
-    (grad,) = torch.autograd.grad(inputs.call(x=x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        grad.sum().backward()
-
-
 def test_errors_name_the_argument() -> None:
     good = make(CASES[0])
     with pytest.raises(TypeError, match=r"x must be float32.*got torch\.int64"):

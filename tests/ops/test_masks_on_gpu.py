@@ -55,7 +55,7 @@ def test_cuda_equals_cpu(plan: MaskPlan) -> None:
 
 @pytest.mark.parametrize("side", [32, 33, 64, 96, 97, 128])
 @pytest.mark.parametrize("pattern", ["uniform", "beit"])
-def test_large_grids(side: int, pattern: str) -> None:
+def test_large_grids(side: int, pattern: Any) -> None:
     """More tokens than threads; 96 x 96 units are the most that shared memory holds, beyond it is global memory."""
     plan, key, ids = mask_plan((side, side), views=2, mask_ratio=0.4, pattern=pattern), make_key(1, 2), IDS[:7]
     assert_same(op(ids.cuda(), key, plan), op(ids, key, plan))
@@ -89,7 +89,7 @@ def test_a_key_on_another_device_is_refused() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "block", "beit"])
-def test_cuda_graph_follows_a_key_on_the_device(pattern: str) -> None:
+def test_cuda_graph_follows_a_key_on_the_device(pattern: Any) -> None:
     plan, key, ids = mask_plan((14, 14), views=2, mask_ratio=0.6, pattern=pattern), make_key(1, 0).cuda(), IDS.cuda()
     op(ids, key, plan)
     graph = torch.cuda.CUDAGraph()

@@ -210,8 +210,9 @@ def test_wrong_types_and_devices_are_named() -> None:
         scatter_tokens(gathered, mask_token, restore.float())
     with pytest.raises(TypeError, match=r"scatter_tokens: x must be floating, got torch\.int64"):
         scatter_tokens(gathered.long(), mask_token, restore)
-    with pytest.raises(ValueError, match=r"scatter_tokens: mask_token must be \[4\] .*got \(1, 1, 4\)"):
-        scatter_tokens(gathered, mask_token.view(1, 1, 4), restore)
+    for shape in ((1, 4, 1), (2, 2), (1, 1, 5), ()):
+        with pytest.raises(ValueError, match=r"scatter_tokens: mask_token must be \[4\] .*got \("):
+            scatter_tokens(gathered, torch.zeros(shape), restore)
     with pytest.raises(ValueError, match=r"scatter_tokens: positions must be \[6, 4\] .*got \(5, 4\)"):
         scatter_tokens(gathered, mask_token, restore, positions[:5])
     with pytest.raises(ValueError, match=r"scatter_tokens: mask_token must be on x's device, got meta and cpu"):

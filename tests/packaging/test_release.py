@@ -16,6 +16,10 @@ APPTAINER = (PACKAGING / "dmjd.def").read_text()
 SCRIPTS = sorted(PACKAGING.glob("*.sh"))
 
 
+# As libstdc++ declares its namespace, which -fvisibility=hidden then does not reach.
+DEFAULT = 'namespace std __attribute__((visibility("default"))) {'
+
+
 def check_wheel(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, PACKAGING / "check_wheel.py", *words], capture_output=True, text=True, check=False
@@ -51,6 +55,29 @@ def test_a_library_that_calls_cpp_of_torch_is_refused(tmp_path: Path) -> None:
     done = check_wheel(library)
     assert done.returncode == 1
     assert "_C_locked.so: needs 2 C++ symbols of torch, such as _ZN" in done.stdout
+
+
+def test_a_library_that_exports_more_than_its_init_function_is_refused(tmp_path: Path) -> None:
+    library = tmp_path / "_jpeg.so"
+    source = 'extern "C" int PyInit__jpeg() { return 0; } namespace std { int to_string(long) { return 1; } }'
+    for flags, complaint in (
+        ([], "_jpeg.so: exports 1 symbols besides its init function, such as _ZSt9to_stringl"),
+        ([f"-Wl,--version-script={ROOT / 'csrc' / 'exports.map'}"], "_jpeg.so: good"),
+    ):
+        command: list[str | Path] = [
+            "c++",
+            "-shared",
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-x",
+            "c++",
+            "-",
+            "-o",
+            library,
+            *flags,
+        ]
+        subprocess.run(command, input=source.replace("namespace std {", DEFAULT), text=True, check=True)
+        assert complaint in check_wheel(library).stdout
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

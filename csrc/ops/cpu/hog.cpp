@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include "../common.h"
+#include "parallel_for.h"
 
 namespace dmjd {
 namespace {
@@ -22,7 +23,7 @@ void run(const Tensor& images, const HogPlan& plan, bool channels_last, Tensor& 
   Value* out = result.mutable_data_ptr<Value>();
   const int64_t rows = plan.patch_rows();
   // A row of patches takes tens of microseconds, so one is work enough for a thread.
-  torch::stable::parallel_for(0, images.size(0) * rows, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, images.size(0) * rows, 1, [&](int64_t begin, int64_t end) {
     HogRows<Pixel, Real> hog(plan, source);
     for (int64_t i = begin; i < end; ++i) {
       hog.run(i / rows, i % rows, out + i * plan.patch_columns() * plan.patch_values());
@@ -64,5 +65,5 @@ Tensor hog_cpu(const Tensor& images, int64_t cell, int64_t bins, int64_t patch, 
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CPU, m) {
-  m.impl("hog", TORCH_BOX(&dmjd::hog_cpu));
+  m.impl("hog", DMJD_BOX(&dmjd::hog_cpu));
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../dtypes.h"
+#include "parallel_for.h"
 
 // The baseline of x86-64 has vectors of four floats and no fused multiply-add; the loader picks what the machine has.
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
@@ -230,7 +231,7 @@ Tensor masked_depthwise_conv2d_cpu(const Tensor& x, const Tensor& visible, const
     for (int64_t channel = 0; biases && channel < problem.channels; ++channel) {
       lane_bias[channel / problem.kLanes].of[channel % problem.kLanes] = biases->const_data_ptr<Sum>()[channel];
     }
-    torch::stable::parallel_for(0, problem.chunks(), 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, problem.chunks(), 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         slide<T, Sum>(problem, chunk, filter.data(), lane_bias.data(), nullptr);
       }
@@ -260,12 +261,12 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cpu(const Te
     // One partial sum a chunk, whatever the number of threads, so that gradients do not depend on it.
     const int64_t size = problem.slices() * (taps + 1);
     std::vector<Lanes<Sum>> partials(chunks * size), total(size);
-    torch::stable::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = begin; chunk < end; ++chunk) {
         slide<T, Sum>(problem, chunk, filter.data(), no_bias.data(), partials.data() + chunk * size);
       }
     });
-    torch::stable::parallel_for(0, size, kReduceGrain, [&](int64_t begin, int64_t end) {
+    parallel_for(0, size, kReduceGrain, [&](int64_t begin, int64_t end) {
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         for (int64_t at = begin; at < end; ++at) total[at].of += partials[chunk * size + at].of;
       }
@@ -286,6 +287,6 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cpu(const Te
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CPU, m) {
-  m.impl("masked_depthwise_conv2d", TORCH_BOX(&dmjd::masked_depthwise_conv2d_cpu));
-  m.impl("masked_depthwise_conv2d_backward", TORCH_BOX(&dmjd::masked_depthwise_conv2d_backward_cpu));
+  m.impl("masked_depthwise_conv2d", DMJD_BOX(&dmjd::masked_depthwise_conv2d_cpu));
+  m.impl("masked_depthwise_conv2d_backward", DMJD_BOX(&dmjd::masked_depthwise_conv2d_backward_cpu));
 }

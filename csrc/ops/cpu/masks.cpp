@@ -1,6 +1,7 @@
 #include "../../core/mask_sampler.h"
 #include "../common.h"
 #include "../masks.h"
+#include "parallel_for.h"
 
 namespace dmjd {
 namespace {
@@ -24,7 +25,7 @@ MaskTensors disjoint_masks_cpu(const Tensor& sample_ids, const Tensor& key, cons
                          restore.mutable_data_ptr<int64_t>(), mask.mutable_data_ptr<bool>()};
   const int64_t batch = ids.numel();
 
-  torch::stable::parallel_for(0, batch, kGrain, [&](int64_t begin, int64_t end) {
+  parallel_for(0, batch, kGrain, [&](int64_t begin, int64_t end) {
     MaskSampler sampler(plan);
     for (int64_t row = begin; row < end; ++row) {
       sampler.draw(samples[row], philox_key, batch, rows.advanced(row, plan));
@@ -37,5 +38,5 @@ MaskTensors disjoint_masks_cpu(const Tensor& sample_ids, const Tensor& key, cons
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CPU, m) {
-  m.impl("disjoint_masks", TORCH_BOX(&dmjd::disjoint_masks_cpu));
+  m.impl("disjoint_masks", DMJD_BOX(&dmjd::disjoint_masks_cpu));
 }

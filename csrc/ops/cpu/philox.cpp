@@ -1,5 +1,6 @@
 #include "../../core/philox.h"
 #include "../common.h"
+#include "parallel_for.h"
 
 namespace dmjd {
 namespace {
@@ -17,7 +18,7 @@ Tensor philox4x32_cpu(const Tensor& counter, const Tensor& key) {
   const PhiloxKey philox_key = {{static_cast<uint32_t>(key_words[0]), static_cast<uint32_t>(key_words[1])}};
   int64_t* out = result.mutable_data_ptr<int64_t>();
 
-  torch::stable::parallel_for(0, counters.numel() / 4, kGrain, [=](int64_t begin, int64_t end) {
+  parallel_for(0, counters.numel() / 4, kGrain, [=](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
       PhiloxCounter state;
       for (int i = 0; i < 4; ++i) state.word[i] = static_cast<uint32_t>(words[4 * block + i]);
@@ -32,5 +33,5 @@ Tensor philox4x32_cpu(const Tensor& counter, const Tensor& key) {
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CPU, m) {
-  m.impl("philox4x32", TORCH_BOX(&dmjd::philox4x32_cpu));
+  m.impl("philox4x32", DMJD_BOX(&dmjd::philox4x32_cpu));
 }

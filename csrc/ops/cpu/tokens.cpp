@@ -9,6 +9,7 @@
 
 #include "../common.h"
 #include "../dtypes.h"
+#include "parallel_for.h"
 
 namespace dmjd {
 namespace {
@@ -37,7 +38,7 @@ Tensor gather_tokens_cpu(const Tensor& x, const Tensor& ids, int64_t prefix) {
   const int64_t* index = indices.const_data_ptr<int64_t>();
   auto* out = static_cast<char*>(result.mutable_data_ptr());
 
-  torch::stable::parallel_for(0, views * batch, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
+  parallel_for(0, views * batch, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
     for (int64_t view_row = begin; view_row < end; ++view_row) {
       const char* from = source + (view_row % batch) * in_rows * row_bytes;
       char* to = out + view_row * out_rows * row_bytes;
@@ -60,7 +61,7 @@ template <typename T>
 void gather_backward(const T* grad, const int64_t* ids, T* out, int64_t views, int64_t batch, int64_t visible,
                      int64_t tokens, int64_t prefix, int64_t channels) {
   const int64_t in_rows = prefix + visible, out_rows = prefix + tokens;
-  torch::stable::parallel_for(0, batch, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
+  parallel_for(0, batch, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
     std::vector<const T*> sources(views * out_rows);  // [out_rows][views]: the rows that add up to an output row
     std::vector<Sum<T>> sum(channels);
     for (int64_t sample = begin; sample < end; ++sample) {
@@ -115,7 +116,7 @@ template <typename T>
 void scatter(const T* x, const T* mask_token, const int64_t* restore, const T* positions, T* out, int64_t view_rows,
              int64_t visible, int64_t tokens, int64_t prefix, int64_t channels) {
   const int64_t in_rows = prefix + visible, out_rows = prefix + tokens;
-  torch::stable::parallel_for(0, view_rows, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
+  parallel_for(0, view_rows, rows_per_task(out_rows * channels), [=](int64_t begin, int64_t end) {
     for (int64_t view_row = begin; view_row < end; ++view_row) {
       const T* from = x + view_row * in_rows * channels;
       T* to = out + view_row * out_rows * channels;
@@ -160,7 +161,7 @@ Tensor scatter_tokens_cpu(const Tensor& x, const Tensor& mask_token, const Tenso
 template <typename T>
 void add_groups(const std::vector<Sum<T>>& sums, int64_t groups, int64_t width, T* out) {
   const Sum<T>* parts = sums.data();
-  torch::stable::parallel_for(0, width, kGrain, [=](int64_t begin, int64_t end) {
+  parallel_for(0, width, kGrain, [=](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       Sum<T> total = 0;
       for (int64_t group = 0; group < groups; ++group) total += parts[group * width + i];
@@ -178,7 +179,7 @@ void scatter_backward(const T* grad, const int64_t* restore, T* x, T* mask_token
   std::vector<Sum<T>> position_sums(positions == nullptr ? 0 : groups * tokens * channels);
   Sum<T>* all_mask_sums = mask_sums.data();
   Sum<T>* all_position_sums = position_sums.data();
-  torch::stable::parallel_for(0, groups, 1, [=](int64_t begin, int64_t end) {
+  parallel_for(0, groups, 1, [=](int64_t begin, int64_t end) {
     for (int64_t group = begin; group < end; ++group) {
       Sum<T>* mask_sum = all_mask_sums + group * channels;
       for (int64_t view_row = group * view_rows / groups; view_row < (group + 1) * view_rows / groups; ++view_row) {
@@ -228,8 +229,8 @@ std::tuple<Tensor, Tensor, Tensor> scatter_tokens_backward_cpu(const Tensor& gra
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CPU, m) {
-  m.impl("gather_tokens", TORCH_BOX(&dmjd::gather_tokens_cpu));
-  m.impl("gather_tokens_backward", TORCH_BOX(&dmjd::gather_tokens_backward_cpu));
-  m.impl("scatter_tokens", TORCH_BOX(&dmjd::scatter_tokens_cpu));
-  m.impl("scatter_tokens_backward", TORCH_BOX(&dmjd::scatter_tokens_backward_cpu));
+  m.impl("gather_tokens", DMJD_BOX(&dmjd::gather_tokens_cpu));
+  m.impl("gather_tokens_backward", DMJD_BOX(&dmjd::gather_tokens_backward_cpu));
+  m.impl("scatter_tokens", DMJD_BOX(&dmjd::scatter_tokens_cpu));
+  m.impl("scatter_tokens_backward", DMJD_BOX(&dmjd::scatter_tokens_backward_cpu));
 }

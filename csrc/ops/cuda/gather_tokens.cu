@@ -146,6 +146,6 @@ Tensor gather_tokens_backward_cuda(const Tensor& grad, const Tensor& ids, int64_
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("gather_tokens", TORCH_BOX(&dmjd::gather_tokens_cuda));
-  m.impl("gather_tokens_backward", TORCH_BOX(&dmjd::gather_tokens_backward_cuda));
+  m.impl("gather_tokens", DMJD_BOX(&dmjd::gather_tokens_cuda));
+  m.impl("gather_tokens_backward", DMJD_BOX(&dmjd::gather_tokens_backward_cuda));
 }

@@ -134,5 +134,5 @@ Tensor hog_cuda(const Tensor& images, int64_t cell, int64_t bins, int64_t patch,
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("hog", TORCH_BOX(&dmjd::hog_cuda));
+  m.impl("hog", DMJD_BOX(&dmjd::hog_cuda));
 }

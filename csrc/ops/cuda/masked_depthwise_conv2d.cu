@@ -192,6 +192,6 @@ std::tuple<Tensor, Tensor, Tensor> masked_depthwise_conv2d_backward_cuda(const T
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("masked_depthwise_conv2d", TORCH_BOX(&dmjd::masked_depthwise_conv2d_cuda));
-  m.impl("masked_depthwise_conv2d_backward", TORCH_BOX(&dmjd::masked_depthwise_conv2d_backward_cuda));
+  m.impl("masked_depthwise_conv2d", DMJD_BOX(&dmjd::masked_depthwise_conv2d_cuda));
+  m.impl("masked_depthwise_conv2d_backward", DMJD_BOX(&dmjd::masked_depthwise_conv2d_backward_cuda));
 }

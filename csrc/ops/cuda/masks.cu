@@ -310,5 +310,5 @@ MaskTensors disjoint_masks_cuda(const Tensor& sample_ids, const Tensor& key, con
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("disjoint_masks", TORCH_BOX(&dmjd::disjoint_masks_cuda));
+  m.impl("disjoint_masks", DMJD_BOX(&dmjd::disjoint_masks_cuda));
 }

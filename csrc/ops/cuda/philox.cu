@@ -39,5 +39,5 @@ Tensor philox4x32_cuda(const Tensor& counter, const Tensor& key) {
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("philox4x32", TORCH_BOX(&dmjd::philox4x32_cuda));
+  m.impl("philox4x32", DMJD_BOX(&dmjd::philox4x32_cuda));
 }

@@ -295,6 +295,6 @@ std::tuple<Tensor, Tensor, Tensor> scatter_tokens_backward_cuda(const Tensor& gr
 }  // namespace dmjd
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("scatter_tokens", TORCH_BOX(&dmjd::scatter_tokens_cuda));
-  m.impl("scatter_tokens_backward", TORCH_BOX(&dmjd::scatter_tokens_backward_cuda));
+  m.impl("scatter_tokens", DMJD_BOX(&dmjd::scatter_tokens_cuda));
+  m.impl("scatter_tokens_backward", DMJD_BOX(&dmjd::scatter_tokens_backward_cuda));
 }

@@ -119,6 +119,6 @@ std::tuple<Tensor, Tensor, Tensor> gelu_hidden_gradient(const Tensor& x, const T
 }  // namespace dmjd::hopper
 
 STABLE_TORCH_LIBRARY_IMPL(dmjd, CUDA, m) {
-  m.impl("gelu_hidden", TORCH_BOX(&dmjd::hopper::gelu_hidden));
-  m.impl("gelu_hidden_gradient", TORCH_BOX(&dmjd::hopper::gelu_hidden_gradient));
+  m.impl("gelu_hidden", DMJD_BOX(&dmjd::hopper::gelu_hidden));
+  m.impl("gelu_hidden_gradient", DMJD_BOX(&dmjd::hopper::gelu_hidden_gradient));
 }
