@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.ops import _native
-from dmjd.ops._lib import define, once_differentiable
+from dmjd.ops._lib import autocast_dtype, define, without_autocast
 
 MOST_TOKENS = {32: 288, 64: 256, 80: 256}
 """Head sizes that the kernels take, and the longest sequence of each."""
@@ -67,7 +67,7 @@ def _fake_backward(
     "short_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse, "
     "float scale, bool with_bias) -> (Tensor, Tensor)",
     fake=_fake_backward,
-    autograd=once_differentiable("short_attention"),
+    differentiable=True,
 )
 def _reference_backward(
     grad: Tensor,
@@ -81,12 +81,12 @@ def _reference_backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, k and v as one ``[B, N, 3, H, D]``, and bias's, empty unless ``with_bias``."""
-    with torch.autocast(q.device.type, enabled=False):
-        probability = (_scores(q, k, bias, scale) - lse.unsqueeze(-1)).exp()
-        grads, outs, keys, values, queries = (
-            tensor.to(_summed(tensor)).transpose(1, 2) for tensor in (grad, out, k, v, q)
-        )
-        grad_scores = probability * (grads @ values.transpose(-1, -2) - (grads * outs).sum(-1, keepdim=True))
+    with without_autocast(q.device.type):
+        # Not from lse and out, so that a second derivative passes through the softmax.
+        probability = _scores(q, k, bias, scale).softmax(-1)
+        grads, keys, values, queries = (tensor.to(_summed(tensor)).transpose(1, 2) for tensor in (grad, k, v, q))
+        grad_probability = grads @ values.transpose(-1, -2)
+        grad_scores = probability * (grad_probability - (probability * grad_probability).sum(-1, keepdim=True))
         grad_q = grad_scores @ keys * scale
         grad_k = grad_scores.transpose(-1, -2) @ queries * scale
         grad_v = probability.transpose(-1, -2) @ grads
@@ -122,9 +122,10 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
 )
 def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """The result ``[B, N, H, D]``, and the scores' log-sum-exp ``[B, H, N]``, of which there is no gradient."""
-    with torch.autocast(q.device.type, enabled=False):
-        out = _scaled_dot_product(q, k, v, bias, scale).contiguous()
-        return out, _scores(q, k, bias, scale).logsumexp(-1)
+    with without_autocast(q.device.type):
+        scores = _scores(q, k, bias, scale)
+        out = scores.softmax(-1) @ v.to(scores.dtype).transpose(1, 2)
+        return out.transpose(1, 2).to(q.dtype).contiguous(), scores.logsumexp(-1)
 
 
 def _fake_packed(qkv: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -214,9 +215,10 @@ def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
 
 def _cast(tensor: Tensor, kind: str) -> Tensor:
     """``tensor`` in the dtype of autocast for devices of ``kind``, where that is on."""
-    if not torch.is_autocast_enabled(kind) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    dtype = autocast_dtype(kind)
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return tensor.to(dtype)
 
 
 def short_attention(
@@ -225,8 +227,8 @@ def short_attention(
     """``softmax(scale * q @ k.T + bias) @ v`` of every head, in the layout in which projections leave q, k and v.
 
     CUDA kernels serve bfloat16 and float16 with heads of 32 (up to 288 tokens), 64 and 80 (up to 256), where a head
-    fits the card's shared memory; the softmax and all sums are float32, equal bits in every run, gradients included,
-    and no second derivative. Elsewhere this is :func:`torch.nn.functional.scaled_dot_product_attention`. Under
+    fits the card's shared memory; the softmax and all sums are float32, equal bits in every run, gradients included.
+    Second derivatives and transforms of torch.func take PyTorch's operations. Elsewhere this is :func:`torch.nn.functional.scaled_dot_product_attention`. Under
     autocast everything is cast to its dtype.
 
     Args:

@@ -199,6 +199,7 @@ def compiles(inputs: Callable[[int], Inputs], call: Callable[..., Tensor], **opt
         doubled = qkv * 2
         return (call(doubled, bias) if call is short_attention_packed else call(*doubled.unbind(2), bias)).square()
 
+    torch.compiler.reset()
     compiled_step = torch.compile(step, fullgraph=True, **options)
 
     for batch in (2, 4, 2):
@@ -222,11 +223,16 @@ def test_compiles_without_graph_breaks(call: Callable[..., Tensor], dynamic: boo
     )
 
 
-def test_second_derivative_is_refused() -> None:
-    qkv = make(CASES[0]).qkv.requires_grad_()
-    (grad,) = torch.autograd.grad(through_ops(*qkv.unbind(2), None).square().sum(), qkv, create_graph=True)
-    with pytest.raises(RuntimeError, match="short_attention is differentiable once"):
-        grad.sum().backward()
+@pytest.mark.parametrize("case", [Case(2, 3, 2, 32), Case(2, 3, 1, 32, 2)])
+def test_second_derivatives_and_forward_mode_agree_with_finite_differences(case: Case) -> None:
+    qkv, bias, _ = make(case, spread=0.3)
+    leaves = [tensor.requires_grad_() for tensor in (qkv, bias) if tensor is not None]
+
+    def call(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+        return through_ops(*qkv.unbind(2), bias)
+
+    assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
 
 
 def test_errors_name_the_argument() -> None:
