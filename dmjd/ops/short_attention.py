@@ -168,7 +168,7 @@ def _shared_memory(device: torch.device) -> int:
 def _needed_memory(tokens: int, depth: int) -> int:
     """The least shared memory that the backward kernel, which needs more, can do with (attention_backward.cuh)."""
     rows = -(-tokens // _TILE) * _TILE
-    alone = {32: 0, 64: 208, 80: 80}[depth]  # tokens up to which a warp owns one tile of keys, else two
+    alone = {32: 0, 64: 80, 80: 80}[depth]  # tokens up to which a warp owns one tile of keys, else two
     keys = rows if tokens <= alone else -(-tokens // (2 * _TILE)) * 2 * _TILE
     stride = 176 if depth == 80 else 2 * depth
     return 2 * (rows + keys) * stride + 8 * rows + max(keys * (_TILE + 8) * 2, rows * stride)

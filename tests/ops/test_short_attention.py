@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -262,7 +263,8 @@ def close(inputs: Inputs, call: Callable[..., Tensor] = short_attention) -> None
         assert ours.dtype == inputs.qkv.dtype
         assert ours.shape == expected.shape
         if expected.numel():
-            assert (ours.cpu().double() - expected).norm() <= rounding * expected.norm()
+            # Of one token the gradients of q and k are zero but for rounding.
+            assert (ours.cpu().double() - expected).norm() <= rounding * max(expected.norm(), 1e-3 * inputs.grad.norm())
 
 
 @pytest.mark.gpu
@@ -292,9 +294,9 @@ def test_cuda_copies_nothing_of_a_packed_projection() -> None:
     before = torch.cuda.memory_allocated()
     result = short_attention_packed(qkv)
     lse_bytes = 64 * 12 * 76 * 4
-    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + 1024
+    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + 2**20
     torch.autograd.grad(result, qkv, inputs.grad)
-    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + qkv.nbytes + 1024
+    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + qkv.nbytes + 2**20  # of a block that is not split
 
 
 @pytest.mark.gpu
@@ -342,7 +344,7 @@ def test_cuda_graphs_of_torch_compile(call: Callable[..., Tensor]) -> None:
 @pytest.mark.gpu
 def test_cuda_heads_that_the_card_has_no_room_for_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make(Case(2, 197, 2, 64), torch.bfloat16).to("cuda")
-    monkeypatch.setattr("dmjd.ops.short_attention._shared_memory", lambda device: 100 * 1024)
+    monkeypatch.setattr(sys.modules["dmjd.ops.short_attention"], "_shared_memory", lambda device: 100 * 1024)
     q, k, v = inputs.qkv.unbind(2)
     expected = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
     assert torch.equal(short_attention(q, k, v), expected)

@@ -8,30 +8,25 @@
 namespace dmjd::attention {
 namespace {
 
-constexpr int kMostWarps = 8;
-
 template <typename T, int kD, int kTiles, bool kBias>
 void run(Forward<T> problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
   problem.chunks = (tiles + kTiles - 1) / kTiles;
-#ifdef DMJD_TUNE
-  const int kMostWarps = getenv("DMJD_W") ? atoi(getenv("DMJD_W")) : 8;
-#endif
-  const int turns = (tiles + kMostWarps - 1) / kMostWarps, warps = (tiles + turns - 1) / turns;
+  // Measured on an H200: few warps leave room for more blocks, except where a block's memory leaves room for one or two.
+  const int most = tiles < 5 || (kD == 64 && tiles > 7) || tiles > 15 + (kD == 32 ? 3 : 0) ? 8 : 4;
+  const int turns = (tiles + most - 1) / most, warps = (tiles + turns - 1) / turns;
   const int shared_bytes = (tiles + 2 * problem.chunks * kTiles) * kTile * Rows<kD>::kStride;
   launch(forward_kernel<T, kD, kTiles, kBias>, problem, static_cast<unsigned>(blocks), warps * kLanes, shared_bytes,
          device);
 }
 
-// Chooses how many tiles of keys a chunk holds: the fewest chunks, then the fewest tiles beyond the last key.
+// Chooses how many tiles of keys a chunk holds: the fewest chunks, then the fewest tiles beyond the last key. Where there
+// are several chunks of heads of 64, small ones leave registers for two blocks.
 template <typename T, int kD, bool kBias>
 void run(const Forward<T>& problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
   const int chunks = (tiles + 6) / 7;
-  int needed = (tiles + chunks - 1) / chunks;
-#ifdef DMJD_TUNE
-  if (getenv("DMJD_T")) needed = atoi(getenv("DMJD_T"));
-#endif
+  const int needed = kD == 64 && chunks > 1 ? 4 : (tiles + chunks - 1) / chunks;
   if (needed <= 4) run<T, kD, 4, kBias>(problem, blocks, device);
   else if (needed == 5) run<T, kD, 5, kBias>(problem, blocks, device);
   else if (needed == 6) run<T, kD, 6, kBias>(problem, blocks, device);

@@ -34,34 +34,16 @@ void run(Backward<T> problem, int64_t blocks, int32_t device) {
          warps * kLanes, shared_bytes, device);
 }
 
-#ifdef DMJD_TUNE
-inline int tune(const char* name) { const char* v = getenv(name); return v ? atoi(v) : 0; }
-#endif
-
 // Warps, and so the registers that each may have, go by the number of tokens.
 template <typename T, int kD, bool kBias>
 void run(const Backward<T>& problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
-#ifdef DMJD_TUNE
-  if constexpr (kD == 32 && !kBias) {
-    if (tune("DMJD_B") == 1) return run<T, kD, 1, 13, 1, true, true, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 2) return run<T, kD, 2, 9, 1, true, true, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 3) return run<T, kD, 2, 7, 2, true, false, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 4) return run<T, kD, 2, 7, 2, true, true, kBias>(problem, blocks, device);
-  }
-  if constexpr (kD == 64 && !kBias) {
-    if (tune("DMJD_B") == 1) return run<T, kD, 1, 5, 2, true, true, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 2) return run<T, kD, 1, 5, 3, true, false, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 3) return run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
-    if (tune("DMJD_B") == 4) return run<T, kD, 2, 4, 2, false, false, kBias>(problem, blocks, device);
-  }
-#endif
   if constexpr (kD == 32) {
-    if (tiles <= 14 && !kBias) run<T, kD, 2, 7, 2, false, false, kBias>(problem, blocks, device);
+    if (tiles <= 14 && !kBias) run<T, kD, 2, 7, 2, false, true, kBias>(problem, blocks, device);
     else run<T, kD, 2, 9, 1, true, true, kBias>(problem, blocks, device);
   } else if constexpr (kD == 64) {
     if (tiles <= 5) run<T, kD, 1, 5, 3, false, false, kBias>(problem, blocks, device);
-    else if (tiles <= 13) run<T, kD, 1, 13, 1, false, false, kBias>(problem, blocks, device);
+    else if (tiles <= 13) run<T, kD, 2, 7, 1, true, false, kBias>(problem, blocks, device);
     else run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
   } else {
     if (tiles <= 5) run<T, kD, 1, 5, 2, false, false, kBias>(problem, blocks, device);
