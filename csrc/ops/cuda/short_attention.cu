@@ -13,7 +13,7 @@ void run(Forward<T> problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
   problem.chunks = (tiles + kTiles - 1) / kTiles;
   // Measured on an H200: few warps leave room for more blocks, except where a block's memory leaves room for one or two.
-  const int most = tiles < 5 || (kD == 64 && tiles > 7) || tiles > 15 + (kD == 32 ? 3 : 0) ? 8 : 4;
+  const int most = kBias || tiles < 5 || (kD == 64 && tiles > 7) || (kD == 80 && tiles > 15) ? 8 : 4;
   const int turns = (tiles + most - 1) / most, warps = (tiles + turns - 1) / turns;
   const int shared_bytes = (tiles + 2 * problem.chunks * kTiles) * kTile * Rows<kD>::kStride;
   launch(forward_kernel<T, kD, kTiles, kBias>, problem, static_cast<unsigned>(blocks), warps * kLanes, shared_bytes,
@@ -26,7 +26,7 @@ template <typename T, int kD, bool kBias>
 void run(const Forward<T>& problem, int64_t blocks, int32_t device) {
   const int tiles = (problem.tokens + kTile - 1) / kTile;
   const int chunks = (tiles + 6) / 7;
-  const int needed = kD == 64 && chunks > 1 ? 4 : (tiles + chunks - 1) / chunks;
+  const int needed = kD == 64 && chunks > 1 && !kBias ? 4 : (tiles + chunks - 1) / chunks;
   if (needed <= 4) run<T, kD, 4, kBias>(problem, blocks, device);
   else if (needed == 5) run<T, kD, 5, kBias>(problem, blocks, device);
   else if (needed == 6) run<T, kD, 6, kBias>(problem, blocks, device);

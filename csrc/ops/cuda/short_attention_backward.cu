@@ -43,6 +43,7 @@ void run(const Backward<T>& problem, int64_t blocks, int32_t device) {
     else run<T, kD, 2, 9, 1, true, true, kBias>(problem, blocks, device);
   } else if constexpr (kD == 64) {
     if (tiles <= 5) run<T, kD, 1, 5, 3, false, false, kBias>(problem, blocks, device);
+    else if (tiles <= 13 && kBias) run<T, kD, 1, 13, 1, false, false, kBias>(problem, blocks, device);
     else if (tiles <= 13) run<T, kD, 2, 7, 1, true, false, kBias>(problem, blocks, device);
     else run<T, kD, 2, 8, 1, false, false, kBias>(problem, blocks, device);
   } else {
