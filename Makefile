@@ -1,6 +1,6 @@
 # make install   .venv with everything, native libraries built; does nothing when nothing changed
 # make native    rebuild the native libraries after an edit in csrc/ (only what changed is compiled)
-# make demo      pre-trains a small DMJD model on the CPU, probes it and writes runs/demo/report.html
+# make demo      pre-trains a small DMJD model on the CPU, scores it and writes runs/demo/report.html; RUN=FOLDER names another
 # make test      CTest, then pytest, then the op tests once more without the native kernels
 # make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
 # make lint      ruff and mypy
@@ -8,6 +8,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+RUN ?= runs/demo
 MAX_JOBS ?= 2
 # Where a compiler is at hand, a kernel that does not build is an error and not a fallback.
 DMJD_EXT ?= $(if $(shell command -v c++),force,auto)
@@ -46,17 +47,8 @@ $(NATIVE): $(INSTALLED) $(SOURCES)
 	@sed -n '/^dmjd: /p' build/native.log
 	@touch $@
 
-# Scores on a sixth of the training images, with LARS settings for a batch of 256; an untrained encoder is the yardstick.
-KNN := train_images=10000
-PROBE := $(KNN) augment=false batch_size=256 base_lr=5 epochs=20 warmup_epochs=1
-
 demo: install
-	@$(BIN)/dmjd pretrain experiment=demo
-	@$(BIN)/dmjd knn checkpoint=runs/demo weights=untrained workers=0 $(KNN)
-	@$(BIN)/dmjd knn checkpoint=runs/demo workers=0 $(KNN)
-	@$(BIN)/dmjd linprobe checkpoint=runs/demo weights=untrained workers=0 $(PROBE)
-	@$(BIN)/dmjd linprobe checkpoint=runs/demo workers=0 $(PROBE)
-	@$(BIN)/dmjd report runs/demo
+	@$(BIN)/dmjd demo run=$(RUN)
 
 test: install
 	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \

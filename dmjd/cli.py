@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError
 from dmjd.files import at_home
+from dmjd.redact import redact_output
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
-
-FIRST_SPEAKER_SECONDS = 10.0
-"""By so much one rank of a launch may come to a refusal later than another does, and the launcher end the others."""
 
 
 def _pretrain(words: Sequence[str]) -> None:
@@ -30,18 +29,31 @@ def _pretrain(words: Sequence[str]) -> None:
 
     judges = []
     if config.online_knn.every_epochs:
+        from dmjd.data.build import resolve_auto
         from dmjd.evaluate.online import OnlineKnn
 
+        config.data = resolve_auto(config.data)
         judges.append(OnlineKnn(config))
+    atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
     run = pretrain(config, judges)
-    if os.environ.get("RANK", "0") != "0":
+    if _rank() != 0:
         return
     ending = run.read_stop_reason()
-    if not ending:  # the folder was let go of, and whoever waited for it has begun
-        print(f"{run.path}: its end is told, and another launch goes on in it")
+    if not ending:
+        print(
+            f"{run.path}: this launch has ended; {run.stop_reason} does not say how, for another launch has begun "
+            "there or it could not be written"
+        )
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
+
+
+def _demo(words: Sequence[str]) -> None:
+    """pre-train a small model in minutes, score it beside an untrained one, write a report; takes pretrain's keys"""
+    from dmjd.demo import demo
+
+    demo(words)
 
 
 def _plan(words: Sequence[str]) -> None:
@@ -172,7 +184,7 @@ def _submit(words: Sequence[str]) -> None:
     verb, *rest = words
     if dry:
         job = plan(verb, rest)
-        print(job.script, end="")
+        print(job.shown, end="")
         print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
     else:
         print("\n".join(submit(verb, rest)))
@@ -190,11 +202,11 @@ def _preflight(words: Sequence[str]) -> None:
 
     checks = preflight(config, warm)
     failed = [check.name for check in checks if check.fix]
-    if os.environ.get("RANK", "0") == "0":
+    if _rank() == 0:
         print(report(checks))
     if failed:
         error = UserError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
-        error.told = os.environ.get("RANK", "0") != "0"
+        error.told = _rank() != 0
         raise error
 
 
@@ -212,6 +224,7 @@ def _doctor(words: Sequence[str]) -> None:
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
+    "demo": _demo,
     "plan": _plan,
     "linprobe": _linprobe,
     "knn": _knn,
@@ -232,6 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
+    redact_output()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -252,8 +266,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with _last_word():
                 VERBS[verb](rest)
     except UserError as error:
-        if error.told is None:
-            _let_others_speak()
         if not error.told:
             print(f"error: {error}", file=sys.stderr)
         return 2
@@ -292,16 +304,14 @@ def _local_rank(word: str) -> bool:
     return word.startswith(("--local_rank=", "--local-rank="))
 
 
-def _let_others_speak() -> None:
-    """Wait where another rank that is refused the same says so: rank 0, or else the first rank of this host.
+def _rank() -> int:
+    """This process's rank; 0 where the launcher's variables are wrong, which is then the error that is printed."""
+    from dmjd.parallel.launch import read_launch
 
-    Their end makes the launcher end this one. Whoever is still there has the refusal alone. Were the others to leave
-    without a word, a launcher might end the one that was about to speak.
-    """
-    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
-    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    with suppress(KeyboardInterrupt):
-        time.sleep(FIRST_SPEAKER_SECONDS * ((rank != "0") + (local_rank != "0")))
+    try:
+        return read_launch().rank
+    except ConfigError:
+        return 0
 
 
 @contextmanager
@@ -314,7 +324,7 @@ def _last_word() -> Iterator[None]:
             from dmjd.train.cause import cause
             from dmjd.train.last_word import leave_last_word
 
-            leave_last_word(*cause(error, int(os.environ.get("RANK", "0"))))
+            leave_last_word(*cause(error, _rank()))
         raise
 
 

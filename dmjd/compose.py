@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
@@ -35,6 +36,7 @@ from dmjd.config import (
 )
 from dmjd.errors import ConfigError
 from dmjd.files import printable
+from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
@@ -104,9 +106,39 @@ def _composed(verb: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def _configuration(composed: Any) -> Any:
+    typed = OmegaConf.to_container(composed)
     config: Any = OmegaConf.to_object(composed)
+    _keep_typed(config, typed)
     expand_paths(config)
     return config
+
+
+def _keep_typed(config: Any, typed: Any) -> None:
+    """Put a :class:`Typed` where a text, but for a choice, has been resolved, so that its secret need not be stored."""
+    for item in fields(config) if isinstance(typed, dict) else ():
+        value, text = getattr(config, item.name), typed[item.name]
+        if is_dataclass(value):
+            _keep_typed(value, text)
+        elif isinstance(value, str) and "${" in str(text) and "choices" not in item.metadata:
+            setattr(config, item.name, Typed(value, text.replace("\\${", "${")))
+
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
+
+
+def _resolvable(values: Any) -> Any:
+    """``values`` of a stored configuration, where a text reads nothing but one variable that is set, as a whole.
+
+    A text around the variable could send its value to any host.
+    """
+    if isinstance(values, dict):
+        return {key: _resolvable(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_resolvable(value) for value in values]
+    if not isinstance(values, str) or "${" not in values:
+        return values
+    known = _VARIABLE.fullmatch(values) and values[len("${oc.env:") : -1] in os.environ
+    return values if known else values.replace("${", "\\${")
 
 
 def _takes_files(schema: type) -> bool:
@@ -119,18 +151,37 @@ def _describing(overrides: Sequence[str]) -> list[str]:
     return [word for word in overrides if word.partition("=")[0].partition(".")[0] in DESCRIBING]
 
 
+def stored(config: Any) -> dict[str, Any]:
+    """The configuration as nested dicts for files and trackers: texts as they were typed, without secrets."""
+    return {item.name: _stored(getattr(config, item.name)) for item in fields(config)}
+
+
+def _stored(value: Any) -> Any:
+    if is_dataclass(value):
+        return stored(value)
+    if isinstance(value, list):
+        return [_stored(each) for each in value]
+    return shown(value) if isinstance(value, str) else value
+
+
 def to_yaml(config: Any) -> str:
-    """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """:func:`stored` as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(stored(config)))
 
 
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:
-    """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``."""
+    """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``.
+
+    Redacted secrets stay redacted, and ``${oc.env:NAME}`` stays as typed, unless it is a whole value and is set:
+    :func:`dmjd.redact.is_incomplete` finds both.
+    """
     try:
-        values = parse_yaml(text if isinstance(text, str) else text.decode())
+        text = text if isinstance(text, str) else text.decode()
+        know(text)
+        values = parse_yaml(text)
         if not isinstance(values, dict):
             raise ConfigError(f"it holds a {type(values).__name__}, not values by key")
-        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(values)))
+        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(_resolvable(values))))
         check_fields(config)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
@@ -150,7 +201,11 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
     schema, available = SCHEMAS[verb], groups_of(verb)
     chosen: set[str] = set()
     words = []
+    if "root" in (field.name for field in fields(schema)) and not any(word.startswith("data=") for word in overrides):
+        overrides = [re.sub("^data.root=", "root=", word) for word in overrides]
     for word in overrides:
+        know(word)
+        typed = redact(word)
         if word != printable(word):
             raise ConfigError(
                 f"{printable(word)} is not UTF-8, which a configuration is written in; give what it names another "
@@ -162,14 +217,14 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
             override = OverridesParser.create().parse_override(word)
         except HydraException as error:
             hint = "write key=value, with quotes around a value that holds symbols: key='\"a=b (c)\"'"
-            raise ConfigError(f"cannot read {word!r}; {hint}") from error
+            raise ConfigError(f"cannot read {typed!r}; {hint}") from error
         key = override.key_or_group
         if not key:
-            raise ConfigError(f"cannot read {word!r}; write key=value")
+            raise ConfigError(f"cannot read {typed!r}; write key=value")
         if override.is_sweep_override():
-            raise ConfigError(f"{key}: one value at a time, got {word!r}; submit one run per value")
+            raise ConfigError(f"{key}: one value at a time, got {typed!r}; submit one run per value")
         if override.is_delete() or override.is_add():
-            raise ConfigError(f"{word!r} adds or deletes a key; the keys are fixed, write {key}=value to set one")
+            raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {key}=value to set one")
         if key in available:
             value = override.value()
             if value not in available[key]:

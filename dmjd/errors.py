@@ -6,19 +6,36 @@ Broken invariants of our own are ``assert``s and keep their traceback.
 
 from __future__ import annotations
 
+import re
+
+from dmjd.redact import redact_message
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+
+
+def _printable(message: str) -> str:
+    """Without secrets, and with control characters, which may come with the name of a file, as ``\\x1b``."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", redact_message(message))
+
 
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
 
-    ``told``: true where another process of the run says the sentence, so this one need not; false where none does; None
-    where nobody has asked the others, which may have met the same.
+    ``told``: true where another process of the run prints the error, so this one need not.
     """
 
-    told: bool | None = None
+    told: bool = False
+
+    def __str__(self) -> str:
+        return _printable(super().__str__())  # it may end in a log, in STOP_REASON or in a report
 
 
 class ConfigError(UserError):
     """A key, a type, a value or a combination of them that the configuration does not allow."""
+
+
+class NotMet(UserError):
+    """Processes of a launch that did not find each other. The next launch may: a node was lost, or a port taken."""
 
 
 class DataError(UserError):
@@ -37,13 +54,13 @@ class BadImage(DataError):
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
         super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
-        self.name = name
+        self.name = redact_message(name)
         self.kind = kind
-        self.fault = fault
+        self.fault = redact_message(fault)
         self.images = images
 
     def __str__(self) -> str:
-        return f"{self.name} {self.fault}; remove or replace it"
+        return _printable(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
 
     def copy(self) -> BadImage:
         """The same without its traceback, whose frames would keep images alive."""

@@ -20,6 +20,7 @@ from dmjd.compose import SCHEMAS, dataclass_of, groups_of, values
 from dmjd.config import PretrainConfig
 from dmjd.config.fields import allowed
 from dmjd.errors import ConfigError
+from dmjd.redact import redact
 
 _WIDEST = 110
 """Of a line, in characters; a terminal that is narrower is filled."""
@@ -36,7 +37,7 @@ def page(verb: str, words: Sequence[str] = ()) -> list[str]:
     A key's first line is what one types, ``KEY=VALUE``, and what else it may be; the lines below it say what it means.
     """
     try:
-        now, under = values(verb, words), " ".join(words)
+        now, under = values(verb, words), " ".join(map(redact, words))
     except ConfigError:
         now, under = values(verb, ()), ""
     width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
@@ -111,7 +112,7 @@ def _typed(value: Any) -> str:
     """A value as one types it behind ``KEY=``."""
     if value == "???":
         return "..."
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return redact(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _defaults(schema: type) -> dict[str, Any]:

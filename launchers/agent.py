@@ -1,11 +1,40 @@
 """torchrun that says in a line how it ended. Its own trace, longer than what a rank had to say, hides the reason."""
 
+import logging
+import os
 import signal
 import sys
+from contextlib import suppress
+from importlib.util import find_spec
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main
+# torch reads it once, when it is imported. An agent that leaves last would log a C++ trace of the store of the first.
+quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
+if quiet:
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+try:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for package in ("hydra", *["dmjd"] * ("-m" in sys.argv)):
+        if find_spec(package) is None:
+            raise ImportError(f"No module named {package!r}")
+except (ImportError, OSError) as missing:  # OSError: a library that torch needs
+    error = f"error: DMJD_PYTHON={sys.executable} on {os.uname().nodename}: {' '.join(str(missing).split())}"
+    if "DMJD_LAST_WORD" in os.environ:
+        with suppress(OSError), open(os.environ["DMJD_LAST_WORD"], "x", encoding="utf-8") as word:
+            word.write(error + "\n")
+    sys.exit(f"{error}; install dmjd[train] there, or name another DMJD_PYTHON")
+if quiet:
+    del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks keep their warnings
+# Nor is it a failure that this store is gone when the ranks of an agent have ended well.
+for name, message in (
+    ("agent.server.api", "Error waiting on exit barrier"),
+    ("rendezvous.dynamic_rendezvous", "has failed to shutdown the rendezvous"),
+):
+    logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(
+        lambda record, message=message: message not in record.getMessage()
+    )
 
 try:
     main()

@@ -139,7 +139,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, plan, linprobe, knn, report, ops"]),
+        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, linprobe, knn, report, ops"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),
@@ -333,47 +333,8 @@ def test_a_missing_package_names_the_extra_that_has_it(dmjd: Command, monkeypatc
     refused(dmjd("pretrain", "experiment=demo"), "hydra", "pip install 'dmjd[train]'")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "seconds"),
-    [
-        ({}, 0),
-        ({"RANK": "0", "LOCAL_RANK": "0", "SLURM_PROCID": "3"}, 0),
-        ({"RANK": "1", "LOCAL_RANK": "1"}, 20),
-        ({"RANK": "8", "LOCAL_RANK": "0"}, 10),
-        ({"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}, 20),
-    ],
-)
-def test_of_ranks_that_are_refused_the_first_speaks_and_the_last_is_not_lost(
-    ranks: dict[str, str],
-    seconds: float,
-    monkeypatch: pytest.MonkeyPatch,
-    dmjd: Command,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    class Ended(BaseException):
-        pass
-
-    def end(waited: float) -> None:
-        if waited:
-            raise Ended
-
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ranks.items():
-        monkeypatch.setenv(name, value)
-    waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
-    refused(dmjd("pretrain", "epochs=0"), "epochs must be")
-    assert waits == [seconds]
-    monkeypatch.setattr("time.sleep", end)
-    if seconds:  # the launcher ends it while it waits, for another has said so
-        with pytest.raises(Ended):
-            cli.main(["pretrain", "epochs=0"])
-        assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(("told", "speaks"), [(False, True), (True, False)])
-def test_ranks_that_have_asked_each_other_do_not_wait(
+def test_an_error_that_another_rank_prints_is_not_printed_twice(
     told: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, dmjd: Command
 ) -> None:
     error = UserError("the shards are gone")
@@ -384,7 +345,6 @@ def test_ranks_that_have_asked_each_other_do_not_wait(
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setitem(cli.VERBS, "pretrain", verb)
-    monkeypatch.setattr(cli, "_let_others_speak", lambda: pytest.fail("it waits"))
     assert dmjd("pretrain") == (2, "", "error: the shards are gone\n" * speaks)
 
 

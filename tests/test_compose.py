@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from dmjd.compose import compose, from_yaml, to_yaml
-from dmjd.config import SCIENCE, KnnConfig, PretrainConfig
+from dmjd.config import DataConfig, KnnConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
 
@@ -208,9 +208,11 @@ def test_an_evaluation_needs_its_checkpoint() -> None:
 
 
 def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
-    with pytest.raises(ConfigError, match=r"data\.root needs data=.* auto, digits, fashion_mnist, folder"):
-        compose("knn", ["checkpoint=x", "data.root=y"])
+    with pytest.raises(ConfigError, match=r"data\.pad needs data=.* auto, digits, fashion_mnist, folder"):
+        compose("knn", ["checkpoint=x", "data.pad=1"])
     assert compose("knn", ["checkpoint=x", "data=folder", "data.root=y"]).data.root == "y"
+    moved = compose("knn", ["checkpoint=x", "data.root=y"])
+    assert (moved.data, moved.root) == (None, "y")
 
 
 @pytest.mark.parametrize("word", ["mask=block", "method=mae"])
@@ -231,8 +233,30 @@ def test_the_model_of_a_file_is_told_by_words_of_pretraining(verb: str) -> None:
         compose(verb, ["checkpoint=x.pth", "backbone=vit_tall"])
 
 
-def test_science_and_orchestration_are_all_the_keys() -> None:
-    orchestration = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints"}
-    orchestration |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
-    orchestration |= {"checkpoint_async", "profile", "profile_ranks", "memory_history", "lock_wait"}
-    assert {field.name for field in fields(PretrainConfig)} == {*SCIENCE} | orchestration
+def test_fields_that_decide_no_result_say_so() -> None:
+    free = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints", "lock_wait"}
+    free |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
+    free |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}
+    assert {field.name for field in fields(PretrainConfig) if "may_change" in field.metadata} == free
+    free = {"root", "max_bad_percent", "timeout", "cache", "cache_gib", "crop_pct"}
+    assert {field.name for field in fields(DataConfig) if "may_change" in field.metadata} == free
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://${oc.env:MINE}@h",
+        "${oc.env:MINE}x",
+        "${oc.env:UNSET}",
+        "${oc.env:${wandb}}",
+        "${wandb}",
+        "${oc.decode:1}",
+    ],
+)
+def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "value-of-mine")
+    monkeypatch.delenv("UNSET", raising=False)
+    stored = "wandb: ${oc.env:MINE}\ndata: {root: '" + text + "'}"
+    config = from_yaml(PretrainConfig, stored)
+    assert (config.wandb, config.data.root) == ("value-of-mine", text)
+    assert to_yaml(from_yaml(PretrainConfig, to_yaml(config))) == to_yaml(config)

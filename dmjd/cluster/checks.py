@@ -41,7 +41,7 @@ class Facts:
     data_error: str = ""
     data_seconds: float = 0.0
     clock: float = 0.0
-    shm_free: int = 0
+    shm_free: float = 0
     disk_free: int = 0
     disk_error: str = ""
     gpus: list[dict[str, str]] = field(default_factory=list)
@@ -101,10 +101,12 @@ def _judge_data(facts: Sequence[Facts]) -> Check:
 
 def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:
     least = min(facts, key=lambda fact: fact.shm_free)
-    found = f"{least.shm_free / GIB:.1f} GiB free on {least.host}, {needed.shm / GIB:.2f} GiB needed"
+    found = f"{_size(least.shm_free)} free on {least.host}, {_size(needed.shm)} needed"
     if least.shm_free >= needed.shm:
         return Check("/dev/shm", found)
-    return Check("/dev/shm", found, "fewer workers, or a larger /dev/shm (docker: --ipc=host or --shm-size)")
+    return Check(
+        "/dev/shm", found, "fewer workers, or workers=0; or a larger /dev/shm (docker: --ipc=host or --shm-size)"
+    )
 
 
 def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
@@ -115,10 +117,15 @@ def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
         )
     least = min(facts, key=lambda fact: fact.disk_free)
     wanted = needed.checkpoint * needed.checkpoints
-    found = f"{least.disk_free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB for {needed.checkpoints} checkpoints"
+    found = f"{_size(least.disk_free)} free, {_size(wanted)} for {needed.checkpoints} checkpoints"
     if least.disk_free >= wanted:
         return Check("run folder", found)
     return Check("run folder", found, "free some space, name another disk with run=, or lower keep_checkpoints")
+
+
+def _size(count: float) -> str:
+    """Bytes in GiB, or in MiB below one."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
 def _judge_clocks(facts: Sequence[Facts]) -> Check:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dmjd.cluster import flight
 from dmjd.cluster.finding import CLOCK_SKEW_SECONDS, Finding
-from dmjd.cluster.heartbeat import read_heartbeats
+from dmjd.cluster.heartbeat import Beat, read_heartbeats
 from dmjd.cluster.job_log import causes_of_death, gave_up, log_of_last_launch
 from dmjd.cluster.launches import (
     began_at,
@@ -23,8 +24,9 @@ from dmjd.cluster.launches import (
     refused_beside,
     slurm_state,
 )
-from dmjd.cluster.ranks import PHASE_ADVICE, alive_or_not, silent, unreadable
+from dmjd.cluster.ranks import PHASE_ADVICE, alive_or_not, process_states, silent, unreadable
 from dmjd.errors import ConfigError
+from dmjd.files import obstacle
 
 _NEVER = (
     (r"(?i)held", "it will not start by itself: mend what the log says, then scontrol release {job}"),
@@ -73,6 +75,8 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     if stop:
         findings.append(_ended(stop))
         findings += silent(beats) if stop["reason"] == "lost" else []
+    elif beats and all(beat.phase == "stop" for beat in beats):
+        findings.append(_unmarked(run, beats, job if state else None))
     elif beats and running:
         findings += alive_or_not(beats, now, job if state else None)
     elif beats and not (state or "").startswith("SUSPENDED"):
@@ -80,7 +84,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     elif state and running:
         findings.append(Finding("it is starting: no rank has been heard of yet", PHASE_ADVICE["start"]))
     elif not beats:
-        findings.append(Finding("it left no word of its end, and no sign of life", "see the job's log"))
+        findings.append(Finding("no exit record and no heartbeat", "see the job's log"))
     findings += unreadable(run)
     if refused:
         findings.append(Finding(f"another launch was refused meanwhile: {refused}", "nothing, if this one shall go on"))
@@ -117,6 +121,18 @@ def _ended(stop: Mapping[str, Any]) -> Finding:
     what = words.get(stop["reason"], f"it was asked to stop ({stop['reason']})")
     where = f"at step {stop['step']} of {stop['total_steps']}" if "step" in stop else "before its first step"
     return Finding(f"{what} {where}: {stop['detail']}", stop["next"])
+
+
+def _unmarked(run: Path, beats: Sequence[Beat], job: str | None) -> Finding:
+    """Every rank has stopped, and the run has no exit record."""
+    marker, step = run / "STOP_REASON", max(beat.step for beat in beats)
+    if any(state != "gone" for state in process_states(beats, job).values()):
+        return Finding(f"it is stopping, at step {step}", "look again in a minute")
+    is_there = "damaged, or of an earlier launch" if os.path.lexists(marker) else "absent"
+    return Finding(
+        f"it has stopped at step {step}; why is not known, because {marker} is {obstacle(marker) or is_there}",
+        "the last lines of its log say how; move away what is not a file there, and the same command goes on",
+    )
 
 
 def _standing(run: Path) -> Finding:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dmjd.files import read_file
 from dmjd.parallel.environment import FLIGHT
 from dmjd.safe_load import unpickle_plain
 
@@ -36,7 +37,7 @@ def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
     """
     stands = []
     for path in sorted((run / FLIGHT).glob("rank_*")):
-        match = re.search(r"rank_(\d+)$", path.name)
+        match = re.search(r"rank_(\d{1,9})$", path.name)
         entries = _entries(path) if path.is_file() and path.stat().st_mtime >= since else []
         last: dict[str, dict[str, Any]] = {}
         for entry in entries:
@@ -77,7 +78,7 @@ def explain(stands: Iterable[Stand]) -> list[str]:
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        record = unpickle_plain(path.read_bytes())
+        record = unpickle_plain(read_file(path))
     except (OSError, ValueError):
         return []
     entries = record.get("entries", []) if isinstance(record, dict) else []

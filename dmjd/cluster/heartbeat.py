@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 
-from dmjd.files import replace_file
+from dmjd.files import read_file, replace_file
 from dmjd.safe_load import parse_json
 
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
@@ -99,7 +99,7 @@ def forget_ranks(run: Path, first: int) -> None:
 def ranks_heard_of(run: Path) -> list[int]:
     """Those that have a file, whatever is in it."""
     names = sorted(path.stem.partition("-")[2] for path in (run / FOLDER).glob("rank-*.json"))
-    return [int(name) for name in names if name.isdecimal()]
+    return [int(name) for name in names if re.fullmatch(r"[0-9]{5,9}", name)]
 
 
 def read_heartbeats(run: Path) -> list[Beat]:
@@ -118,7 +118,7 @@ def _path(run: Path, rank: int) -> Path:
 
 def _read(path: Path) -> Beat | None:
     try:
-        values = parse_json(path.read_bytes() if path.is_file() else b"")
+        values = parse_json(read_file(path))
         beat = Beat(**{item.name: values[item.name] for item in fields(Beat)})
         whole, real = (beat.rank, beat.step, beat.pid), (beat.time, beat.seconds, beat.lost)
         if not all(type(number) is int and 0 <= number < 1 << 53 for number in whole):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmjd.cluster.heartbeat import Beat
+from dmjd.files import read_file
 from dmjd.safe_load import parse_json
 
 
@@ -48,7 +49,7 @@ def recorded_at(run: Path) -> float:
     """When the last launch that became a run did so, by whatever it was started."""
     path = run / "provenance.json"
     try:
-        return datetime.fromisoformat(parse_json(path.read_bytes())["started"]).timestamp()
+        return datetime.fromisoformat(parse_json(read_file(path))["started"]).timestamp()
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
@@ -68,7 +69,7 @@ def refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
 def read_marker(run: Path, began: float) -> dict[str, Any]:
     """What the run left of its end; empty if that is damaged, or from before ``began``: of an earlier launch."""
     try:
-        marker = parse_json((run / "STOP_REASON").read_bytes())
+        marker = parse_json(read_file(run / "STOP_REASON"))
         of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
         said = all(isinstance(marker[key], str) for key in ("reason", "detail", "next"))
     except (OSError, ValueError, KeyError, TypeError):

@@ -28,18 +28,19 @@ from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
+from dmjd.data.loader import shared_memory_free, shared_memory_needed
+from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.errors import UserError
 from dmjd.ops import build_info
-from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.build import select_device
+from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.train.preparation import Preparation
+from dmjd.train.builders import build_objective, build_tokenizer, check_data_timeout
 from dmjd.train.state import DataIdentity
+from dmjd.train.step import build_step
 
-PREFETCH = 2
-"""Batches that torch's loader has ready for each worker."""
 ALL_REDUCE_SECONDS = 60.0
 """By then NCCL has found its ways between any number of nodes, or never will."""
 SMI_SECONDS = 20.0
@@ -58,13 +59,14 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
     facts = Facts(world.rank, platform.node(), _versions())
     began = time.monotonic()
     try:
+        shorten_socket_paths()
         dataset = training_source(config.data)
         facts.data = str(DataIdentity.of(dataset) or f"{len(dataset)} images")
         training_batches(config.data, dataset, config.batch_size, config.seed, world.rank, world.size).load(0)
     except (UserError, OSError) as error:  # a disk that is gone has errors of its own
         facts.data_error = str(error)
     facts.data_seconds = time.monotonic() - began
-    facts.shm_free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    facts.shm_free = shared_memory_free()
     facts.disk_free, facts.disk_error = _disk(Path(config.run), world)
     if world.local_rank == 0 and shutil.which("nvidia-smi"):
         facts.gpus, facts.gpu_error = _gpus()
@@ -76,13 +78,12 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
 
 def need(config: PretrainConfig, world: World, parameters: int) -> Need:
     """What a run of a model of so many parameters needs: float32 weights and two moments, and an average of them."""
-    pixels = sum(height * width for height, width in training_crop(config.data).sizes)
-    batch = config.batch_size // world.size * pixels * config.data.channels
+    batch = Batch.nbytes(config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels)
     states = 3 + (config.ema_decay is not None)
     return Need(
         checkpoint=4 * parameters * states,
         checkpoints=config.keep_checkpoints + 2,  # one more while it is written, and one for a full disk's margin
-        shm=batch * config.workers * (PREFETCH + 1) * world.local_size,
+        shm=shared_memory_needed(batch, config.workers, world.local_size),
         nccl=world.device.type == "cuda",
     )
 
@@ -194,6 +195,7 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
     world = join_world(select_device(config.engine.device), config.engine)
     broken = False
     try:
+        check_data_timeout(config, world.size)
         tokenizer = build_tokenizer(config)
         parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
         facts = measure(config, world)
@@ -219,29 +221,12 @@ def _leave() -> NoReturn:
 def _warm(config: PretrainConfig, world: World) -> Check:
     """One step of zeros, with the shapes that the run will have, by the first rank of every node. Sharded models take
     all ranks, which then find each other's code."""
-    began, sharded = time.monotonic(), config.engine.name in SHARDED
+    began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
     if sharded or world.local_rank == 0:
-        tokenizer, spec = build_tokenizer(config), build_mask_spec(config.mask, token_grid(config))
-        engine = build_engine(
-            build_objective(config, tokenizer.dim),
-            config.engine,
-            config.optim,
-            world if sharded else alone(world.device),
-        )
+        step = build_step(config, world if sharded else alone(world.device))
         part = config.batch_size // world.size // config.engine.accumulation
-        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(engine.device)
-        prepare = Preparation(
-            spec,
-            token_grid(config),
-            tokenizer,
-            tuple(config.data.mean),
-            tuple(config.data.std),
-            flip=config.data.flip,
-            seed=config.seed,
-            depth=len(engine.objective.model.encoder.blocks),
-            drop_path=config.backbone.drop_path,
-        )
-        with engine.micro_batch(last=True):
-            engine.backward(engine.module(*prepare(batch, 0).inputs).total)
+        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
+        with step.engine.micro_batch(last=True):
+            step.engine.backward(step.engine.module(*step.prepare(batch, 0).inputs).total)
     world.gather(None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, kept for the runs that follow")

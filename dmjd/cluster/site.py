@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dmjd.errors import ConfigError
+from dmjd.files import read_file
+from dmjd.redact import MARK, SECRET_NAME
 from dmjd.resources import launchers_dir
 
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -36,7 +38,7 @@ def read_site(path: Path) -> dict[str, str]:
     """
     site = {}
     try:
-        lines = path.read_text().splitlines()
+        lines = read_file(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"site={path} cannot be read: {error}") from error
     for number, line in enumerate(lines, 1):
@@ -45,7 +47,7 @@ def read_site(path: Path) -> dict[str, str]:
         match = re.fullmatch(r"([A-Za-z_]\w*)=(|[^\s\"'](?:(?!\s#).)*)", line.rstrip(), re.ASCII)
         if match is None:
             raise ConfigError(
-                f"line {number} of {path} must be NAME=value, without quotes, export or a comment; got {line!r}"
+                f"line {number} of {path} must be NAME=value, without quotes, export or a comment; got {_shown(line)!r}"
             )
         name, value = match.groups()
         if name.startswith("DMJD_") and name not in VARIABLES:
@@ -54,6 +56,12 @@ def read_site(path: Path) -> dict[str, str]:
             raise ConfigError(f"line {number} of {path}: {name} must be {' or '.join(VARIABLES[name])}, got {value!r}")
         site[name] = value
     return site
+
+
+def _shown(line: str) -> str:
+    """The line up to the end of a secret's name, however it goes on."""
+    match = SECRET_NAME.search(line)
+    return line[: match.end()] + MARK if match else line
 
 
 def site_file(name: str) -> Path:

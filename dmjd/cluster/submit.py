@@ -23,6 +23,7 @@ from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
 from dmjd.files import at_home, replace_file
+from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
 
@@ -48,6 +49,9 @@ KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
 """Of Slurm's variables around us, what says where Slurm is. sbatch hands the others on, and a job that is submitted
 from within a job of an array would requeue that one, or stop when that one's time is over."""
 
+SBATCH_SECONDS = 120.0
+"""sbatch itself gives up on a controller that does not answer after about 100 s."""
+
 _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 """How the names begin of variables that are of the job around us, if there is one."""
 
@@ -56,7 +60,7 @@ _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
 class Job:
     """What will be submitted.
 
-    script: the whole of it.
+    script: the whole of it, which may hold secrets. shown: the same without them, for people.
     folder: of the run it belongs to, or of an array's jobs together.
     chain: how many times.
     look: how to see what became of it.
@@ -65,6 +69,7 @@ class Job:
 
     verb: str
     script: str
+    shown: str
     folder: Path
     chain: int
     look: str
@@ -166,9 +171,16 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
     notes = [f"container: {container}, with the dmjd that is in it"] if container else []
+    notes += _missing_here(site)
     notes += [f"code: {code}"] if code is not None else []
     look = f"look with dmjd doctor {shlex.quote(config.run)}" if verb == "pretrain" else "its log tells the rest"
-    return Job(verb, _render(template.read_text(), header, exports, own), folder, chain, look, notes)
+    script = _render(template.read_text(), header, exports, own)
+    hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
+    header = {name: value and redact(value) for name, value in header.items()}
+    shown = _render(template.read_text(), header, hidden, list(map(redact, own)))
+    if shown != script:
+        notes.append("secrets: in the script, which only you can read")
+    return Job(verb, script, shown, folder, chain, look, notes)
 
 
 def submit(verb: str, words: Sequence[str]) -> list[str]:
@@ -186,14 +198,22 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
         raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); name another folder") from error
     job = plan(verb, words, snapshot(job.folder / "code"))
     path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
-    replace_file(path, job.script)
+    replace_file(path, job.script, 0o666 if job.script == job.shown else 0o600)
     around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(_OF_A_JOB)}
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
         command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
-        done = subprocess.run(command, env=around, capture_output=True, text=True, errors="surrogateescape")
         sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
+        try:
+            done = subprocess.run(
+                command, env=around, capture_output=True, text=True, errors="surrogateescape", timeout=SBATCH_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"sbatch does not answer within {SBATCH_SECONDS:g} s for {path}; see sinfo whether Slurm is up, and "
+                f"squeue --me whether the job is queued{sent}"
+            ) from error
         if done.returncode:
             said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
             raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
@@ -202,6 +222,35 @@ def submit(verb: str, words: Sequence[str]) -> list[str]:
             raise ConfigError(f"sbatch names no job for {path} but says {done.stdout!r}; see squeue --me{sent}")
         ids.append(numbers[-1])
     return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
+
+
+def _missing_here(site: Mapping[str, str]) -> list[str]:
+    """Warnings of what a site names and this machine lacks, though compute nodes may have it.
+
+    Raises:
+        ConfigError: if the interpreter is a folder or not executable.
+    """
+    container, python = site.get("DMJD_CONTAINER"), site.get("DMJD_PYTHON")
+    if container is not None:  # the interpreter is one of the container
+        is_file = container.endswith(".sif") or container.startswith(("/", "./", "../"))
+        missing = is_file and not Path(container).exists()
+        return [f"warning: DMJD_CONTAINER={container} is not on this machine; compute nodes need it"] * missing
+    if python is None:
+        return []
+    if "/" in python and Path(python).exists() and (Path(python).is_dir() or not os.access(python, os.X_OK)):
+        raise ConfigError(f"DMJD_PYTHON={python} is not an executable file; name the interpreter of the compute nodes")
+    if shutil.which(python) is None:
+        return [f"warning: DMJD_PYTHON={python} is not on this machine; compute nodes need it"]
+    probe = (
+        "from importlib.util import find_spec as f; print(*(n for n in ('torch', 'hydra') if f(n) is None), sep=', ')"
+    )
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"warning: DMJD_PYTHON={python} does not run on this machine: {error}"]
+    said = " ".join(done.stderr.split())[-160:] if done.returncode else done.stdout.strip()
+    lacks = "does not run on this machine:" if done.returncode else "lacks on this machine:"
+    return [f"warning: DMJD_PYTHON={python} {lacks} {said}"] * bool(said or done.returncode)
 
 
 def _at_home(word: str) -> str:

@@ -1,13 +1,13 @@
 """The typed configuration: every key, its default, and what it may be.
 
-Science (mask, backbone, method, target, optim) and orchestration (engine, run settings) are separate groups: changing
-only the latter does not change a result, so a run may be resumed with other values there and only there.
+A field that decides no result is marked by ``may_change``: a run may be resumed with another value of it, and of no
+other field.
 Values that depend on each other are checked by :mod:`dmjd.train.builders`, which has the objects at hand.
 """
 
 from dmjd.config.data import DataConfig
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, ExportConfig, KnnConfig, LinprobeConfig
-from dmjd.config.fields import check_fields, expand_paths
+from dmjd.config.fields import check_fields, expand_paths, first_difference
 from dmjd.config.model import (
     BackboneConfig,
     ConvStagesConfig,
@@ -18,11 +18,10 @@ from dmjd.config.model import (
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.pretrain import SCIENCE, OnlineKnnConfig, PlanConfig, PretrainConfig
+from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 __all__ = [
-    "SCIENCE",
     "BackboneConfig",
     "ConsolidateConfig",
     "ConvStagesConfig",
@@ -45,4 +44,5 @@ __all__ = [
     "WindowsConfig",
     "check_fields",
     "expand_paths",
+    "first_difference",
 ]

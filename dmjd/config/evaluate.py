@@ -32,11 +32,13 @@ class ScoreConfig(EncoderConfig):
 
     ``output``: a folder for the score, by default the run's; a file's is named like it, without its suffix.
     ``pooling``: the patch tokens' mean, or the cls token.
-    ``train_images``: keep that many, evenly spaced.
+    ``train_images``: use at most that many, evenly spaced.
+    ``root``: where the images are, if no longer where the run read them; ``data.root=`` without ``data=`` sets it.
     """
 
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
+    root: str | None = path()
 
 
 @dataclass

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
-from dataclasses import field, fields, is_dataclass
+from dataclasses import Field, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dmjd.errors import ConfigError
 from dmjd.files import at_home
+from dmjd.redact import Typed, same_but_secrets, shown
 
 
 def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
@@ -50,6 +52,37 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
+def may_change(default: Any, where: str = "") -> Any:
+    """A field that decides no result, so a run folder accepts another value of it in a later launch.
+
+    Args:
+        default: a field as the functions above make it, or its default value.
+        where: the ``name`` of its section for which that holds; always if left out.
+    """
+    item = default if isinstance(default, Field) else field(default=default)
+    item.metadata = MappingProxyType({**item.metadata, "may_change": where})
+    return item
+
+
+def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
+    """(key, old value, new value) of the first field that differs, but for secrets and what :func:`may_change`."""
+    for item in fields(new):
+        before, now = getattr(old, item.name), getattr(new, item.name)
+        where = item.metadata.get("may_change")
+        if where is not None and (not where or old.name == new.name == where):
+            continue
+        if is_dataclass(before) and is_dataclass(now):
+            inner = first_difference(before, now, f"{prefix}{item.name}.")
+            if inner:
+                return inner
+        elif isinstance(before, str) and isinstance(now, str):
+            if not same_but_secrets(before, now):
+                return prefix + item.name, shown(before), shown(now)
+        elif before != now:
+            return prefix + item.name, before, now
+    return None
+
+
 def expand_paths(config: Any) -> None:
     """Put homes in the place of ``~`` wherever a :func:`path` begins with it; neither URLs nor commands do."""
     for item in fields(config):
@@ -58,8 +91,8 @@ def expand_paths(config: Any) -> None:
             expand_paths(value)
         elif "path" in item.metadata and value is not None:
             between = item.metadata["path"]
-            paths = value.split(between) if between else [value]
-            setattr(config, item.name, between.join(map(at_home, paths)))
+            paths = between.join(map(at_home, value.split(between) if between else [value]))
+            setattr(config, item.name, Typed(paths, value.typed) if isinstance(value, Typed) else paths)
 
 
 def check_fields(config: Any, prefix: str = "") -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dmjd.accelerators import ACCELERATORS
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, naming, number, path, positive
+from dmjd.config.fields import choice, may_change, naming, number, path, positive
 from dmjd.config.model import BackboneConfig, MaskConfig, MethodConfig, TargetConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
@@ -16,7 +16,7 @@ class OnlineKnnConfig:
     """Weighted kNN while a run is under way.
 
     ``every_epochs``: how often; 0 for never.
-    ``train_images``: keep at most that many, evenly spaced.
+    ``train_images``: use at most that many, evenly spaced.
     ``neighbours``: how many vote. ``temperature``: of their votes.
     ``pooling``: the patch tokens' mean, or the cls token.
     ``warn_drop``: how many points below the best score so far are worth a warning.
@@ -60,7 +60,7 @@ class PretrainConfig:
     ``memory_history``: keep the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
     """
 
-    run: str = path("runs/pretrain", of="a folder")
+    run: str = may_change(path("runs/pretrain", of="a folder"))
     seed: int = number(0, least=0, below=2**32)
     epochs: int = positive(800)
     batch_size: int = positive(1024)
@@ -71,29 +71,25 @@ class PretrainConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    workers: int = number(8, least=0)
-    resume: str = choice("auto", "never")
+    engine: EngineConfig = may_change(field(default_factory=EngineConfig))
+    workers: int = may_change(number(8, least=0))
+    resume: str = may_change(choice("auto", "never"))
     init: str | None = path()
-    log_every: int = positive(20)
-    checkpoint_every: int = positive(1000)
-    keep_checkpoints: int = positive(2)
-    keep_every: int | None = number(None, least=1)
-    checkpoint_async: bool = True
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    time_budget: str | None = "auto"
-    time_margin: float = number(300.0, least=0)
-    lock_wait: float = number(300.0, least=0)
-    online_knn: OnlineKnnConfig = field(default_factory=OnlineKnnConfig)
-    tensorboard: bool = False
-    wandb: str | None = naming(None, "a project, or be null for none")
-    profile: str | None = None
-    profile_ranks: str = choice("main", "all")
-    memory_history: bool = False
-
-
-SCIENCE = ("seed", "epochs", "batch_size", "ema_decay", "init", "mask", "backbone", "method", "target", "data", "optim")
-"""Keys of :class:`PretrainConfig` that decide a result; a run folder holds one value of each for ever."""
+    log_every: int = may_change(positive(20))
+    checkpoint_every: int = may_change(positive(1000))
+    keep_checkpoints: int = may_change(positive(2))
+    keep_every: int | None = may_change(number(None, least=1))
+    checkpoint_async: bool = may_change(True)
+    guard: GuardConfig = may_change(field(default_factory=GuardConfig))
+    time_budget: str | None = may_change("auto")
+    time_margin: float = may_change(number(300.0, least=0))
+    lock_wait: float = may_change(number(300.0, least=0))
+    online_knn: OnlineKnnConfig = may_change(field(default_factory=OnlineKnnConfig))
+    tensorboard: bool = may_change(False)
+    wandb: str | None = may_change(naming(None, "a project, or be null for none"))
+    profile: str | None = may_change(None)
+    profile_ranks: str = may_change(choice("main", "all"))
+    memory_history: bool = may_change(False)
 
 
 @dataclass

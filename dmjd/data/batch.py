@@ -42,6 +42,12 @@ class Batch(NamedTuple):
         images, *second = (torch.stack(column) for column in zip(*views, strict=True))
         return cls(images, sample_ids.clone(), torch.tensor(labels), *second)
 
+    @staticmethod
+    def nbytes(count: int, sizes: Sequence[Size], channels: int) -> int:
+        """Bytes of a batch; arguments as for :meth:`empty`."""
+        ids_and_labels = 2 * 8
+        return count * (sum(height * width for height, width in sizes) * channels + ids_and_labels)
+
     def to(self, device: torch.device) -> Batch:
         """The same batch on ``device``; the copy is asynchronous from pinned memory."""
         return self.map(lambda field: field.to(device, non_blocking=True))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Literal, cast, overload
 
 from dmjd.config import DataConfig
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
 from dmjd.data.digits import Digits
+from dmjd.data.fetch import fashion_mnist_folder
 from dmjd.data.folder import Check, ImageFolder
-from dmjd.data.idx import DEBIAN_FOLDER, FashionMnist, has_fashion_mnist
+from dmjd.data.idx import FashionMnist
 from dmjd.data.loader import Ahead, StepBatches
 from dmjd.data.shards.cache import GIB, ShardCache
 from dmjd.data.shards.dataset import ShardDataset
@@ -27,23 +26,25 @@ from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.data.stream.tars import PIPE
 from dmjd.errors import ConfigError, DataError
+from dmjd.files import private_folder
+from dmjd.redact import MARK, is_incomplete, shown
 
 STREAM = "stream"
-_EXAMPLE = "'\"pipe:aws s3 cp s3://bucket/train-{000000..000146}.tar -\"'"
+AUTO = {"fashion_mnist": 60000, "digits": 1437}
+"""What ``data.name=auto`` may be, with the size of the training split."""
+_EXAMPLE = "'\"s3://bucket/train-{000000..000146}.tar\"'"
 
 _log = logging.getLogger("dmjd")
 
 
 def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
-    """The data set that ``config.name`` asks for.
-
-    "auto" is Fashion-MNIST from ``config.root`` or, without a root, from Debian's package, and digits where that is not
-    installed.
+    """The data set that ``config.name`` asks for; see :func:`resolve_auto` for "auto".
 
     Raises:
         ConfigError: if the name is unknown, or ``config.channels`` is not what the data set has.
         DataError: if more than ``config.max_bad_percent`` of the images are found missing, damaged or too small.
     """
+    _require_whole_root(config)
     if config.name == STREAM:
         raise ConfigError(
             "data.name=stream can only be trained from, as it comes; evaluate with data=folder or data=shards"
@@ -59,13 +60,44 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     return dataset
 
 
+def resolve_auto(config: DataConfig) -> DataConfig:
+    """``config`` with the data set that ``name=auto`` is here: Fashion-MNIST, or digits where it cannot be had.
+
+    Says which it is. A run resolves its data once and stores the outcome, since another start might find other data.
+    """
+    if config.name != "auto":
+        return config
+    try:
+        folder = Path(config.root) if config.root is not None else fashion_mnist_folder()
+    except DataError as error:
+        _log.warning(
+            "data=auto takes scikit-learn's 1797 digits, which show that everything runs and little about a method: a "
+            "linear probe of their raw pixels already reaches 97 %%; %s",
+            error,
+        )
+        return replace(config, name="digits", pad=0)
+    _log.info("data=auto takes Fashion-MNIST in %s, on which scores show what pre-training has learnt", folder)
+    return replace(config, name="fashion_mnist")
+
+
 def training_source(config: DataConfig) -> ImageDataset | TarStream:
     """What a run learns from: :func:`build_dataset`, or a stream where there is no data set.
 
     Raises:
         ConfigError, DataError: as :func:`build_dataset` does.
     """
+    _require_whole_root(config)
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
+
+
+def _require_whole_root(config: DataConfig) -> None:
+    """Raise ConfigError for what was stored of a root, and not the root."""
+    if config.root is not None and is_incomplete(config.root):
+        root = shown(config.root)
+        why = "a run keeps no secret"
+        if MARK not in config.root:
+            why = "its variable is not set, or could be sent to any host that a file names"
+        raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
 _KEYS = {"size": "image_size", "scale": "crop_scale", "ratio": "crop_ratio"}
@@ -163,10 +195,10 @@ def _stream(config: DataConfig) -> TarStream:
     try:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:
-        raise ConfigError(f"data.root={config.root} has a brace without its other one, as in {_EXAMPLE}") from error
+        raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
     missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
     if missing is not None:
-        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe: and a command")
+        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe:COMMAND")
     return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
 
 
@@ -175,12 +207,13 @@ def _is_path(location: str) -> bool:
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:
+    config = resolve_auto(config)
     if config.name == "shards":
         return _shards(config, split)
     if config.root is not None and not Path(config.root).is_dir():
-        raise DataError(f"data.root={config.root} is not a folder")
+        raise DataError(f"data.root={shown(config.root)} is not a folder")
     if config.name == "fashion_mnist":
-        return FashionMnist(config.root, split, config.pad)
+        return FashionMnist(Path(config.root) if config.root else fashion_mnist_folder(), split, config.pad)
     if config.name == "digits":
         return Digits(split)
     if config.name == "folder":
@@ -192,11 +225,6 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
         channels: Literal[1, 3] = 1 if config.channels == 1 else 3
         check = cast(Check, config.check)
         return ImageFolder(config.root, split, channels, check, (height, width), config.max_bad_percent)
-    if config.name == "auto":
-        if config.root is not None or has_fashion_mnist(DEBIAN_FOLDER):
-            return FashionMnist(config.root, split, config.pad)
-        _warn_of_digits()
-        return Digits(split)
     raise ConfigError(
         f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits, folder, shards or stream"
     )
@@ -208,7 +236,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
     if config.check == "decode":
         raise ConfigError(
             "data.check=decode is for folders, since shards are checked when they are built; "
-            f"to check them again: dmjd shards verify {config.root} decode=true"
+            f"to check them again: dmjd shards verify {shown(config.root)} decode=true"
         )
     root = config.root
     splits = load_splits(root)
@@ -236,14 +264,5 @@ def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
             f"{largest / GIB:.3g} GiB"
         )
     # TMPDIR is what a scheduler sets to the disk of a node.
-    folder = Path(config.cache) if config.cache else Path(gettempdir()) / f"dmjd-shards-{os.getuid()}"
+    folder = Path(config.cache) if config.cache else private_folder("dmjd-shards")
     return ShardCache(folder, budget)
-
-
-@cache  # once per process, not once per split
-def _warn_of_digits() -> None:
-    _log.warning(
-        "data.name=auto found no Fashion-MNIST and takes scikit-learn's digits, which show that the plumbing works and "
-        "nothing about a method, since a linear probe on their raw pixels already reaches 97 %; "
-        "install Debian's package dataset-fashion-mnist or set data.root"
-    )

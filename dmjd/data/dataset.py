@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dmjd.errors import BadImage, ConfigError
+from dmjd.errors import BadImage
+
+_log = logging.getLogger("dmjd")
 
 Split = Literal["train", "test"]
 Pixels = npt.NDArray[np.uint8]
@@ -113,6 +119,13 @@ class ArrayDataset:
     def __len__(self) -> int:
         return len(self._images)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of pixels and labels."""
+        digest = hashlib.sha256(np.ascontiguousarray(self._images).data)
+        digest.update(np.ascontiguousarray(self._labels, dtype="<i8").data)
+        return digest.hexdigest()
+
     def open(self, index: int) -> OpenImage:
         """See :class:`ImageDataset`."""
         return InMemory(self.image(index))
@@ -134,15 +147,15 @@ class ArrayDataset:
 class EvenSubset:
     """``count`` images of a data set, evenly spaced, so that one sorted by class keeps its balance.
 
-    Raises:
-        ConfigError: if ``count`` is not between 1 and the size of the set.
+    All of them, and a line that says so, where there are fewer.
     """
 
     def __init__(self, dataset: ImageDataset, count: int) -> None:
-        if not 1 <= count <= len(dataset):
-            raise ConfigError(f"train_images must be between 1 and the {len(dataset)} training images, got {count}")
+        assert count >= 1
+        if count > len(dataset) and os.environ.get("RANK", "0") == "0":
+            _log.info("train_images=%d, but there are %d training images: all are used", count, len(dataset))
         self._dataset = dataset
-        self._count = count
+        self._count = min(count, len(dataset))
 
     @property
     def num_classes(self) -> int:

@@ -13,7 +13,9 @@ and 16-bit grey keeps its high byte.
 from __future__ import annotations
 
 import os
+import struct
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -23,17 +25,32 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.errors import BadImage
+from dmjd.files import open_regular
 
 TOO_SMALL = "too small"
 
+FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "AVIF", "JPEG2000")
+"""Pillow's other plugins start programs (EPS) or are no image formats of a data set."""
+
 _JPEG_MAGIC = b"\xff\xd8\xff"
+_DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256}
+"""The most pixels that a byte of a file can stand for: one bit for 8x8 samples of which at most 4x4 share one pixel's
+place in Huffman codes, strings of 3840 in 12 bits in LZW, 1032 bytes of 8 pixels in deflate."""
+
+_PNG_CHANNELS = {2: 3, 4: 2, 6: 4}  # by colour type; the others have one
+_PNG_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
+_PNG_PIECE = 1 << 18
+
 _JPEGS = ("JPEG", "MPO")  # what Pillow calls files that begin so; the second holds more than one picture
 
 # Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
+# It says so between 89 and 179 million pixels, beyond which it raises; the size is compared with the file's below.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def _find_native() -> ModuleType | None:
@@ -64,7 +81,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
     """The image in ``data``, of which only the header is read yet.
 
     Args:
-        data: a whole file of any format that Pillow knows.
+        data: a whole file of one of :data:`FORMATS`.
         name: what to call it in a sentence.
         channels: 1 (grey) or 3 (RGB), to which its pixels are converted.
         min_size: (height, width) it may not fall short of.
@@ -77,12 +94,13 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
             raise EOFError("the file is empty")
         if _native and data.startswith(_JPEG_MAGIC):
             height, width, plain = _native.header(data)
-            # Pillow warns of larger ones, and refuses those that are so large that they must be an attack.
-            if plain and height * width <= (Image.MAX_IMAGE_PIXELS or height * width):
+            # Pillow rejects those that are so large that they must be an attack.
+            if plain and height * width <= 2 * (Image.MAX_IMAGE_PIXELS or height * width):
+                require_plausible("JPEG", (height, width), len(data))
                 _require(name, (height, width), min_size)
                 return _NativeJpeg(data, name, channels, (height, width))
-        image = Image.open(BytesIO(data))
-        _require_usable(image, name, min_size)
+        image = Image.open(BytesIO(data), formats=FORMATS)
+        _require_usable(image, len(data), name, min_size)
         plain = image.format == "JPEG" and image.mode == "RGB" and "exif" not in image.info
         decoder = _TorchcodecJpeg if _torchcodec and plain and channels == 3 else _PillowImage
         return decoder(data, name, channels, image)
@@ -94,17 +112,18 @@ def check_header(path: str, min_size: Size) -> None:
     Raises:
         BadImage: as :func:`open_image`.
     """
-    with mishaps(path), open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
+    with mishaps(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not size:
             raise EOFError("the file is empty")
-        with Image.open(file) as image:
-            _require_usable(image, path, min_size)
+        with Image.open(file, formats=FORMATS) as image:
+            _require_usable(image, size, path, min_size)
 
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path), open(path, "rb", buffering=0) as file:  # pathlib would intern the path, and a worker grow
-        return file.readall()
+    with mishaps(path), open_regular(path) as file:
+        return file.read()
 
 
 @contextmanager
@@ -143,9 +162,12 @@ class _PillowImage:
         image, half = self._image, _half(box, at_least)
         with mishaps(self._name):
             if half is not None and image.format in _JPEGS:
-                image = Image.open(BytesIO(self._data))  # another, since what has been drafted stays small
+                # Another, since what has been drafted stays small.
+                image = Image.open(BytesIO(self._data), formats=FORMATS)
                 image.draft(None, (image.width // 2, image.height // 2))
                 box = half
+            else:
+                _load(self._data, image)
             top, left, height, width = box
             pixels = np.array(self._converted(image.crop((left, top, left + width, top + height))))
         return pixels.reshape(height, width, -1)
@@ -182,7 +204,62 @@ def _half(box: Box, at_least: Size | None) -> Box | None:
     return top // 2, left // 2, height // 2, width // 2
 
 
-def _require_usable(image: Image.Image, name: str, min_size: Size) -> None:
+def read_whole(data: bytes, image: Image.Image) -> None:
+    """Decode the file ``data``, open as ``image``, to its last row. Raises what its decoder raises.
+
+    libjpeg makes up the rows that a JPEG file lacks and Pillow does not say so; dmjd._jpeg does. Rows above the last
+    one need no inverse transform there, so it is faster as well.
+    """
+    require_plausible(image.format, (image.height, image.width), len(data))
+    if _native and image.format in _JPEGS:
+        height, width, plain = _native.header(data)
+        if plain:
+            _native.decode_region(data, height - 1, 0, 1, width, 3)
+            return
+    _load(data, image)
+
+
+def _load(data: bytes, image: Image.Image) -> None:
+    """Have Pillow decode ``image``. It fills the rows that a PNG or TIFF file lacks with zeros and does not say so."""
+    if isinstance(image, TiffImageFile):
+        rows = max((extents[3] for _, extents, *_ in image.tile if extents), default=0)
+        if rows < image.height:
+            raise EOFError(f"truncated: its header says {image.height} rows, and it has {rows}")
+    image.load()
+    if image.format == "PNG":
+        last_row = image.crop((0, image.height - 1, image.width, image.height))
+        if image.info.get("interlace") or not last_row.tobytes().strip(b"\0"):
+            _require_rows(data)
+
+
+def require_plausible(kind: str | None, size: Size, count: int) -> None:
+    """Raise EOFError if an image file of ``count`` bytes cannot have ``size``, as (height, width), in its format."""
+    pixels = size[0] * size[1]
+    if pixels > _DENSEST.get(kind or "", pixels) * count:
+        raise EOFError(f"truncated: its header says {size[0]}x{size[1]} pixels, more than {count} bytes can hold")
+
+
+def _require_rows(data: bytes) -> None:
+    """Raise EOFError if the PNG file ``data`` has fewer rows than its header says."""
+    width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
+    bits = depth * _PNG_CHANNELS.get(colour, 1)
+    passes = _PNG_PASSES if interlaced else ((0, 0, 1, 1),)
+    sizes = [(-((x - width) // dx), -((y - height) // dy)) for x, y, dx, dy in passes]
+    missing = sum(rows * (1 + (columns * bits + 7) // 8) for columns, rows in sizes if columns > 0 and rows > 0)
+    inflate, position = zlib.decompressobj(), 8
+    while missing > 0 and not inflate.eof and position + 8 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, position)
+        pending = data[position + 8 : position + 8 + length] if kind == b"IDAT" else b""
+        while pending and missing > 0 and not inflate.eof:
+            missing -= len(inflate.decompress(pending, _PNG_PIECE))
+            pending = inflate.unconsumed_tail
+        position += 12 + length
+    if missing > 0:
+        raise EOFError(f"truncated: its header says {height}x{width} pixels, and it has fewer")
+
+
+def _require_usable(image: Image.Image, count: int, name: str, min_size: Size) -> None:
+    require_plausible(image.format, (image.height, image.width), count)
     if image.mode in ("I", "F"):
         raise ValueError("its pixels have 32 bits; convert it to 8 bits")
     _require(name, (image.height, image.width), min_size)

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: always there, and far too easy. For trying the plumbing only."""
+"""scikit-learn's handwritten digits: always there, and so easy that scores on them say little."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -15,7 +16,9 @@ import numpy as np
 from dmjd.data.dataset import OpenImage, Pixels, Split
 from dmjd.data.decode import TOO_SMALL, check_header, open_image, read_bytes
 from dmjd.data.quarantine import exceeds
+from dmjd.data.regular import LOOP, kind_of_entry, log_skipped
 from dmjd.errors import BadImage, DataError
+from dmjd.files import FILE, FOLDER
 
 Check = Literal["none", "header", "decode"]
 
@@ -27,6 +30,7 @@ _CHECK_CHUNK = 256
 
 class ImageFolder:
     """Every image below a folder, in sorted order; hidden files are left out and symbolic links followed.
+    Named pipes, sockets, devices and links that lead nowhere are skipped, and counted in a line of the log.
 
     Layouts are ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone, which is then all "train". Within
     a split, images lie either all in class folders or all in the folder itself (no labels). Classes are numbered by the
@@ -56,7 +60,9 @@ class ImageFolder:
     ) -> None:
         self.channels = channels
         self._folder, classes = _find_split(Path(root), split)
-        paths = list(_walk(self._folder, "", ()))
+        skipped: Counter[str] = Counter()
+        paths = list(_walk(self._folder, "", (), skipped))
+        log_skipped(self._folder, skipped)
         labels = _assign_labels(self._folder, paths, classes)
         # One buffer of bytes and where each path ends; a numpy string array would pad every path to the longest.
         encoded = [os.fsencode(path) for path in paths]
@@ -142,27 +148,30 @@ def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
     if held_out is not None and not divided:
         raise DataError(f"{root} has a folder {held_out.name}/ but no train/; put the training images into train/")
     train = root / "train" if divided else root
-    classes = [name for name, is_folder in _list(str(train)) if is_folder]
+    classes = [name for name, kind in _list(str(train)) if kind == FOLDER]
     return str(held_out if split == "test" else train), classes
 
 
-def _list(folder: str) -> list[tuple[str, bool]]:
-    """Sorted (name, is a folder) of what is not hidden."""
+def _list(folder: str) -> list[tuple[str, str]]:
+    """Sorted (name, kind) of what is not hidden; kinds as :func:`dmjd.data.regular.kind_of` tells them."""
     try:
         with os.scandir(folder) as entries:
-            return sorted((entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith("."))
+            return sorted((entry.name, kind_of_entry(entry)) for entry in entries if not entry.name.startswith("."))
     except OSError as error:
         raise DataError(f"folder {folder} cannot be listed ({error.strerror or error})") from error
 
 
-def _walk(folder: str, prefix: str, above: tuple[str, ...]) -> Iterator[str]:
-    """Paths of the images below ``folder``, relative to where the walk began."""
+def _walk(folder: str, prefix: str, above: tuple[str, ...], skipped: Counter[str]) -> Iterator[str]:
+    """Paths of the images below ``folder``, relative to where the walk began; ``skipped`` counts other kinds."""
     real = os.path.realpath(folder)
-    if real in above:  # a link to a folder that contains it
+    if real in above:
+        skipped[LOOP] += 1
         return
-    for name, is_folder in _list(folder):
-        if is_folder:
-            yield from _walk(os.path.join(folder, name), f"{prefix}{name}/", (*above, real))
+    for name, kind in _list(folder):
+        if kind == FOLDER:
+            yield from _walk(os.path.join(folder, name), f"{prefix}{name}/", (*above, real), skipped)
+        elif kind != FILE:
+            skipped[kind] += 1
         elif name.lower().endswith(ENDINGS):
             yield prefix + name
 

@@ -17,10 +17,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's and Ubuntu's package ``dataset-fashion-mnist`` puts the files."""
 
 _PREFIX = {"train": "train", "test": "t10k"}
-_REMEDY = (
-    "download Fashion-MNIST's four files again, "
-    "or install Debian's package dataset-fashion-mnist and leave data.root empty"
-)
+_REMEDY = "download Fashion-MNIST's four files again, or leave data.root empty to have them found or fetched"
 _CLASSES = 10
 
 
@@ -30,8 +27,26 @@ def find_idx(folder: Path, stem: str) -> Path | None:
 
 
 def has_fashion_mnist(folder: Path) -> bool:
-    """Whether ``folder`` holds the training images, which is how ``data.name=auto`` recognises the data set."""
-    return find_idx(folder, "train-images-idx3-ubyte") is not None
+    """Whether ``folder`` holds the four files."""
+    return all(find_idx(folder, stem) for prefix in _PREFIX.values() for stem in _stems(prefix))
+
+
+def _stems(prefix: str) -> tuple[str, str]:
+    return f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"
+
+
+def decompressed(path: Path, most: int = -1) -> bytes:
+    """The bytes of a file, of one named .gz those inside it; at most ``most`` of them, or all.
+
+    Raises:
+        DataError: if it cannot be read, or is not gzip although named .gz.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content: bytes = file.read(most)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+    return content
 
 
 def read_idx(path: Path, ndim: int) -> Pixels:
@@ -41,12 +56,7 @@ def read_idx(path: Path, ndim: int) -> Pixels:
         DataError: if the file is not gzip although named .gz, has another magic number, or does not hold as many bytes
             as it says.
     """
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read ({error}); {_REMEDY}") from error
+    content = decompressed(path)
     start = 4 * (1 + ndim)
     magic = int.from_bytes(content[:4], "big")
     if len(content) < start or magic != 0x0800 | ndim:
@@ -61,7 +71,7 @@ class FashionMnist(ArrayDataset):
     """70 000 grey 28x28 pictures of clothes in 10 classes (Xiao et al., 2017), held in memory with a black border.
 
     Args:
-        root: folder with the IDX files, plain or .gz; None means Debian's package.
+        folder: the one with the IDX files, plain or .gz.
         split: the authors' 60 000 ("train") or 10 000 ("test").
         pad: pixels of border on each side; 2 makes 32x32, which patches of 4 and 8 divide.
 
@@ -69,10 +79,8 @@ class FashionMnist(ArrayDataset):
         DataError: if a file is missing, damaged, or disagrees with its partner.
     """
 
-    def __init__(self, root: str | None, split: Split, pad: int = 2) -> None:
-        folder = DEBIAN_FOLDER if root is None else Path(root)
-        images_path = _locate(folder, f"{_PREFIX[split]}-images-idx3-ubyte")
-        labels_path = _locate(folder, f"{_PREFIX[split]}-labels-idx1-ubyte")
+    def __init__(self, folder: Path, split: Split, pad: int = 2) -> None:
+        images_path, labels_path = (_locate(folder, stem) for stem in _stems(_PREFIX[split]))
         images, labels = read_idx(images_path, ndim=3), read_idx(labels_path, ndim=1)
         if len(images) != len(labels):
             raise DataError(

@@ -6,29 +6,42 @@ Workers only decide who computes a batch, never what is in it. Resuming is start
 from __future__ import annotations
 
 import ctypes
+import errno
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
+from multiprocessing.context import ForkContext
+from multiprocessing.queues import Queue
+from pathlib import Path
 from threading import Thread
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.crops import RandomResizedCrop, evaluation_view
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.data.stream.pipe import end_commands
 from dmjd.data.substitution import Substitution, read_sample
-from dmjd.errors import ConfigError, DataError
+from dmjd.data.waiting import Limit, Progress, Stacks, Waiting, progress_mark
+from dmjd.errors import ConfigError, DataError, StorageError, UserError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PREFETCH = 2
+"""Batches that each worker makes ahead."""
+SHARED_MEMORY = Path("/dev/shm")
+"""Workers hand batches over in files there."""
+
 _ORDER_CHUNK = 1 << 20  # keeps the temporaries of an epoch's order small on data sets of many millions
 
 
@@ -161,10 +174,10 @@ class StepBatches:
             self._order = epoch, self._plan.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
         draws = self._crop.draw(sample_ids, key)
-        samples = [
-            read_sample(self._dataset, index, self._seed, partial(draws.cut, row))
-            for row, index in enumerate(sample_ids.tolist())
-        ]
+        arrived, samples = progress_mark(), []
+        for row, index in enumerate(sample_ids.tolist()):
+            samples.append(read_sample(self._dataset, index, self._seed, partial(draws.cut, row)))
+            arrived()
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
         batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
         return batch, substitutions
@@ -194,9 +207,10 @@ class EvaluationBatches:
     def __getitem__(self, number: int) -> Batch:
         start = range(len(self))[number] * self._batch_size
         sample_ids = torch.arange(start, min(start + self._batch_size, len(self._dataset)))
-        views = [
-            (evaluation_view(self._dataset.open(index), self._size, self._crop_pct),) for index in sample_ids.tolist()
-        ]
+        arrived, views = progress_mark(), []
+        for index in sample_ids.tolist():
+            views.append((evaluation_view(self._dataset.open(index), self._size, self._crop_pct),))
+            arrived()
         return Batch.of(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
@@ -208,7 +222,7 @@ class BatchLoader:
     """Batches ``start .. stop - 1`` in order, computed ahead by ``workers`` processes (0: in this one).
 
     Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises. ``ahead``
-    is told how far they are.
+    is told how far they are. Waiting for a batch ends as :class:`dmjd.data.waiting.Waiting` says.
     """
 
     def __init__(
@@ -220,55 +234,73 @@ class BatchLoader:
         pin_memory: bool,
         quarantine: Quarantine | None = None,
         ahead: Ahead | None = None,
+        limit: Limit | None = None,
     ) -> None:
+        self._batches, self._workers, self._pin_memory = batches, workers, pin_memory
         self._start, self._stop = start, stop
         self._quarantine = quarantine
         self._ahead = ahead
-        # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
-        self._loader = DataLoader(
-            _ErrorsAsItems(batches),
-            batch_size=None,
-            sampler=range(start, stop),
-            num_workers=workers,
-            pin_memory=pin_memory,
-            # Forked, whatever the default of this Python, so that workers share the index and are this process's own.
-            multiprocessing_context="fork" if workers else None,
-            worker_init_fn=_begin_worker,
-            generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
-        )
+        self._limit = limit or Limit(DataConfig().timeout)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._stop - self._start
 
     def __iter__(self) -> Iterator[Batch]:
-        items = iter(self._loader)
+        progress, stacks, finished = Progress(), Stacks(), False
+        before = multiprocessing.active_children()
+        items = self._items(progress, stacks)
+        workers = [child for child in multiprocessing.active_children() if child not in before]
+        waiting = Waiting(items, workers, progress, stacks, self._limit)
+        # Workers end with it, and not with a traceback that holds this frame: in a cycle that the garbage collector
+        # finds, torch waits five seconds for each of them.
+        del items
         if self._ahead is not None:
             self._ahead.start(self._start, self._stop)
         try:
-            for number, item in enumerate(items, self._start):
+            for number in range(self._start, self._stop):
+                item = waiting.next()
                 if self._ahead is not None:
                     self._ahead.reach(number)
                 yield self._admit(number, item)
+            finished = True
         except (OSError, EOFError) as error:
-            if not self._loader.num_workers or str(error).startswith("Caught "):  # in a worker, and handed on by torch
+            if not workers or str(error).startswith("Caught "):  # in a worker, and handed on by torch
                 raise
             raise RuntimeError(f"DataLoader worker was killed while it handed over a batch ({error})") from error
         finally:
-            # Workers end here, and not with a traceback that holds this frame: in a cycle that the garbage collector
-            # finds, torch waits five seconds for each of them.
-            del items
+            waiting.close(finished)
+            stacks.close()
             if self._ahead is not None:
                 self._ahead.close()
 
-    def _admit(self, number: int, item: tuple[Batch, Sequence[Substitution]] | DataError) -> Batch:
-        if isinstance(item, DataError):
+    def _items(self, progress: Progress, stacks: Stacks) -> Iterator[_Item]:
+        batches, numbers = _ErrorsAsItems(self._batches), range(self._start, self._stop)
+        if not self._workers:
+            return map(batches.__getitem__, numbers)
+        shorten_socket_paths()
+        # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
+        loader = DataLoader(
+            batches,
+            batch_size=None,
+            sampler=numbers,
+            num_workers=self._workers,
+            prefetch_factor=PREFETCH,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=_Context(),
+            worker_init_fn=partial(_begin_worker, progress, stacks),
+            generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
+        )
+        return iter(loader)
+
+    def _admit(self, number: int, item: _Item) -> Batch:
+        if isinstance(item, UserError):
             raise item
         batch, substitutions = item
         if self._quarantine is not None:
             self._quarantine.add(number, substitutions)
         elif substitutions:
             raise substitutions[0].bad
-        return batch
+        return batch.map(Tensor.pin_memory) if self._pin_memory and not self._workers else batch
 
 
 def make_loader(
@@ -279,6 +311,7 @@ def make_loader(
     pin_memory: bool,
     quarantine: Quarantine | None = None,
     ahead: Ahead | None = None,
+    limit: Limit | None = None,
 ) -> BatchLoader:
     """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
 
@@ -286,31 +319,117 @@ def make_loader(
     the first raises. A stream has no more workers than tars to read.
     """
     workers = batches.begin(start_step, workers)
-    return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead)
+    return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead, limit)
 
 
 def evaluation_loader(
-    dataset: ImageDataset, batch_size: int, size: tuple[int, int], workers: int, crop_pct: float
+    dataset: ImageDataset,
+    batch_size: int,
+    size: tuple[int, int],
+    workers: int,
+    crop_pct: float,
+    timeout: float | None = None,
 ) -> BatchLoader:
-    """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them."""
+    """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them; ``timeout`` is ``data.timeout``.
+
+    Raises:
+        ConfigError: if shared memory has no room for the batches of the workers.
+    """
+    check_shared_memory(Batch.nbytes(batch_size, [size], dataset.channels), workers)
     batches = EvaluationBatches(dataset, batch_size, size, crop_pct)
-    return BatchLoader(batches, 0, len(batches), workers, pin_memory=False)
+    limit = Limit(DataConfig().timeout if timeout is None else timeout, finishes=False)
+    return BatchLoader(batches, 0, len(batches), workers, pin_memory=False, limit=limit)
 
 
-class _ErrorsAsItems(TorchDataset[tuple[Batch, Sequence[Substitution]] | DataError]):
-    """Returns a DataError instead of raising it: torch would wrap it into a page of the worker's traceback."""
+def shared_memory_needed(batch_bytes: int, workers: int, processes: int = 1) -> int:
+    """Bytes of shared memory that ``processes`` of a host take, each with so many ``workers`` and batches so large."""
+    in_use = 2  # by the step, and by the one before
+    return batch_bytes * (PREFETCH * workers + in_use) * processes if workers else 0
+
+
+def shared_memory_free() -> float:
+    """Bytes; infinity where it has no limit."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize if status.f_blocks else float("inf")
+
+
+def check_shared_memory(batch_bytes: int, workers: int, processes: int = 1) -> None:
+    """Raise ConfigError if it has no room; arguments as for :func:`shared_memory_needed`.
+
+    Without this, workers fail one by one when it is full, or are killed.
+    """
+    needed, free = shared_memory_needed(batch_bytes, workers, processes), shared_memory_free()
+    if needed > free:
+        each = free / (batch_bytes * processes)
+        fits = max(int(each - 2) // PREFETCH, 0)
+        raise ConfigError(
+            f"workers={workers} need {needed / 2**20:.0f} MiB of {SHARED_MEMORY} for their batches, and "
+            f"{free / 2**20:.0f} MiB are free; set workers={fits}, or enlarge it (docker run "
+            f"--shm-size={-(-2 * needed // 2**30)}g, or --ipc=host)"
+        )
+
+
+_Item = tuple[Batch, Sequence[Substitution]] | UserError
+
+
+class _ErrorsAsItems(TorchDataset[_Item]):
+    """Returns an error of the data instead of raising it: torch would wrap it into a page of the worker's traceback."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
-    def __getitem__(self, number: int) -> tuple[Batch, Sequence[Substitution]] | DataError:
+    def __getitem__(self, number: int) -> _Item:
         try:
             return self._batches.load(number)
         except DataError as error:
             return error
+        except (OSError, MemoryError) as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            return DataError(f"batch {number} cannot be loaded ({said}); the same command continues once it can")
 
 
-def _begin_worker(worker: int) -> None:
+class _Context(ForkContext):
+    """Workers are forked, whatever the default of this Python, so that they share the index and are this process's."""
+
+    def Queue(self, maxsize: int = 0) -> Queue[Any]:
+        return _Queue(maxsize, ctx=self.get_context())
+
+
+class _Queue(Queue):  # type: ignore[type-arg]  # it cannot be subscripted when the program runs
+    """Hands the reason over where a batch cannot be: its feeder thread has nobody to raise an error to."""
+
+    def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
+        if isinstance(item, tuple) and not isinstance(item[1], UserError):
+            self.put((item[0], _not_handed_over(error)))
+        else:  # nor can the reason; the main process sees that the worker has ended
+            print(f"loader worker {os.getpid()}: {_not_handed_over(error)}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def _not_handed_over(error: Exception) -> UserError:
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    number = error.errno if isinstance(error, OSError) else None
+    kind: type[UserError] = DataError
+    if number == errno.ENOSPC or "shared memory" in said or "No space left" in said:
+        kind = StorageError
+        cure = f"set fewer workers, or workers=0, or enlarge {SHARED_MEMORY} (docker run --shm-size=8g, or --ipc=host)"
+    elif "AF_UNIX" in said:
+        cure = "set TMPDIR to a shorter path, such as TMPDIR=/tmp"
+    elif number == errno.EMFILE or "open files" in said:
+        cure = "raise the limit of open files (ulimit -n), or set fewer workers"
+    elif number == errno.ENOMEM or isinstance(error, MemoryError):
+        cure = "set fewer workers, or workers=0"
+    else:
+        cure = "workers=0 loads in the main process, and shows where it fails"
+    return kind(f"a loader worker cannot hand over a batch ({said}); {cure}")
+
+
+def _begin_worker(progress: Progress, stacks: Stacks, worker: int) -> None:
+    progress.follow()
+    stacks.register()
     # Ctrl-C and the signals of a launcher (Slurm's warning is USR1, torchrun's end TERM) reach every process of a job;
     # only the main process decides what to do. It needs its workers to write a last checkpoint, and ends them by TERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

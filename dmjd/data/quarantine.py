@@ -102,7 +102,9 @@ class Quarantine:
             with self._path.open("ab") as file:
                 file.write(("\n" + lines if self._torn else lines).encode())
         except OSError as error:
-            raise StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact") from error
+            raise StorageError(
+                f"cannot write {self._path}: {error.strerror}; mend that, and the same command goes on"
+            ) from error
         self._torn = False
         for _, bad in new:
             self._know(bad.name, bad.kind, bad.images)

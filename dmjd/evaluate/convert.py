@@ -15,6 +15,7 @@ from torch import Tensor
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
+from dmjd.files import read_file
 from dmjd.interop.layouts import LAYOUTS, Layout, detect
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
@@ -108,7 +109,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     if path.is_dir():
         folder = weights_at(config.input, "input")
         source = folder / checkpoint.CONFIG
-        trained = from_yaml(PretrainConfig, source.read_bytes(), source)
+        trained = from_yaml(PretrainConfig, read_file(source), source)
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path), LAYOUTS["ours"], grid

@@ -10,14 +10,16 @@ import torch
 
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
-from dmjd.data.build import build_dataset
+from dmjd.data.build import build_dataset, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, extract_features
+from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
+from dmjd.redact import shown
 from dmjd.train import checkpoint
 from dmjd.train.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.train.builders.refusal import refusing
@@ -52,7 +54,7 @@ class FrozenEncoder:
     @property
     def source(self) -> str:
         """What the encoder is judged on, in a few words that tell two data sets apart."""
-        where = f" in {self.data.root}" if self.data.root else ""
+        where = f" in {shown(self.data.root)}" if self.data.root else ""
         return f"{self.data.name}{where}, {self.size[0]}x{self.size[1]}"
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
@@ -65,7 +67,7 @@ class FrozenEncoder:
         """One vector per image, in order, without augmentation."""
         return extract_features(
             self.encoder,
-            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct),
+            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct, self.data.timeout),
             mean=self.data.mean,
             std=self.data.std,
             pooling=pooling,
@@ -84,7 +86,7 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint")
     trained, text = _model_of(path, config)
-    data = _judged_data(trained, config.data)
+    data = _judged_data(path, trained, config.data, config.root)
     encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
     encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
@@ -149,13 +151,24 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
         return model, to_yaml(model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
-    content = (path / checkpoint.CONFIG).read_bytes()
-    return from_yaml(PretrainConfig, content, path / checkpoint.CONFIG), content.decode()
+    content = read_file(path / checkpoint.CONFIG)
+    stored = from_yaml(PretrainConfig, content, path / checkpoint.CONFIG)
+    return RunFolder(_home_of(path)).with_stored_data(stored), content.decode()
 
 
-def _judged_data(trained: PretrainConfig, other: DataConfig | None) -> DataConfig:
-    """The images of pre-training, or others that have as many channels and can be cut into patches."""
+def _judged_data(path: Path, trained: PretrainConfig, other: DataConfig | None, root: str | None) -> DataConfig:
+    """The images of pre-training, or others that have as many channels and can be cut into patches; in ``root``."""
     data = trained.data if other is None else other
+    if data is trained.data and data.name == "auto" and path.is_dir():
+        raise ConfigError(
+            f"{path} stores data=auto and does not tell which data set that was; add data=fashion_mnist or data=digits"
+        )
+    data = resolve_auto(data if root is None else replace(data, root=root))
+    if other is not None and other.name == "auto" and path.is_dir() and data.name != trained.data.name:
+        raise ConfigError(
+            f"data=auto is {data.name} here, and {path} was trained on {trained.data.name}; leave data= out to "
+            f"evaluate on the latter, or set data={data.name}"
+        )
     if data.channels != trained.data.channels:
         raise ConfigError(f"data.channels={data.channels}, but the encoder was trained on {trained.data.channels}")
     token_grid(replace(trained, data=data))

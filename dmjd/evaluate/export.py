@@ -61,6 +61,7 @@ def export(config: ExportConfig) -> Path:
     card = {
         "architecture": call.architecture,
         "arguments": call.arguments,
+        "token_grid": "x".join(map(str, encoder.grid)),
         "mean": trained.data.mean,
         "std": trained.data.std,
         "dtype": config.dtype,

@@ -58,7 +58,7 @@ class OnlineKnn:
                     f"online_knn.every_epochs={settings.every_epochs} needs labels, and the {split} images have none; "
                     "put them into class folders, or set online_knn.every_epochs=0"
                 )
-        self._train = EvenSubset(train, min(settings.train_images, len(train)))
+        self._train = EvenSubset(train, settings.train_images)
         self._test = test
         if settings.neighbours > len(self._train):
             raise ConfigError(
@@ -110,7 +110,9 @@ class OnlineKnn:
     def _features(self, encoder: nn.Module, dataset: ImageDataset) -> Features:
         return extract_features(
             encoder,
-            evaluation_loader(dataset, FEATURE_BATCH, self._size, self._workers, self._data.crop_pct),
+            evaluation_loader(
+                dataset, FEATURE_BATCH, self._size, self._workers, self._data.crop_pct, self._data.timeout
+            ),
             mean=self._data.mean,
             std=self._data.std,
             pooling=self._settings.pooling,

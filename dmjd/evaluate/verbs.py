@@ -17,6 +17,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.loader import make_loader
+from dmjd.data.waiting import Limit
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.features import encode
@@ -106,7 +107,8 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
 
     def epoch_batches(epoch: int) -> Iterable[Batch]:
         first = epoch * batches.steps_per_epoch
-        return make_loader(batches, first, first + batches.steps_per_epoch, config.workers, pin_memory=False)
+        stop, limit = first + batches.steps_per_epoch, Limit(data.timeout)
+        return make_loader(batches, first, stop, config.workers, pin_memory=False, limit=limit)
 
     def encode_batch(batch: Batch, epoch: int) -> Tensor:
         batch = batch.to(frozen.device)

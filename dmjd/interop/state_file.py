@@ -6,6 +6,7 @@ import io
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.files import replace_file
 from dmjd.interop.names import LEAVES, summary
-from dmjd.safe_load import load_torch, one_line
+from dmjd.safe_load import load_torch, one_line, parse_json
 
 SAFETENSORS = ".safetensors"
 GRID = "dmjd.token_grid"
@@ -89,11 +90,15 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
-    """The grid of tokens that :func:`write_state` was told of for a .safetensors file, None where there is none."""
+    """The token grid in the header of a .safetensors file, of ``dmjd convert`` or ``dmjd export``; None without one."""
     if not _is_safetensors(path):
         return None
     with safe_open(path, "pt") as file:
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", (file.metadata() or {}).get(GRID, ""))
+        header = file.metadata() or {}
+    noted = header.get(GRID, "")
+    with suppress(ValueError, LookupError, TypeError):
+        noted = noted or str(parse_json(header["dmjd"])["token_grid"])
+    found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", noted)
     return (int(found[1]), int(found[2])) if found else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from dmjd.config import EngineConfig, OptimConfig
@@ -20,7 +22,9 @@ from dmjd.parallel.world import World, alone
 def select_device(name: str, key: str = "engine.device") -> torch.device:
     """ "auto" takes CUDA where there is one. Raises ConfigError if "cuda" is asked for and absent."""
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"{key}=cuda, but torch sees no CUDA device; use cpu or auto")
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
+        raise ConfigError(f"{key}=cuda, but torch sees no CUDA device{hidden}; use cpu or auto")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 

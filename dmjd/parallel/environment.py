@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
+
+from dmjd.files import private_folder
 
 FLIGHT = "flight"
 """The folder, inside a run's, of what ranks remember of their last collectives when a step's time-out ends them."""
 
 
+COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Variable -> folder below the private one."""
+
+
 def prepare_environment(run: Path) -> None:
-    """Compiler caches on the node's own disk, and the flight recorder of collectives on from the start."""
+    """Compiler caches on the node's own disk, and the flight recorder of collectives on from the start.
+
+    Raises:
+        StorageError: if the caches need a folder below TMPDIR and none can be made.
+    """
     # Ranks of many nodes that compile on one shared home wait for its locks, or meet half-written kernels.
-    cache = Path(tempfile.gettempdir()) / f"dmjd-{os.getuid()}"
+    # Compiled code is loaded from there, so nobody else may write to it.
+    missing = [name for name in COMPILER_CACHES if name not in os.environ]
+    if missing:
+        cache = private_folder("dmjd")
+        os.environ.update({name: str(cache / COMPILER_CACHES[name]) for name in missing})
     recorded = str((run / FLIGHT / "rank_").absolute())
     for name, value in {
-        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCH_FR_BUFFER_SIZE": "20000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": recorded,

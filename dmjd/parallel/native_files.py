@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from dmjd.errors import CheckpointError, StorageError
+from dmjd.files import read_file
 from dmjd.safe_load import (
     TENSORS,
     Chunk,
@@ -130,7 +131,7 @@ def _cause(error: CheckpointException) -> tuple[int, BaseException]:
 
 def is_consolidated(path: Path) -> bool:
     """Whether the file ``path`` holds parameters under the names of this module."""
-    if path.suffix != Path(CONSOLIDATED).suffix:
+    if path.suffix != Path(CONSOLIDATED).suffix or not path.is_file():  # safetensors would wait for a pipe
         return False
     try:
         with safe_open(path, "pt") as file:
@@ -184,7 +185,7 @@ class _Shards(FileSystemReader):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         try:
-            tensors = parse_shard_index((path / _INDEX).read_bytes())
+            tensors = parse_shard_index(read_file(path / _INDEX))
             _check_on_disk(path, tensors)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error}); {_DROPPED}") from error

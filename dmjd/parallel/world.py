@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmjd.config import EngineConfig
-from dmjd.errors import ConfigError, UserError
+from dmjd.errors import ConfigError, NotMet, UserError
 from dmjd.parallel.deepspeed_config import STAGES
 from dmjd.parallel.fit import check_fit
+from dmjd.parallel.launch import Launch, read_launch
 from dmjd.parallel.sharding import SHARDED
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class World:
         if speaker is None:
             return result
         if refusal is not None and self.rank == speaker:
-            refusal.told = False
+            refusal.told = False  # a rank may raise here what another had reported to it
             raise refusal
         raise _told(str(sentences[speaker]))
 
@@ -161,28 +162,48 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     """Meet the other processes, if torchrun (or any launcher that sets its variables) started some.
 
     Raises:
-        ConfigError: if the engine, the device and the number of processes do not fit.
+        ConfigError: if the engine, the device and the processes do not fit, or a launcher's variable is wrong.
+        NotMet: if the processes do not find each other.
     """
     if engine.name in STAGES:
         # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    check_fit(engine, device, size, local_size)
+    launch = read_launch()
+    check_fit(engine, device, launch.size, launch.local_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(minutes=engine.start_timeout)
-    if size == 1:
+    if launch.size == 1:
         if engine.name in (*SHARDED, *STAGES) and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
-        if local_rank >= torch.cuda.device_count():
+        if launch.local_rank >= torch.cuda.device_count():
+            shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise ConfigError(
-                f"local rank {local_rank} has no CUDA device; this host shows {torch.cuda.device_count()}"
+                f"LOCAL_RANK={launch.local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()} here"
+                f"{'' if shown is None else f' (CUDA_VISIBLE_DEVICES={shown})'}; start no more processes than GPUs, or "
+                "set engine.device=cpu"
             )
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=patience)
-    return World(rank, size, local_rank, device, local_size, _patient_group(patience), patience)
+    try:
+        dist.init_process_group(backend, timeout=patience)
+        group = _patient_group(patience)
+    except (RuntimeError, ValueError) as error:  # torch's own classes of network errors are RuntimeErrors
+        raise _apart(error, launch, patience) from error
+    return World(launch.rank, launch.size, launch.local_rank, device, launch.local_size, group, patience)
+
+
+def _apart(error: Exception, launch: Launch, patience: timedelta) -> NotMet:
+    """One line for what torch says in pages when processes do not meet."""
+    said = " ".join(str(error).split())[:300]
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    cure = f"see that all {launch.size} start within engine.start_timeout={patience.total_seconds() / 60:g} minutes"
+    if "EADDRINUSE" in said:
+        cure = "set MASTER_PORT to a free port on all of them"
+    elif "Unable to find address for" in said:
+        cure = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that `ip address` lists, or unset them"
+    return NotMet(
+        f"rank {launch.rank} has not met the others at MASTER_ADDR={address} MASTER_PORT={port}: {said}; {cure}"
+    )

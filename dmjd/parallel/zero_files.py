@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from dmjd.errors import CheckpointError, ConfigError, StorageError, UserError
+from dmjd.files import read_file
 from dmjd.parallel import native_files
 from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
 from dmjd.parallel.world import World
@@ -304,7 +305,7 @@ class _Index(NamedTuple):
 
 def _index(path: Path) -> _Index:
     try:
-        found = parse_json((path / INDEX).read_bytes())
+        found = parse_json(read_file(path / INDEX))
         index = _Index(found["stage"], found["processes"], found["shapes"])
         numbers = [index.processes, *(size for shape in index.shapes.values() for size in shape)]
         if index.stage not in (1, 2, 3) or not all(type(size) is int and 0 <= size < 1 << 40 for size in numbers):

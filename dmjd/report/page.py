@@ -12,7 +12,7 @@ from typing import Any
 from dmjd.errors import ConfigError
 from dmjd.files import replace_file
 from dmjd.report.html import document, figure, heading, pairs
-from dmjd.report.run import Evaluation, Run, read_run
+from dmjd.report.run import Evaluation, Run, content_of, read_run
 from dmjd.report.words import ABSENT, duration, look_up, name_of, plain, rate
 
 _CAPTIONS = {
@@ -51,7 +51,7 @@ def _page(run: Run) -> str:
         pairs(_summary(run)),
         heading("Evaluation"),
         _scores(run.evaluations),
-        *(figure(_caption(path), path.read_bytes()) for path in _in_reading_order(run.pictures)),
+        *(figure(_caption(path), content_of(path)) for path in _in_reading_order(run.pictures)),
         f"<details><summary>Provenance of the latest launch</summary>\n{pairs(latest)}\n</details>",
         "<details><summary>Resolved configuration</summary>",
         f"<pre>{escape(run.config_text)}</pre>\n</details>",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dmjd.errors import DataError
-from dmjd.files import printable
+from dmjd.files import printable, read_file
 from dmjd.report.words import plain
 from dmjd.safe_load import parse_json, parse_yaml
 
@@ -113,11 +113,18 @@ def read_run(path: str | Path) -> Run:
     )
 
 
-def _text(file: Path) -> str:
+def content_of(file: Path) -> bytes:
+    """The bytes of a run folder's file. Raises DataError."""
     try:
-        return file.read_text(encoding="utf-8", errors="replace")  # a log may end inside a character
+        return read_file(file)
     except FileNotFoundError:
         raise DataError(f"{file.parent} is not a complete run folder: it has no {file.name}") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _text(file: Path) -> str:
+    return content_of(file).decode(errors="replace")  # a log may end inside a character
 
 
 def _mapping(file: Path) -> dict[str, Any]:
@@ -153,6 +160,10 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
 def _evaluation(file: Path) -> Evaluation:
     values = _mapping(file)
     missing = [key for key in ("verb", "weights", "step", "top1") if key not in values]
@@ -163,12 +174,12 @@ def _evaluation(file: Path) -> Evaluation:
     # People write scores of their own beside ours, of fine-tuning say.
     for key, fits, what in (
         ("verb", isinstance(values["verb"], str), "a name"),
-        ("step", isinstance(values["step"], int), "a whole number"),
-        ("top1", isinstance(values["top1"], int | float) and math.isfinite(values["top1"]), "a number, in per cent"),
+        ("step", _is_number(values["step"]) and isinstance(values["step"], int), "a whole number"),
+        ("top1", _is_number(values["top1"]) and math.isfinite(values["top1"]), "a number, in per cent"),
         ("settings", isinstance(values.get("settings"), dict | None), "a mapping of names to values"),
     ):
         if not fits:
-            raise DataError(f"{file} has {key}={values[key]}; it must be {what}")
+            raise DataError(f"{file} has {key}={values[key]!s:.60}; it must be {what}")
     return Evaluation(
         verb=values["verb"],
         weights=values["weights"],

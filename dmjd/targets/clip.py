@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError
+from dmjd.files import obstacle, read_file
 from dmjd.ops.images import normalise
 from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
@@ -86,11 +87,14 @@ def _config_in(folder: Path, weights: str | None) -> dict[str, Any]:
     if weights is not None:
         raise ConfigError(f"target.weights must be null for target.model={LOCAL}FOLDER, which holds them")
     try:
-        config: dict[str, Any] = parse_json((folder / CONFIG).read_bytes())["model_cfg"]
+        config: dict[str, Any] = parse_json(read_file(folder / CONFIG))["model_cfg"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"target.model={LOCAL}{folder}: {CONFIG} of open_clip, with model_cfg, cannot be read there ({error})"
         ) from error
+    for file in sorted(folder.iterdir()):  # open_clip chooses among them, and would wait for a pipe
+        if file.exists() and not file.is_dir() and (what := obstacle(file)):
+            raise ConfigError(f"target.model={LOCAL}{folder}: {file.name} is {what}; remove it")
     return config
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import re
 
-from dmjd.errors import UserError
+from dmjd.errors import NotMet, UserError
+from dmjd.redact import redact_message
 
 LOST = re.compile(
     r"Connection (reset|closed) by peer|Connection was likely closed|Broken pipe|remote process exited"
@@ -22,9 +23,11 @@ def cause(error: BaseException, rank: int) -> tuple[str, str]:
 
     A rank that only lost its connection to another is told from the one that crashed: it would hide what happened.
     """
+    if isinstance(error, NotMet):
+        return "lost", str(error)
     if isinstance(error, UserError):
         return "error", str(error)
     if not isinstance(error, Exception):
         return "interrupted", type(error).__name__
-    said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")[:LONGEST]
+    said = " ".join(redact_message(f"{type(error).__name__}: {error}").split()).removesuffix(":")[:LONGEST]
     return "lost" if LOST.search(said) else "crashed", f"rank {rank} on {platform.node()}: {said}"

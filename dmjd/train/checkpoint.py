@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dmjd.errors import CheckpointError, StorageError, UserError
-from dmjd.files import replace_file, standing_place
+from dmjd.files import read_file, replace_file, standing_place
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.safe_load import TENSORS, load_torch, parse_json
@@ -146,7 +146,7 @@ class _Manifest(NamedTuple):
 def _manifest(folder: Path) -> _Manifest:
     """The manifest of ``folder``. Raises CheckpointError, with the rest of a line that begins with the folder."""
     try:
-        found = parse_json((folder / MANIFEST).read_bytes())
+        found = parse_json(read_file(folder / MANIFEST))
         version, step, files = found["format"], found["step"], found["files"]
         if version != FORMAT:
             raise CheckpointError(f"its format is {str(version)[:20]}, this version reads {FORMAT}")
@@ -211,7 +211,8 @@ def _cannot_write(draft: Path, error: Exception) -> StorageError:
     with suppress(OSError):  # of a disk that is gone
         # Of a full one torch says that a position is unexpected.
         free = f" ({shutil.disk_usage(standing_place(draft)).free >> 20} MiB are free)"
-    return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; earlier checkpoints are intact")
+    earlier = "earlier checkpoints are intact" if committed(draft.parent) else f"{draft.parent} holds no checkpoint"
+    return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; {earlier}")
 
 
 def committed(folder: Path) -> list[Path]:
@@ -308,6 +309,14 @@ def _defects(path: Path) -> list[str]:
 
 def _entry(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+
+
+def fingerprint(weights: Path) -> str:
+    """SHA-256 of a file of weights, or of a checkpoint's manifest, which lists those of its files. Raises OSError."""
+    file = weights / MANIFEST if weights.is_dir() else weights
+    if not file.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(file)
+    return _digest(file)
 
 
 def _digest(path: Path) -> str:

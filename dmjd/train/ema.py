@@ -12,7 +12,8 @@ ENCODER = "model.encoder."
 
 
 class EncoderEma:
-    """``average = decay * average + (1 - decay) * encoder`` after every step, in float32 on the encoder's device.
+    """``average = decay * average + (1 - decay) * encoder`` after every step that moved the encoder, in float32 on its
+    device.
 
     Each rank averages what it owns; an element-wise average does not ask how parameters are divided. The average starts
     as the encoder itself, so no bias has to be corrected.
@@ -29,6 +30,7 @@ class EncoderEma:
         """By the objective's names, as an engine saves and loads them."""
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Take in the encoder as it is now."""
-        torch._foreach_lerp_(list(self.averages.values()), self._sources, 1 - self._decay)
+    def update(self, applied: Tensor) -> None:
+        """Take in the encoder as it is now, if ``applied``, a scalar on its device, is 1; with 0 nothing changes."""
+        weight = (1 - self._decay) * applied
+        torch._foreach_lerp_(list(self.averages.values()), self._sources, [weight] * len(self._sources))

@@ -55,7 +55,7 @@ class Ending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or self._path.exists() or (getattr(error, "told", False) and not self._world.is_main):
+        if error is None or self._path.is_file() or (getattr(error, "told", False) and not self._world.is_main):
             return
         if isinstance(error, FolderGone):  # there is no place for it, or another run's
             return

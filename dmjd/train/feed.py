@@ -11,12 +11,17 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.detour import Detour, DetourAhead
-from dmjd.data.loader import make_loader
+from dmjd.data.loader import check_shared_memory, make_loader
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.waiting import Limit, StopRequested
 from dmjd.errors import DataError, UserError
 from dmjd.parallel.world import World
+from dmjd.redact import shown
 from dmjd.train.state import DataIdentity, Position
-from dmjd.train.stop import Requests
+from dmjd.train.stop import Requests, StoppedBefore
+
+STACKS = "stacks"
+"""The folder, inside a run's, of what a rank and its loader workers did when no data arrived for too long."""
 
 
 class Feed:
@@ -35,17 +40,21 @@ class Feed:
         self.identity = DataIdentity.of(self._source)
         first = world.on_main(lambda: str(self.identity))
         world.together(lambda: self._require_those_of(first))
+        self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
             config.data, self._source, config.batch_size, config.seed, world.rank, world.size
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
+        self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
+        size = Batch.nbytes(*self._shape)
+        world.together(lambda: check_shared_memory(size, config.workers, world.local_size))
 
     def _require_those_of(self, first: str) -> None:
         """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""
         if str(self.identity) != first:
             raise DataError(
-                f"data.root={self._config.data.root} has {first} for rank 0, and {self.identity} for rank "
-                f"{self._world.rank} ({platform.node()}); all have to read the same"
+                f"data.root={shown(self._config.data.root or '')} has {first} for rank 0, and {self.identity} for "
+                f"rank {self._world.rank} ({platform.node()}); all have to read the same"
             )
 
     @cached_property
@@ -61,7 +70,11 @@ class Feed:
         self._quarantine.admit(self._source.bad)
 
     def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
-        """Those of the steps from ``position`` to ``stop``, or empty ones once this rank cannot read its own."""
+        """Those of the steps from ``position`` to ``stop``, or empty ones once this rank has none.
+
+        Raises:
+            StoppedBefore: where a run of one process is asked to stop while it waits for data.
+        """
         config, world, windows = self._config, self._world, position.passed_over
         ranks = world.rank, world.size, world.local_rank, world.local_size
         try:
@@ -74,9 +87,16 @@ class Feed:
                 world.device.type == "cuda",
                 self._quarantine,
                 None if ahead is None else DetourAhead(ahead, windows),
+                Limit(config.data.timeout, self._stacks),
             )
+        except StopRequested:
+            if world.size == 1:
+                raise StoppedBefore(position.step + 1) from None
+            requests.lack_batch()
         except UserError as error:
             requests.fail(error)
-            sizes, part = training_crop(config.data).sizes, config.batch_size // world.size
-            while True:  # what is made of them reaches no disk: all ranks stop as soon as they have heard of the error
-                yield Batch.empty(part, sizes, config.data.channels)
+        else:
+            return
+        # What is made of these reaches no disk: all ranks stop as soon as they have heard why.
+        while True:
+            yield Batch.empty(*self._shape)

@@ -208,9 +208,7 @@ class Guard:
         rows = [row for row in self._doubtful if row["step"] >= alarm.first]
         self._list({"event": "stop", "steps": [row["step"] for row in rows], "why": why})
         more = f", the last of {len(rows)} bad steps since step {alarm.first}" if len(rows) > 1 else ""
-        error = Diverged(
-            f"{_describe(rows[-1])}{more}; the run stops, {why}; checkpoints are intact, and {self._report} names all"
-        )
+        error = Diverged(f"{_describe(rows[-1])}{more}; the run stops, {why}; {self._report} names all")
         error.told = not self._world.is_main
         raise error
 
@@ -227,7 +225,9 @@ class Guard:
                 with self._report.open("a") as file:
                     file.write(json.dumps(_plain(line)) + "\n")
             except OSError as error:
-                raise StorageError(f"cannot write {self._report}: {error.strerror}; checkpoints are intact") from error
+                raise StorageError(
+                    f"cannot write {self._report}: {error.strerror}; mend that, and the same command goes on"
+                ) from error
 
         self._world.on_main(append)
 

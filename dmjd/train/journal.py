@@ -10,11 +10,11 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dmjd.cluster.heartbeat import read_heartbeats
+from dmjd.compose import stored
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
 from dmjd.train.guard import StepNumbers
@@ -70,7 +70,7 @@ class Journal:
             tensorboard=self._config.tensorboard,
             wandb_project=self._config.wandb,
             run_name=run.path.name,
-            config=asdict(self._config),
+            config=stored(self._config),
             resumed_step=done,
         )
         stack.callback(self._trackers.close)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from dmjd.data.waiting import StopRequested
 from dmjd.models.objective import Objective
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import World
@@ -46,14 +47,19 @@ class Jury:
         for judge in self._judges:
             judge.restore(rows)
 
-    def judge(self, step: int, epoch: float) -> None:
-        """Let every judge look at the encoder, and log what it says. Collective."""
+    def judge(self, step: int, epoch: float) -> bool:
+        """Let every judge look at the encoder, and log what they say: all of it, or nothing and False if the run was
+        asked to stop meanwhile. Collective."""
 
-        def hear(encoder: nn.Module) -> None:
-            for judge in self._judges:
-                verdict = judge(encoder, step, epoch)
+        def hear(encoder: nn.Module) -> bool:
+            try:
+                verdicts = [judge(encoder, step, epoch) for judge in self._judges]
+            except StopRequested:
+                return False
+            for verdict in verdicts:
                 if verdict is not None:
                     self._journal.note(step, verdict)
+            return True
 
         with on_view(self._engine) as objective:
-            self._world.on_main(lambda: None if objective is None else hear(objective.model.encoder))
+            return self._world.on_main(lambda: objective is None or hear(objective.model.encoder))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from dmjd.errors import ConfigError, StorageError
+from dmjd.parallel.launch import in_slurm_job, slurm_step
 
 
 class FolderGone(StorageError):
@@ -49,23 +50,15 @@ def only_run_in(folder: Path, lock_wait: float = 0.0) -> Iterator[Callable[[], N
                 )
 
         try:
-            _acquire(file, folder, lock_wait if "SLURM_JOB_ID" in os.environ else 0.0)
+            _acquire(file, folder, lock_wait if in_slurm_job() else 0.0)
         except OSError as error:
             raise StorageError(f"run={folder}: this file system cannot lock files ({error.strerror})") from error
         # A forked loader worker shares the lock and outlives a killed run by seconds.
         os.register_at_fork(after_in_child=file.close)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}{_srun()}")
+        file.write(", ".join(filter(None, (f"process {os.getpid()} on {platform.node()}", slurm_step()))))
         file.flush()
         yield check
-
-
-def _srun() -> str:
-    """Which srun started this process beside others, each of them alone; empty where torchrun or nobody did."""
-    if "WORLD_SIZE" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
-        return ""
-    job, step, restart = (os.environ.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    return f", of step {job}.{step} in launch {int(restart) + 1}"
 
 
 def _acquire(file: IO[str], folder: Path, seconds: float) -> None:
@@ -77,7 +70,7 @@ def _acquire(file: IO[str], folder: Path, seconds: float) -> None:
         except BlockingIOError as error:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            if _srun() and holder.endswith(_srun()):
+            if slurm_step() and holder.endswith(slurm_step()):
                 raise ConfigError(
                     f"run={folder} is in use by {holder}, as this one is: none of them knows of the others. "
                     "Processes that shall train together are torchrun's to start, one agent on each node, as "

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,20 +17,19 @@ from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
+from dmjd.data.build import resolve_auto
 from dmjd.data.detour import passing_over
 from dmjd.data.upload import Uploader
-from dmjd.errors import ConfigError, UserError
+from dmjd.errors import UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
-from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.build import select_device
 from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
-from dmjd.targets import TeacherTarget
 from dmjd.train import checkpoint
-from dmjd.train.builders import build_mask_spec, build_objective, build_schedule, build_tokenizer, token_grid
-from dmjd.train.ema import EncoderEma
+from dmjd.train.builders import build_schedule, check_data_timeout
 from dmjd.train.ending import Ending
 from dmjd.train.feed import Feed
 from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
@@ -35,16 +37,14 @@ from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
-from dmjd.train.preparation import Preparation
-from dmjd.train.preview import SHOWN_IMAGES, write_pictures
+from dmjd.train.preview import SHOWN_IMAGES, predict, write_pictures
 from dmjd.train.profiler import Profiler, Window
 from dmjd.train.run_folder import RunFolder
 from dmjd.train.saver import Saver
 from dmjd.train.state import Position, RandomState, Registry
-from dmjd.train.stop import Requests, deadline_of
-from dmjd.train.teacher import EmaTeacher
+from dmjd.train.step import build_step
+from dmjd.train.stop import Requests, StoppedBefore, deadline_of
 from dmjd.train.trackers import check_packages
-from dmjd.train.weights import load_weights, weights_at
 
 logger = logging.getLogger("dmjd")
 
@@ -61,6 +61,7 @@ def pretrain(config: PretrainConfig, judges: Sequence[Judge] = ()) -> RunFolder:
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
+    config = replace(config, data=world.on_main(lambda: resolve_auto(config.data)))
     world.on_main(lambda: run.check(config))
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
@@ -80,40 +81,16 @@ class Pretraining:
         self.config, self.run, self.world = config, run, world
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
-        grid = token_grid(config)
-        spec = build_mask_spec(config.mask, grid)
-        tokenizer = build_tokenizer(config)
-        data, parts = config.data, config.engine.accumulation
-        if config.batch_size % (parts * world.size):
-            raise ConfigError(
-                f"batch_size={config.batch_size} is not divisible by engine.accumulation={parts} times "
-                f"{world.size} process(es)"
-            )
-        objective = build_objective(config, tokenizer.dim)
-        initial = world.on_main(self._initial_checkpoint)
-        if initial is not None:
-            begun = world.together(lambda: load_weights(objective, initial))
-            if world.is_main:
-                logger.info("beginning from %s", begun)
-        self.engine = build_engine(
-            objective, config.engine, config.optim, world, config.batch_size // (parts * world.size)
-        )
+        check_data_timeout(config, world.size)
+        self.initial = world.on_main(self._initial_weights)
+        step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
+        self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
+        if step.began_from and world.is_main:
+            logger.info("beginning from %s", step.began_from)
         self.feed = Feed(config, run.quarantine, world)
-        self.prepare = Preparation(
-            spec,
-            grid,
-            tokenizer,
-            tuple(data.mean),
-            tuple(data.std),
-            flip=data.flip,
-            seed=config.seed,
-            depth=len(self.engine.objective.model.encoder.blocks),
-            drop_path=config.backbone.drop_path,
-            jitter=data.jitter,
-        )
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.schedule = build_schedule(config, spec, grid, self.steps_per_epoch)
+        self.schedule = build_schedule(config, self.prepare.mask_spec, self.prepare.grid, self.steps_per_epoch)
         if world.is_main and config.optim.warmup_epochs >= config.epochs:  # a preset's, of a run that was cut short
             message = "optim.warmup_epochs=%g is not below epochs=%d: the learning rate never comes to its highest"
             logger.warning(message, config.optim.warmup_epochs, config.epochs)
@@ -132,10 +109,6 @@ class Pretraining:
         self.jury = Jury(judges, self.engine, self.journal, world)
         self.random = RandomState(config.seed, world)
         self.guard = Guard(config.guard, run.guard, world)
-        self.ema = None if config.ema_decay is None else EncoderEma(self.engine.local_shards(), config.ema_decay)
-        if self.ema is not None and isinstance(tokenizer, TeacherTarget):
-            encoder = self.engine.objective.model.encoder
-            tokenizer.teacher = EmaTeacher(encoder, self.ema, config.target.layers)
         self.registry = Registry()
         self.registry.add("position", self.position)
         self.registry.add("journal", self.journal)
@@ -145,10 +118,13 @@ class Pretraining:
             self.registry.add("data", self.feed.identity)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None
+        self.picture_thread = ThreadPoolExecutor(1, "pictures")
+        self.drawing: tuple[int, Future[dict[str, Path]]] | None = None
 
     def enter(self, stack: ExitStack) -> None:
         """Take the run folder: lock it, continue from its newest checkpoint, begin to write."""
         self.world.on_main(lambda: self._lock(stack))
+        stack.callback(self.picture_thread.shutdown)  # waits: nothing is written after the lock is released
         self.writing = stack.enter_context(ExitStack())
         stack.enter_context(self.requests)
         own = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
@@ -194,7 +170,7 @@ class Pretraining:
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
         self.feed.admit_bad()
-        self.run.record(self.config, self.world)
+        self.run.record(self.config, self.world, self.initial)
         forget_ranks(self.run.path, self.world.size)
 
     def _begin_to_write(self) -> None:
@@ -203,11 +179,11 @@ class Pretraining:
         if self.jury:
             self.jury.restore(self.run.read_log())
 
-    def _initial_checkpoint(self) -> Path | None:
+    def _initial_weights(self) -> dict[str, str]:
         """What ``init`` names, unless the run has a checkpoint of its own: one command line starts and restarts."""
         if self.config.init is None or checkpoint.committed(self.run.checkpoints):
-            return None
-        return weights_at(self.config.init, "init")
+            return {}
+        return self.run.initial_weights(self.config.init)
 
     def _lock(self, stack: ExitStack) -> None:
         held = only_run_in(self.run.create(), self.world.bearable(self.config.lock_wait))
@@ -227,13 +203,31 @@ class Pretraining:
                 rehearsed = True
         self.saver.wait()
         self._note_saved()
-        if self.position.step == self.total_steps:
+        self._note_pictures(wait=self.requests.reason is None)
+        if self.position.step == self.total_steps and self.position.judged:
             self.ending.write("finished", "all steps are done")
         else:
             self.ending.write(*self.requests.stopping())
 
     def _play_on(self, rehearsed: bool) -> None:
-        """Step after step. Raises Alarm where the run must go back."""
+        """Steps until the run ends or stops. Raises Alarm where it must go back."""
+        try:
+            if not self.position.judged:
+                self._judge()
+            self._take_steps(rehearsed)
+        except StoppedBefore as stopped:
+            self._stop_before(stopped.step)
+
+    def _stop_before(self, step: int) -> None:
+        """Save what all ranks have, unless it is on the disk: steps from ``step`` on have moved nothing."""
+        self.position.step = step - 1
+        self.requests.stop_now()
+        self.saver.wait()
+        saved = self.world.on_main(lambda: checkpoint.newest(self.run.checkpoints))
+        if self.position.step > (0 if saved is None else checkpoint.step_of(saved)):
+            self._persist(None)
+
+    def _take_steps(self, rehearsed: bool) -> None:
         upload = Uploader(self.engine.device)
         with closing(self.feed.batches(self.position, self.total_steps, self.requests)) as batches:
             for batch in self.journal.clock.waiting(batches):
@@ -262,7 +256,9 @@ class Pretraining:
             prepared = self.prepare(micro, epoch)
             with self.engine.micro_batch(last=index + 1 == parts):
                 losses = self.engine.module(*prepared.inputs)
-                self.engine.backward(trapped(losses.total) / parts)
+                # Without a batch the step is to move nothing, on any rank.
+                total = losses.total * math.nan if self.requests.lacks_batch else losses.total
+                self.engine.backward(trapped(total) / parts)
             seen.append(losses)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(seen), torch.stack(rates).mean(dim=0)
@@ -272,12 +268,13 @@ class Pretraining:
         self.journal.clock.enter("step")
         result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(result.applied)
         return result
 
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""
         self._note_saved()
+        self._note_pictures()
         self._settle()
         failure = self.saver.failure()
         if failure is not None:
@@ -292,7 +289,7 @@ class Pretraining:
             return
         pending, self.pending = self.pending, None
         reading, step = pending.read(), pending.step
-        self.requests.agree(reading.asked)
+        self.requests.agree(step, reading.asked)
         if step == self.first_step:
             self.world.expect_steps(timedelta(minutes=self.config.engine.step_timeout))
         self.guard.judge(step, self.position.batch(step - 1), pending.sample_ids, reading)
@@ -304,6 +301,7 @@ class Pretraining:
     def _roll_back(self, alarm: Alarm) -> None:
         """Go back to a checkpoint from before the alarm, and pass over the batches that led to it."""
         self.pending = None
+        self._note_pictures(wait=True)  # they read the log, which is about to be cut
         if not self.guard.may_roll_back:
             self.guard.give_up(alarm, f"after {self.guard.rollbacks} rollback(s)")
         self.saver.wait()
@@ -332,18 +330,22 @@ class Pretraining:
             self.journal.saved(saved.seconds)
 
     def _judge(self) -> None:
+        """Evaluate the epoch that has ended. A request to stop ends that too; the next launch begins with it."""
         if self.jury:
             self.journal.clock.enter("evaluate")
             self._settle()
-            self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch)
+            self.position.judged = False
+            if not self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch):
+                raise StoppedBefore(self.position.step + 1)
+        self.position.judged = True
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step
         planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
         return planned or self.requests.saving or self.requests.reason is not None
 
-    def _persist(self, batch: Batch) -> None:
-        """Commit a checkpoint and refresh the pictures."""
+    def _persist(self, batch: Batch | None) -> None:
+        """Commit a checkpoint and refresh the pictures, which show ``batch``."""
         self.journal.clock.enter("checkpoint")
         self._settle()  # a step that went wrong must stop the run, or turn it back, before it reaches the disk
         self.requests.compare()
@@ -363,16 +365,25 @@ class Pretraining:
         if self.requests.saving or self.requests.reason is not None:
             self.saver.wait()
             self.requests.saved()
-        if self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
+        if batch is not None and self.requests.reason is None:  # whoever asked it to stop will not wait for pictures
             with on_view(self.engine) as objective, self.engine.micro_batch(last=False):
                 self.world.on_main(lambda: None if objective is None else self._show(batch, objective))
 
     def _show(self, batch: Batch, objective: Objective) -> None:
-        """Refresh the pictures. A run does not end for want of them."""
+        """Predict the samples to be shown, and begin to draw them on a thread."""
+        self._note_pictures(wait=True)
         step, shown = self.position.step, batch.map(lambda field: field[:SHOWN_IMAGES])
-        prepared = self.prepare(shown.to(self.engine.device), self._epoch(step - 1))
+        prepared, tokenizer = self.prepare(shown.to(self.engine.device), self._epoch(step - 1)), self.prepare.tokenizer
+        samples = predict(objective, prepared, tokenizer)
+        self.drawing = step, self.picture_thread.submit(write_pictures, self.run, step, samples, tokenizer)
+
+    def _note_pictures(self, wait: bool = False) -> None:
+        """Pass the pictures to the trackers if they are drawn. A run does not end for want of them."""
+        if self.drawing is None or not (wait or self.drawing[1].done()):
+            return
+        (step, drawing), self.drawing = self.drawing, None
         try:
-            self.journal.show(step, write_pictures(self.run, objective, prepared, self.prepare.tokenizer))
+            self.journal.show(step, drawing.result())
         except OSError as error:
             logger.warning("no pictures at step %d: %s", step, error)
 

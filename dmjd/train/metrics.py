@@ -106,7 +106,7 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def _unwritable(self, error: OSError) -> StorageError:
-        return StorageError(f"cannot write {self._path}: {error.strerror}; checkpoints are intact")
+        return StorageError(f"cannot write {self._path}: {error.strerror}; mend that, and the same command goes on")
 
     def close(self) -> None:
         try:

@@ -38,11 +38,9 @@ def explained(config: PretrainConfig, run: Path, world: World) -> Iterator[None]
         yield
     except torch.OutOfMemoryError as error:
         kept = _keep_snapshot(run / FOLDER / f"rank-{world.rank:05d}.pickle") if on_cuda else ""
-        explanation = OutOfMemory(
+        raise OutOfMemory(
             f"rank {world.rank} ran out of {_size(world)} in a step; {_advice(config, world)}{kept}"
-        )
-        explanation.told = False  # no other says it of this rank, and all wait for its end
-        raise explanation from error
+        ) from error
     finally:
         if on_cuda and config.memory_history:
             torch.cuda.memory._record_memory_history(enabled=None)

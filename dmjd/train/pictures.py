@@ -257,12 +257,13 @@ def _fitting(
     columns: Callable[[int], list[_Column]], legend: list[tuple[Colour, str]], grid: tuple[int, int], patch: int
 ) -> bytes:
     """The sheet with the largest cells whose file stays below ``MAX_BYTES``."""
-    cell = MAX_CELL
+    cell, drawn, png = MAX_CELL, 0, b""
     while True:
         token = max(1, cell // max(grid))
         if token > patch:
             token -= token % patch  # whole pixels per image pixel
-        png = _sheet(columns(token), legend)
+        if token != drawn:
+            drawn, png = token, _sheet(columns(token), legend)
         if len(png) < MAX_BYTES or cell <= MIN_CELL:
             return png
         cell = max(MIN_CELL, int(cell * min(0.95, math.sqrt(MAX_BYTES / len(png)))))
@@ -297,5 +298,5 @@ def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]]) -> bytes:
 
 
 def _replace(path: str | Path, content: bytes) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).parent.mkdir(exist_ok=True)  # without parents: a run folder that was removed is not made again
     replace_file(Path(path), content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.models.objective import Objective
-from dmjd.train.builders import build_mask_spec, build_objective, check_target, image_size, target_dim, token_grid
+from dmjd.train.builders import build_objective, check_target, image_size, target_dim, token_grid
 from dmjd.train.builders.targets import CODES
-from dmjd.train.preparation import Preparation, Prepared
+from dmjd.train.preparation import Prepared
+from dmjd.train.step import build_preparation
 
 
 def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
@@ -28,21 +29,12 @@ def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
     """
     check_target(config)
     grid = token_grid(config)
-    spec, dim = build_mask_spec(config.mask, grid), target_dim(config)
+    dim = target_dim(config)
     tokenizer = _Blank(dim, config.target.name in CODES, config.backbone.patch_size, grid[0] * grid[1])
     objective = _objective(config, dim)
     data = config.data
-    prepare = Preparation(
-        spec,
-        grid,
-        tokenizer,
-        tuple(data.mean),
-        tuple(data.std),
-        flip=data.flip,
-        seed=config.seed,
-        depth=len(objective.model.encoder.blocks),
-        drop_path=config.backbone.drop_path,
-    )
+    prepare = build_preparation(config, tokenizer, len(objective.model.encoder.blocks))
+    prepare = replace(prepare, jitter=0.0)  # it reads a table, which a fake mode does not take, and changes no shape
     ids = torch.arange(images)
     pixels = torch.zeros((images, *image_size(config), data.channels), dtype=torch.uint8)
     return objective, prepare(Batch(pixels, ids, ids), 0)

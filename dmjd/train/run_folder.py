@@ -7,7 +7,9 @@ import logging
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -16,19 +18,34 @@ from typing import Any
 import torch
 
 import dmjd
+from dmjd.cluster.heartbeat import FOLDER as HEARTBEATS
 from dmjd.compose import from_yaml, to_yaml
-from dmjd.config import SCIENCE, PretrainConfig
-from dmjd.errors import ConfigError, StorageError
-from dmjd.files import replace_file, standing_place
+from dmjd.config import PretrainConfig, first_difference
+from dmjd.data.build import AUTO
+from dmjd.errors import CheckpointError, ConfigError, StorageError
+from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.deepspeed_config import STAGES, deepspeed_config
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
+from dmjd.redact import redact
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 from dmjd.train import checkpoint
+from dmjd.train.weights import weights_at
+
+REPLACED = (checkpoint.CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
+"""Files that each launch writes anew, in the place of those before."""
+FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json")
+FOLDERS = (
+    *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
+    *("profile", "out_of_memory", "tensorboard", "wandb"),
+)
 
 logger = logging.getLogger("dmjd")
+
+_ROW_BYTES = 1 << 16
+"""The longest row of ``log.jsonl`` that is read to find the length of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +98,14 @@ class RunFolder:
         """Refuse a folder that holds another experiment; writes nothing.
 
         Raises:
-            ConfigError: naming the first key of science that differs, or what is in the way.
+            ConfigError: naming the first key that differs and may not, or what is in the way.
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
             raise ConfigError(f"run={self.path} is, or lies in, a file; name a folder")
         if not os.access(standing, os.W_OK):
             raise ConfigError(f"run={self.path}: {standing} cannot be written to; name another folder")
-        if os.path.lexists(self.checkpoints) and not self.checkpoints.is_dir():  # a disk that is not mounted
-            raise ConfigError(f"{self.checkpoints} is no folder, nor a link to one that is there; bring it back")
+        self._check_places()
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
@@ -98,21 +114,79 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = from_yaml(PretrainConfig, recorded.read_bytes(), recorded)
-        # How many bad images are too many decides when a run stops, not what it computes, and the refusal offers it.
-        before.data.max_bad_percent = config.data.max_bad_percent
-        before.data.crop_pct = config.data.crop_pct  # is what evaluations see, and no step depends on it
-        # Nor does the way to the same bytes. Whether they are the same, checkpoints know (dmjd/train/state.py).
-        before.data.cache, before.data.cache_gib = config.data.cache, config.data.cache_gib
-        if before.data.name == config.data.name == "shards":
-            before.data.root = config.data.root
-        difference = _first_difference(asdict(before), asdict(config), SCIENCE)
+        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
+        if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
+            before.data.name, before.data.pad = config.data.name, config.data.pad
+        # Other data come with other settings, so they are named before these.
+        difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference and committed:
             key, old, new = difference
             raise ConfigError(
                 f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
                 "keep the value, or name another folder"
             )
+
+    def _check_places(self) -> None:
+        """Refuse what would keep the run from writing its files, hours from now."""
+        for name in (*FILES, *FOLDERS):
+            path = self.path / name
+            if what := obstacle(path, folder=name in FOLDERS):
+                # Checkpoints may lie behind a link to a disk that is not mounted.
+                needed = "a folder, or a link to one" if name in FOLDERS else "a file"
+                raise ConfigError(f"{path} is {what}, where the run keeps {needed}; move it away, or bring that back")
+            rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
+            if path.exists() and not os.access(path, rights):
+                raise ConfigError(
+                    f"{path} cannot be read and written by user {os.geteuid()} (it belongs to user "
+                    f"{path.stat().st_uid}); change its owner or rights, or name another folder"
+                )
+
+    def initial_weights(self, init: str) -> dict[str, str]:
+        """The weights that a run without a checkpoint begins from: as its first start found them, if there was one.
+
+        Returns:
+            Entries of provenance.json: ``init_path``, and its fingerprint ``init_sha256``.
+
+        Raises:
+            CheckpointError: if there are none, or those of the first start are gone or have changed.
+        """
+        known = _initial(self._provenance())
+        path = Path(known["init_path"]) if known else weights_at(init, "init").absolute()
+        try:
+            found = {"init_path": str(path), "init_sha256": checkpoint.fingerprint(path)}
+        except OSError:
+            found = {}
+        named = Path(init).absolute(), Path(init).resolve()
+        if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
+            raise CheckpointError(
+                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; bring it "
+                f"back, or remove {self.provenance} to begin from the weights that init names now"
+            )
+        if known:
+            weights_at(str(path), "init")  # compares its files with its manifest
+        return found
+
+    def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
+        """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
+
+        The steps per epoch show which one. ``auto`` stays where nothing has been logged.
+        """
+        data = stored.data
+        if data.name != "auto":
+            return stored
+        steps = self._steps_per_epoch(stored.epochs)
+        matching = [name for name, images in AUTO.items() if images // stored.batch_size == steps]
+        name = "fashion_mnist" if data.root is not None else matching[0] if matching else "auto"
+        return replace(stored, data=replace(data, name=name, pad=0 if name == "digits" else data.pad))
+
+    def _steps_per_epoch(self, epochs: int) -> int | None:
+        unreadable = (OSError, ValueError, LookupError, TypeError, ArithmeticError)
+        with suppress(*unreadable), self.log.open("rb") as log:
+            row = parse_json(log.readline(_ROW_BYTES))
+            return round(row["step"] / row["epoch"])
+        with suppress(*unreadable):
+            return int(self.read_stop_reason()["total_steps"]) // epochs
+        return None
 
     def create(self) -> Path:
         """The folder, made if it is not there. Raises StorageError if it cannot be."""
@@ -124,9 +198,22 @@ class RunFolder:
             ) from error
         return self.path
 
-    def record(self, config: PretrainConfig, world: World) -> None:
-        """Keep what was asked and where this launch runs."""
-        device = world.device
+    def record(self, config: PretrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
+        """Keep what was asked, where this launch runs and, if it begins from others, its ``initial_weights``.
+
+        Raises:
+            StorageError: if it cannot be written.
+        """
+        try:
+            self._record(config, world, initial or {})
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {error.filename2 or error.filename or self.path}: {error.strerror}; no step was done; "
+                "mend that, and the same command goes on"
+            ) from error
+
+    def _record(self, config: PretrainConfig, world: World, initial: Mapping[str, str]) -> None:
+        device, earlier = world.device, self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
@@ -149,31 +236,41 @@ class RunFolder:
             else f"cpu ({torch.get_num_threads()} threads)",
             "world_size": world.size,
             "host": platform.node(),
-            "command": sys.argv,
+            "command": [redact(word) for word in sys.argv],
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **(initial or _initial(earlier)),
         }
-        replace_file(self.provenance, json.dumps({**record, "launches": [*self._launches(), record]}, indent=1))
+        launches = [*earlier.get("launches", []), record]
+        replace_file(self.provenance, json.dumps({**record, "launches": launches}, indent=1))
 
-    def _launches(self) -> list[dict[str, Any]]:
-        """Earlier launches, but for a record that a dying node has left empty: no run ends for want of it."""
+    def _provenance(self) -> dict[str, Any]:
+        """The record of earlier launches; empty if a dying node has damaged it: no run ends for want of it."""
+        if not self.provenance.is_file():
+            return {}
         try:
-            launches: list[dict[str, Any]] = parse_json(self.provenance.read_bytes())["launches"]
-            if not isinstance(launches, list):
-                raise ValueError("its launches are no list")
-        except FileNotFoundError:
-            return []
-        except (ValueError, LookupError, TypeError) as error:
+            record: dict[str, Any] = parse_json(self.provenance.read_bytes())
+            if not isinstance(record["launches"], list):
+                raise ValueError("launches is no list")
+        except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
-            return []
-        return launches
+            return {}
+        return record
 
     def read_log(self) -> list[dict[str, Any]]:
-        """The rows of ``log.jsonl``."""
-        return [parse_json(line) for line in self.log.read_bytes().splitlines()] if self.log.is_file() else []
+        """The rows of ``log.jsonl``; damaged lines are passed over, for no run ends for want of a picture."""
+        rows = []
+        for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
+            with suppress(ValueError):
+                rows.append(parse_json(line))
+        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
     def read_stop_reason(self) -> dict[str, Any]:
-        """Why the last launch ended; empty if it was killed, or has not ended."""
-        return parse_json(self.stop_reason.read_bytes()) if self.stop_reason.is_file() else {}
+        """Why the last launch ended; empty if it was killed, has not ended, or could not write it."""
+        try:
+            record = parse_json(read_file(self.stop_reason))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"} else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Keep one evaluation's numbers as ``evaluations/NAME.json``."""
@@ -183,22 +280,17 @@ class RunFolder:
         return path
 
 
+def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """The entries of :meth:`RunFolder.initial_weights` in a record of launches; empty if it has none."""
+    found = {name: provenance.get(name) for name in ("init_path", "init_sha256")}
+    return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
+
+
 def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
     """The configuration that this launch's engine was made with."""
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.accumulation * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
-
-
-def _first_difference(old: Any, new: Any, keys: tuple[str, ...], prefix: str = "") -> tuple[str, Any, Any] | None:
-    for key in keys:
-        if isinstance(new[key], dict):
-            inner = _first_difference(old[key], new[key], tuple(new[key]), f"{prefix}{key}.")
-            if inner:
-                return inner
-        elif old[key] != new[key]:
-            return f"{prefix}{key}", old[key], new[key]
-    return None
 
 
 def _packages() -> str:

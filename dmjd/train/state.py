@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from dmjd.data.dataset import ImageDataset
+from dmjd.data.dataset import ArrayDataset, ImageDataset
 from dmjd.data.detour import Windows, batch_of
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
@@ -73,8 +73,10 @@ class Registry:
 class Position:
     """Where a run stands: ``step`` optimizer steps are done, and batches in ``passed_over`` are not read.
 
-    The loader's whole state follows from it.
+    The loader's whole state follows from it. ``judged`` is false where an epoch has ended and its evaluation has not.
     """
+
+    judged = True
 
     def __init__(self) -> None:
         self.step = 0
@@ -85,10 +87,12 @@ class Position:
         return batch_of(step, self.passed_over)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "passed_over": self.passed_over}
+        state = {"step": self.step, "passed_over": self.passed_over}
+        return state if self.judged else {**state, "judged": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.passed_over = state["step"], state["passed_over"]
+        self.judged = state.get("judged", True)
 
 
 class DataIdentity:
@@ -97,7 +101,8 @@ class DataIdentity:
     One image more or less in a folder gives other numbers to all behind it, and an epoch perhaps another length.
 
     Args:
-        fingerprint: see :class:`~dmjd.data.folder.ImageFolder` and :class:`~dmjd.data.shards.dataset.ShardDataset`.
+        fingerprint: see :class:`~dmjd.data.folder.ImageFolder`, :class:`~dmjd.data.shards.dataset.ShardDataset` and
+            :class:`~dmjd.data.dataset.ArrayDataset`.
         images: how many there are.
     """
 
@@ -106,8 +111,9 @@ class DataIdentity:
 
     @classmethod
     def of(cls, source: ImageDataset | TarStream) -> DataIdentity | None:
-        """None for what cannot tell: a stream of tars, and small sets of fixed content."""
-        return cls(source.fingerprint, len(source)) if isinstance(source, ImageFolder | ShardDataset) else None
+        """None for what cannot tell: a stream of tars."""
+        known = ImageFolder | ShardDataset | ArrayDataset
+        return cls(source.fingerprint, len(source)) if isinstance(source, known) else None
 
     def __str__(self) -> str:
         return f"{self._images} images of fingerprint {self._fingerprint[:12]}"

@@ -7,26 +7,29 @@ all ranks save at the same step and leave together; a rank that acted by itself 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from dmjd.data.waiting import interrupted_by
 from dmjd.errors import ConfigError, UserError
+from dmjd.parallel.launch import slurm_times
 from dmjd.parallel.world import World
 from dmjd.train.signals import die_of, listening
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOPS = ("signal", "time", "file")
-ASKS = (*STOPS, "save", "error")
+ASKS = (*STOPS, "save", "error", "no batch")
 POLL_STEPS = 10
 """Rank 0 looks for files every so many steps: a network disk may take milliseconds to say that one is not there."""
+OUT_OF_TIME = "its time is over, by time_budget or by SLURM_JOB_END_TIME less time_margin"
 ECHO_SECONDS = 5.0
 """A launcher's second signal of a kind, of which Slurm and torchrun each send one, comes within this time."""
 
@@ -50,21 +53,37 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
         time_margin: seconds before the end of the Slurm job.
 
     Raises:
-        ConfigError: if ``time_budget`` is none, or the whole job is not longer than the margin.
+        ConfigError: if ``time_budget`` is none, the whole job is not longer than the margin, or its end is in the past:
+            Slurm would have ended this process, so the variable is left over from another job.
     """
     if time_budget is None:
         return None
     if time_budget != "auto":
         return time.time() + seconds_of(time_budget)
-    start, end = (os.environ.get(f"SLURM_JOB_{name}_TIME", "") for name in ("START", "END"))
-    if not end.isdigit():
+    start, end = slurm_times()
+    if end is None:
         return None
-    if start.isdigit() and int(end) - int(start) <= time_margin:
+    if end < time.time():
+        ended = datetime.fromtimestamp(end, timezone.utc).isoformat(" ", "seconds")
         raise ConfigError(
-            f"this job's time of {int(end) - int(start)} seconds is not above time_margin={time_margin:g}: each launch "
-            "would stop after one step; take a longer time or a smaller time_margin"
+            f"SLURM_JOB_END_TIME={end} is {ended}, in the past, so it is not this job's: unset it, or set "
+            "time_budget=null"
+        )
+    if start is not None and end - start <= time_margin:
+        raise ConfigError(
+            f"this job's time of {end - start} seconds (from SLURM_JOB_START_TIME={start} to SLURM_JOB_END_TIME={end}) "
+            f"is not above time_margin={time_margin:g}: each launch would stop after one step; take a longer time or a "
+            "smaller time_margin"
         )
     return float(end) - time_margin
+
+
+class StoppedBefore(Exception):
+    """The run stops before ``step``, counted from 1, which some rank has no batch for."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step}")
+        self.step = step
 
 
 class Requests:
@@ -94,6 +113,7 @@ class Requests:
 
     def __enter__(self) -> Requests:
         self._listening.enter_context(listening(SIGNALS, self._hear))
+        self._listening.enter_context(interrupted_by(self._asked_to_stop))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -117,6 +137,25 @@ class Requests:
             raise error
         self._error = self._error or error
         self._asked.add("error")
+
+    def _asked_to_stop(self) -> bool:
+        if self._world.is_main:
+            self._look_around(step=0)
+        return not self._asked.isdisjoint(STOPS)
+
+    def lack_batch(self) -> None:
+        """This rank was asked to stop and has no batch; it takes part in steps that all ranks then undo."""
+        self._asked.add("no batch")
+
+    @property
+    def lacks_batch(self) -> bool:
+        """Whether :meth:`lack_batch` was called."""
+        return "no batch" in self._asked
+
+    def stop_now(self) -> None:
+        """All ranks stop between two steps, for what rank 0 was asked unless they have agreed. Collective."""
+        reason = self._world.on_main(lambda: next((name for name in STOPS if name in self._asked), None))
+        self.reason = self.reason or reason
 
     def asks(self, step: int) -> Tensor:
         """float32 ``[len(ASKS)]`` on the device: what rides along with ``step``. Never makes the host wait."""
@@ -145,17 +184,20 @@ class Requests:
             logger.warning("%s is a folder, which asks for nothing; remove it and ask by a file: touch %s", path, path)
         return False
 
-    def agree(self, asked: Sequence[float]) -> None:
-        """Take in what all ranks were asked for, as :meth:`asks` had it one step ago.
+    def agree(self, step: int, asked: Sequence[float]) -> None:
+        """Take in what all ranks were asked for, as :meth:`asks` had it in ``step``.
 
         Raises:
             UserError: what a rank failed with, there; the same sentence, already told, on the others.
+            StoppedBefore: if a rank had no batch for it.
         """
         agreed = [name for name, share in zip(ASKS, asked, strict=True) if share]
         if "error" in agreed:
             self.compare()
         self.saving = self.saving or "save" in agreed
         self.reason = self.reason or next((name for name in agreed if name in STOPS), None)
+        if "no batch" in agreed:
+            raise StoppedBefore(step)
 
     def compare(self) -> None:
         """Raise on every rank if one has failed; they all call this at the same step."""
@@ -179,5 +221,5 @@ class Requests:
         assert self.reason is not None
         heard = self._world.gather([number.name for number in list(self._heard)])  # the thread may add to it
         names = [f"{name} at rank {rank}" for rank, signals in enumerate(heard) for name in signals]
-        words = {"signal": " and ".join(names), "time": "its time is over", "file": f"{self._stop} was there"}
+        words = {"signal": " and ".join(names), "time": OUT_OF_TIME, "file": f"{self._stop} was there"}
         return self.reason, words[self.reason]

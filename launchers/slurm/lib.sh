@@ -89,8 +89,24 @@ launch() {
 # Run a verb that ends by itself and is simply done again if it did not.
 run_once() {
     [[ $# -gt 1 ]] || die "name what $1 shall work on: sbatch $1.sbatch key=value ..."
+    local error
+    error=$(container_error)
+    [[ -z $error ]] || die "$error"
     read_words "$@"
     launch "${WORDS[@]}"
+}
+
+# Print why the container of the site cannot start on this node; nothing if it may.
+container_error() {
+    case ${DMJD_CONTAINER:-} in
+        *.sif)
+            command -v apptainer >/dev/null ||
+                echo "DMJD_CONTAINER=$DMJD_CONTAINER needs apptainer, which $HOSTNAME does not have"
+            ;;
+        /* | ./* | ../*) ;;
+        *) return 0 ;; # an image of a registry
+    esac
+    [[ -r $DMJD_CONTAINER ]] || echo "DMJD_CONTAINER=$DMJD_CONTAINER is not an image that $HOSTNAME can read"
 }
 
 # Train, and see to it that training goes on: the last word of a launch tells why it ended, the checkpoints whether it
@@ -106,6 +122,11 @@ train() {
         die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
     RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-%a}}
     [[ $RUN != -* ]] || RUN=./$RUN # which programs would take for an option
+    # dmjd submit made the folder, but for jobs of an array. A new one would begin anew.
+    if [[ -n ${DMJD_RUN:-} && -z ${SLURM_ARRAY_TASK_ID:-} && ! -d $RUN ]] &&
+        [[ ${SLURM_RESTART_COUNT:-0} -gt 0 || -n ${DMJD_CHAIN:-} ]]; then
+        die "run=$RUN was there when this job was submitted and is gone; submit again to begin anew"
+    fi
     if ! mkdir -p "$RUN/slurm" || [[ ! -w $RUN/slurm ]]; then
         die "run=$RUN is not a folder that can be written to; name another"
     fi
@@ -114,7 +135,7 @@ train() {
     trap 'CANCELLED=yes' TERM
     trap : USR1 # is for the ranks, and would end this shell
 
-    local before idle log
+    local before idle log error
     before=$(committed_step)
     idle=$(idle_launches "$before")
     if ((idle >= ${DMJD_IDLE_LIMIT:-3})); then
@@ -136,7 +157,12 @@ train() {
     DMJD_LAST_WORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
     export DMJD_LAST_WORD
     local code=0
-    launch "${WORDS[@]}" || code=$?
+    error=$(container_error)
+    if [[ -n $error ]]; then
+        echo "error: ${error%%$'\n'*}" >"$DMJD_LAST_WORD"
+    else
+        launch "${WORDS[@]}" || code=$?
+    fi
     settle "$before" "$code"
 }
 
@@ -149,6 +175,15 @@ settle() {
         say "this launch was given up by Slurm; what becomes of the job is the next one's to say"
         exit 1
     fi
+    if [[ -z $CANCELLED && ! (-d $RUN/slurm && -r $RUN && -w $RUN && -x $RUN) ]]; then
+        say "not requeued: run=$RUN is gone, is no folder any more or cannot be read; submit again to begin anew"
+        exit 1
+    fi
+    if [[ -n ${DMJD_CONTAINER:-} && $code -ne 0 && -z $CANCELLED ]] &&
+        [[ ! -e $DMJD_LAST_WORD && ! -e $DMJD_LAST_WORD.started ]]; then
+        echo "error: DMJD_CONTAINER=$DMJD_CONTAINER started on no node (srun: $code); the job's log says why" >"$DMJD_LAST_WORD"
+    fi
+    rm -f "$DMJD_LAST_WORD.started"
     after=$(committed_step)
     if [[ -s $DMJD_LAST_WORD ]]; then
         { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_LAST_WORD"

@@ -1,7 +1,19 @@
 #!/usr/bin/env bash
 # One node's part of a job: a torchrun agent with one process a GPU. Run by srun, in the container if there is one.
 set -euo pipefail
+shopt -s extglob
 
+python=${DMJD_PYTHON:-python}
+# The batch script reads it: the container has started, if there is one.
+[[ -z ${DMJD_LAST_WORD:-} ]] || touch "$DMJD_LAST_WORD.started" 2>/dev/null || true
+if ! said=$("$python" -c '' 2>&1); then
+    said=${said##*$'\n'}
+    error="error: DMJD_PYTHON=$python does not run on $HOSTNAME: ${said##*: line +([0-9]): }"
+    echo "$error" >&2
+    # For the batch script, which does not requeue for that, and for dmjd doctor. The first node's word stands.
+    [[ -z ${DMJD_LAST_WORD:-} ]] || (set -o noclobber && echo "$error" >"$DMJD_LAST_WORD") 2>/dev/null || true
+    exit 2
+fi
 processes=${DMJD_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((SLURM_CPUS_ON_NODE > processes ? SLURM_CPUS_ON_NODE / processes : 1))}
 export PYTHONFAULTHANDLER=${PYTHONFAULTHANDLER:-1}
@@ -13,7 +25,7 @@ export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
 agent=(
-    "${DMJD_PYTHON:-python}" "$DMJD_LAUNCHERS/agent.py"
+    "$python" "$DMJD_LAUNCHERS/agent.py"
     --nnodes="$SLURM_NNODES" --nproc-per-node="$processes"
     # A rank that dies ends the job, and Slurm starts it anew where nodes are sound; a restart in place would hide them.
     --max-restarts=0

@@ -184,11 +184,11 @@ def test_what_cannot_be_read_does_not_keep_the_doctor_from_the_rest(run: Path) -
 @pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig'])
 def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: str) -> None:
     (run / "STOP_REASON").write_text(left)
-    assert "it left no word of its end" in said(run)
+    assert "no exit record and no heartbeat" in said(run)
     (run / "STOP_REASON").unlink()
     launched(run, ago=10)
     speak(run, "")
-    assert "it left no word of its end" in said(run)
+    assert "no exit record and no heartbeat" in said(run)
 
 
 @pytest.mark.parametrize("behind", [3600, 86400])
@@ -345,7 +345,7 @@ def test_a_run_by_hand_after_a_job_is_not_beside_it(run: Path) -> None:
 def test_a_launch_that_never_became_a_run(run: Path) -> None:
     mark(run, ago=500, reason="time", detail="its time is over", next="go on")
     launched(run, ago=100)
-    assert "it left no word of its end" in said(run), "the marker is of the launch before"
+    assert "no exit record and no heartbeat" in said(run), "the marker is of the launch before"
     speak(run, "error: data.root=/x: is not a folder\n", ago=90)
     assert "it ended by an error before its first step: data.root=/x: is not a folder -> mend that" in said(run)
 

@@ -65,7 +65,8 @@ def test_all_is_well() -> None:
             replace(OTHER, data_error="data.root=/x is not a folder"),
         ),
         ("data", "on n2", replace(OTHER, data="b" * 64)),
-        ("/dev/shm", "1.0 GiB free on n2, 2.00 GiB needed", replace(OTHER, shm_free=GIB)),
+        ("/dev/shm", "1.0 GiB free on n2, 2.0 GiB needed", replace(OTHER, shm_free=GIB)),
+        ("/dev/shm", "64 MiB free on n2, 2.0 GiB needed", replace(OTHER, shm_free=64 << 20)),  # Docker's default
         ("run folder", "n2: /runs cannot", replace(OTHER, disk_error="/runs cannot be written to")),
         ("run folder", "19.0 GiB free, 20.0 GiB for 4 checkpoints", replace(OTHER, disk_free=19 * GIB)),
         ("clocks", "n2 is 30.0 s ahead of n1", replace(OTHER, clock=130.0)),
@@ -98,10 +99,14 @@ def test_the_need_of_a_run() -> None:
     world = World(0, 4, 0, torch.device("cpu"), local_size=2)
     needed = need(config, world, parameters=1000)
     height, width = config.data.image_size
-    assert needed.shm == 2 * 3 * 3 * 32 * height * width * config.data.channels
+    # 2 processes of the host, with 2 batches for each of 3 workers and 2 in use, of 32 images, ids and labels.
+    assert needed.shm == 2 * (2 * 3 + 2) * 32 * (height * width * config.data.channels + 16)
     assert (needed.checkpoint, needed.checkpoints) == (16_000, 7)
     config.data.second_size = [4, 6]
-    assert need(config, world, parameters=1000).shm == 2 * 3 * 3 * 32 * (height * width + 24) * config.data.channels
+    larger = 2 * (2 * 3 + 2) * 32 * ((height * width + 24) * config.data.channels + 16)
+    assert need(config, world, parameters=1000).shm == larger
+    config.workers = 0
+    assert need(config, world, parameters=1000).shm == 0
 
 
 def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
@@ -116,6 +121,18 @@ def test_what_is_compiled_is_the_step_of_a_target_that_reads_another_size(
     process = launch(["preflight", "warm=true", *words], known)
     process.join(300)
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [("target=teacher", "target.layers=1", "ema_decay=0.99"), ("ema_decay=0.99",), ("backbone.drop_path=0.1",)],
+)
+def test_the_step_that_is_compiled_has_all_that_the_run_has(
+    choices: tuple[str, ...], tmp_path: Path, tiny: Callable[..., list[str]], dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, said, error = dmjd("preflight", "warm=true", *tiny(tmp_path / "run", *choices))
+    assert (code, error) == (0, "")
+    assert "ok     compilation" in said
 
 
 def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:

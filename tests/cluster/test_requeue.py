@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+import venv
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from dmjd.cluster.doctor import examine
 from tests.cluster.played import LAUNCHERS, PlayedSlurm
 
 
@@ -230,3 +232,77 @@ def test_a_chain_ends_for_all_its_jobs(launches: Launches) -> None:
     assert done.returncode == 0
     assert "nothing to do: gave up: 2 launches in a row ended at step 5" in done.stdout
     assert launches.requeues == 0
+
+
+START_NODE = 'while [[ $1 == --* ]]; do shift; done; SLURM_NNODES=1 SLURM_GPUS_ON_NODE=1 DMJD_RENDEZVOUS=c10d exec "$@"'
+"""For PLAY: what srun runs on a node."""
+
+
+def interpreter(folder: Path, kind: str) -> str:
+    """DMJD_PYTHON of a site that has something wrong."""
+    path = folder / "python"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "not executable":
+        path.write_text("")
+    elif kind == "module":
+        path.write_text("#!/bin/bash\nset -e\nmodule load python\nexec python3\n")
+        path.chmod(0o755)
+    elif kind == "environment":
+        venv.create(folder / "venv", symlinks=True)
+        return f"{folder}/venv/bin/python"
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("missing", "No such file or directory"),
+        ("folder", "Is a directory"),
+        ("not executable", "Permission denied"),
+        ("module", "module: command not found"),
+        ("environment", "No module named 'torch'"),
+    ],
+)
+def test_a_site_whose_interpreter_is_missing_is_not_requeued(launches: Launches, kind: str, says: str) -> None:
+    launches(step=5)  # launches before have made progress
+    python = interpreter(launches.slurm.folder, kind)
+    done = launches(more=START_NODE, DMJD_PYTHON=python, PYTHONPATH="")
+    assert (done.returncode, launches.requeues) == (1, 1), done.stdout + done.stderr
+    found = "\n".join(finding.what for finding in examine(launches.run))
+    assert f"it ended by an error before its first step: DMJD_PYTHON={python}" in found
+    assert says in found
+
+
+@pytest.mark.parametrize("kind", ["no image", "a folder of images", "no apptainer", "no image for pyxis", "registry"])
+def test_a_site_whose_container_is_missing_is_not_requeued(launches: Launches, kind: str) -> None:
+    folder = launches.slurm.folder
+    images = {
+        "no image": folder / "none.sif",
+        "a folder of images": folder / "images/dmjd.sqsh",
+        "no apptainer": folder / "dmjd.sif",
+        "no image for pyxis": folder / "none.sqsh",
+        "registry": "registry#none:1",
+    }
+    (folder / "dmjd.sif").touch()
+    if kind != "no apptainer":
+        (folder / "bin/apptainer").symlink_to("/bin/true")
+    done = launches(more="exit 1", DMJD_CONTAINER=str(images[kind]))
+    assert (done.returncode, launches.requeues) == (1, 0), done.stdout + done.stderr
+    assert f"error before its first step: DMJD_CONTAINER={images[kind]} " in examine(launches.run)[0].what
+
+
+@pytest.mark.parametrize("end", ["rm -r run", "rm -r run; touch run", "rm -r run; mkdir run"])
+def test_a_job_whose_run_folder_is_gone_is_not_requeued(launches: Launches, end: str) -> None:
+    done = launches(step=5, more=f"{end}; exit 1")
+    assert (done.returncode, launches.requeues) == (1, 0)
+    assert "not requeued: run=run is gone" in done.stdout
+
+
+@pytest.mark.parametrize(("count", "chain"), [(1, ""), (0, "chain-1")], ids=["requeued", "chain"])
+def test_a_later_launch_does_not_make_a_run_folder_anew(launches: Launches, count: int, chain: str) -> None:
+    launches.count = count
+    done = launches(DMJD_RUN="run", DMJD_CHAIN=chain)
+    assert done.returncode == 2
+    assert "run=run was there when this job was submitted and is gone" in done.stderr
+    assert not launches.run.exists()

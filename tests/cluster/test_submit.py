@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,6 +160,20 @@ def test_what_slurm_refuses_is_one_line(
     assert error.endswith(f"{says}; submitted so far: 7\n")
 
 
+def test_an_sbatch_that_hangs_is_one_line(
+    tmp_path: Path,
+    play_sbatch: Callable[[str], None],
+    dmjd: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dmjd.cluster.submit.SBATCH_SECONDS", 1.0)
+    play_sbatch(f"if [ -e {tmp_path}/first ]; then sleep 20; else touch {tmp_path}/first; echo 7; fi")
+    code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=2")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "sbatch does not answer within 1 s for " in error
+    assert error.endswith("squeue --me whether the job is queued; submitted so far: 7\n")
+
+
 def test_variables_of_the_job_that_submits_do_not_reach_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
 ) -> None:
@@ -307,3 +322,37 @@ def test_every_verb_with_a_script_exists() -> None:
     from dmjd.cli import VERBS
 
     assert set(verbs()) <= VERBS.keys()
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_an_interpreter_that_is_none_is_met_before_the_queue(tmp_path: Path, kind: str) -> None:
+    python, site = tmp_path / "python", tmp_path / "site.env"
+    python.mkdir() if kind == "folder" else python.touch(0o644)
+    site.write_text(f"DMJD_PYTHON={python}\n")
+    with pytest.raises(ConfigError, match=f"DMJD_PYTHON={python} is not an executable file"):
+        plan("pretrain", [f"site={site}", "gpus=1", f"run={tmp_path}/run", "experiment=demo"])
+
+
+@pytest.mark.parametrize(
+    ("line", "warning"),
+    [
+        ("DMJD_PYTHON=/nope/python", "is not on this machine"),
+        ("DMJD_PYTHON=false", "does not run on this machine"),
+        ("DMJD_PYTHON=VENV", "lacks on this machine: torch, hydra"),
+        ("DMJD_CONTAINER=/nope/dmjd.sif", "is not on this machine"),
+        ("DMJD_CONTAINER=registry#dmjd:1", ""),
+        (f"DMJD_PYTHON={sys.executable}", ""),
+    ],
+)
+def test_what_only_compute_nodes_may_have_is_a_warning(
+    tmp_path: Path, line: str, warning: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    if "VENV" in line:
+        venv.create(tmp_path / "venv", symlinks=True)
+    site, line = tmp_path / "site.env", line.replace("VENV", f"{tmp_path}/venv/bin/python")
+    site.write_text(line + "\n")
+    job = plan("pretrain", [f"site={site}", "gpus=1", f"run={tmp_path}/run", "experiment=demo"])
+    found = [note for note in job.notes if note.startswith("warning: ")]
+    assert len(found) == bool(warning)
+    assert all(f"{line} {warning}" in note for note in found), found

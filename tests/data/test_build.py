@@ -9,17 +9,19 @@ import pytest
 from PIL import Image
 
 import dmjd.data.build as build
+from dmjd.compose import compose
 from dmjd.config import DataConfig
-from dmjd.data.build import build_dataset
+from dmjd.data import fetch
+from dmjd.data.build import build_dataset, resolve_auto
 from dmjd.errors import ConfigError, DataError
 
 
-def write_split(folder: Path) -> None:
-    """One black 4x5 training image of class 3 in IDX files."""
-    (folder / "train-images-idx3-ubyte").write_bytes(
+def write_split(folder: Path, prefix: str = "train") -> None:
+    """One black 4x5 image of class 3 in IDX files."""
+    (folder / f"{prefix}-images-idx3-ubyte").write_bytes(
         bytes([0, 0, 8, 3, 0, 0, 0, 1, 0, 0, 0, 4, 0, 0, 0, 5]) + bytes(20)
     )
-    (folder / "train-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 1, 3]))
+    (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 1, 3]))
 
 
 def data(name: str = "auto", root: str | None = None, **values: Any) -> DataConfig:
@@ -27,10 +29,11 @@ def data(name: str = "auto", root: str | None = None, **values: Any) -> DataConf
 
 
 @pytest.fixture
-def no_debian_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmjd.data.idx.DEBIAN_FOLDER", tmp_path / "absent")
-    monkeypatch.setattr(build, "DEBIAN_FOLDER", tmp_path / "absent")
-    build._warn_of_digits.cache_clear()
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Fashion-MNIST on this machine, and no source of it."""
+    monkeypatch.setattr(fetch, "DEBIAN_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr(fetch, "SOURCES", {})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def test_auto_takes_fashion_mnist_from_root(tmp_path: Path) -> None:
@@ -40,20 +43,48 @@ def test_auto_takes_fashion_mnist_from_root(tmp_path: Path) -> None:
     assert dataset.image(0).shape == (6, 7, 1)
 
 
-def test_auto_takes_debians_package_without_a_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_split(tmp_path)
-    monkeypatch.setattr("dmjd.data.idx.DEBIAN_FOLDER", tmp_path)
-    monkeypatch.setattr(build, "DEBIAN_FOLDER", tmp_path)
-    assert build_dataset(data(), "train").name(0).startswith(str(tmp_path))
+@pytest.mark.parametrize("name", ["auto", "fashion_mnist"])
+def test_without_a_root_fashion_mnist_is_debians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for prefix in ("train", "t10k"):
+        write_split(tmp_path, prefix)
+    monkeypatch.setattr(fetch, "DEBIAN_FOLDER", tmp_path)
+    assert build_dataset(data(name), "train").name(0).startswith(str(tmp_path))
 
 
-@pytest.mark.usefixtures("no_debian_package")
-def test_auto_falls_back_to_digits_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="dmjd"):
-        assert [len(build_dataset(data(), split)) for split in ("train", "test")] == [1437, 360]
-    assert len(caplog.records) == 1
-    assert "digits" in caplog.records[0].getMessage()
-    assert "97 %;" in caplog.records[0].getMessage()
+@pytest.mark.usefixtures("nowhere")
+def test_auto_falls_back_to_digits_and_says_so_in_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="dmjd"):
+        resolved = resolve_auto(data())
+        assert [len(build_dataset(resolved, split)) for split in ("train", "test")] == [1437, 360]
+    (line,) = [record.getMessage() for record in caplog.records if "data=auto" in record.getMessage()]
+    for part in ("digits", "97 %", "Fashion-MNIST is neither in", "set data.root"):
+        assert part in line
+    assert "\n" not in line
+
+
+@pytest.mark.usefixtures("nowhere")
+def test_fashion_mnist_by_name_never_becomes_digits() -> None:
+    with pytest.raises(DataError, match=r"cannot be fetched .*; set data\.root .*, or take data=digits"):
+        build_dataset(data("fashion_mnist"), "train")
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_auto_becomes_what_its_own_preset_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: bool
+) -> None:
+    def folder() -> Path:
+        if found:
+            return tmp_path
+        raise DataError("absent")
+
+    monkeypatch.setattr(build, "fashion_mnist_folder", folder)
+    name = "fashion_mnist" if found else "digits"
+    with caplog.at_level(logging.INFO, logger="dmjd"):
+        resolved = resolve_auto(compose("pretrain", ["data=auto"]).data)
+    assert resolved == compose("pretrain", [f"data={name}"]).data
+    assert resolve_auto(resolved) is resolved
+    (record,) = caplog.records
+    assert "data=auto takes" in record.getMessage()
 
 
 def test_auto_does_not_pass_over_a_root_without_fashion_mnist(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from PIL import Image
 from skimage import data
 
+from dmjd.data.decode import check_header
 from dmjd.data.folder import ImageFolder
 from dmjd.errors import BadImage, DataError
 
@@ -282,3 +284,33 @@ def test_small_images_are_judged_by_the_same_rate(tmp_path: Path) -> None:
         ImageFolder(str(tmp_path), "train", 3, min_size=(8, 8), max_bad_percent=29)
     unchecked = ImageFolder(str(tmp_path), "train", 3, "none", min_size=(8, 8))
     assert unchecked.image(0).shape == (7, 8, 3)
+
+
+def test_what_is_no_file_is_skipped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("ant/1.png", "bee/2.png"):
+        save(tmp_path / name)
+    os.mkfifo(tmp_path / "ant/pipe.png")
+    os.mkfifo(tmp_path / "bee/pipe.jpg")
+    (tmp_path / "ant/self.png").symlink_to("self.png")
+    (tmp_path / "self").symlink_to("self")
+    (tmp_path / "bee/gone.png").symlink_to("nowhere")
+    (tmp_path / "bee/up").symlink_to(tmp_path)
+    (tmp_path / "ant/null.png").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(tmp_path / "ant/socket.png"))
+        with caplog.at_level("WARNING", logger="dmjd"):
+            folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
+    assert names(folder, tmp_path) == ["ant/1.png", "bee/2.png"]
+    kinds = "1 dangling link, 1 device, 1 link to a folder above it, 2 links to itself, 2 named pipes, 1 socket"
+    assert caplog.messages == [f"{tmp_path}: skipped 8: {kinds}"]
+
+
+def test_a_file_that_becomes_a_pipe_is_a_bad_image_and_nobody_waits(tmp_path: Path) -> None:
+    save(tmp_path / "1.png")
+    folder = ImageFolder(str(tmp_path), "train", channels=3)
+    (tmp_path / "1.png").unlink()
+    os.mkfifo(tmp_path / "1.png")
+    for read in (lambda: folder.image(0), lambda: check_header(folder.name(0), (1, 1))):
+        with pytest.raises(BadImage, match=r"cannot be read as an image \(a named pipe\)") as caught:
+            read()
+        assert caught.value.kind == "unreadable"

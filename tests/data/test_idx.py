@@ -57,7 +57,8 @@ def test_a_damaged_file_is_named_with_what_is_wrong(tmp_path: Path, name: str, c
 def test_fashion_mnist_has_a_black_border_and_its_labels(tmp_path: Path) -> None:
     write_split(tmp_path, "train")
     write_split(tmp_path, "t10k", IMAGES[:2], LABELS[:2])
-    train, test = FashionMnist(str(tmp_path), "train", pad=2), FashionMnist(str(tmp_path), "test", pad=0)
+    assert has_fashion_mnist(tmp_path)
+    train, test = FashionMnist(tmp_path, "train", pad=2), FashionMnist(tmp_path, "test", pad=0)
     assert (len(train), len(test), train.channels, train.num_classes) == (3, 2, 1, 10)
     for index in range(3):
         image = train.image(index)
@@ -72,18 +73,18 @@ def test_fashion_mnist_has_a_black_border_and_its_labels(tmp_path: Path) -> None
 
 def test_a_missing_split_says_where_it_looked_and_what_to_do(tmp_path: Path) -> None:
     write_split(tmp_path, "train")
-    assert has_fashion_mnist(tmp_path)
+    assert not has_fashion_mnist(tmp_path)
     with pytest.raises(DataError, match=r"neither t10k-images-idx3-ubyte nor .*\.gz is in .*; set data\.root"):
-        FashionMnist(str(tmp_path), "test")
+        FashionMnist(tmp_path, "test")
 
 
 def test_counts_that_disagree_are_refused(tmp_path: Path) -> None:
     write_split(tmp_path, "train", labels=LABELS[:2])
     with pytest.raises(DataError, match=r"has 3 images but .* has 2 labels"):
-        FashionMnist(str(tmp_path), "train")
+        FashionMnist(tmp_path, "train")
 
 
 def test_a_label_outside_the_classes_is_refused(tmp_path: Path) -> None:
     write_split(tmp_path, "train", labels=LABELS + np.uint8(1))
     with pytest.raises(DataError, match="has a label 10"):
-        FashionMnist(str(tmp_path), "train")
+        FashionMnist(tmp_path, "train")

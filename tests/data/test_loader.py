@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -28,7 +29,8 @@ from dmjd.data.loader import (
     make_loader,
 )
 from dmjd.data.quarantine import Quarantine
-from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.data.waiting import Limit
+from dmjd.errors import BadImage, ConfigError, DataError, StorageError, UserError
 from dmjd.ops.philox import make_key
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
@@ -354,3 +356,52 @@ def test_evaluation_batches_end() -> None:
     assert len(batches) == 2
     with pytest.raises(IndexError):
         batches[2]
+
+
+class Unpicklable:
+    """A batch that no queue can take."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def load(self, number: int) -> tuple[Batch, tuple[()]]:
+        batch, rest = Slow(0).load(number)
+        return batch._replace(labels=_Raising(self.error)), rest  # type: ignore[arg-type]
+
+
+class _Raising:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> str:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "cure"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), StorageError, "or workers=0, or enlarge /dev/shm"),
+        (OSError("AF_UNIX path too long"), DataError, "set TMPDIR to a shorter path, such as TMPDIR=/tmp"),
+        (OSError(errno.EMFILE, "Too many open files"), DataError, r"raise the limit of open files \(ulimit -n\)"),
+        (MemoryError(), DataError, "set fewer workers, or workers=0"),
+        (TypeError("cannot pickle"), DataError, "workers=0 loads in the main process"),
+    ],
+)
+def test_a_failure_of_a_feeder_thread_is_one_line_with_its_cure(
+    error: Exception, kind: type[UserError], cure: str
+) -> None:
+    with pytest.raises(kind, match=f"^a loader worker cannot hand over a batch .*{cure}") as caught:
+        next(iter(BatchLoader(Unpicklable(error), 0, 4, workers=1, pin_memory=False)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stopped_worker_keeps_nobody_for_longer_than_the_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    loader = iter(BatchLoader(Slow(30), 0, 2, workers=1, pin_memory=False, limit=Limit(minutes=0.02)))
+    worker = int(next(loader).sample_ids)
+    os.kill(worker, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"^no data arrived for 0\.02 minute\(s\)"):
+        next(loader)
+    assert time.monotonic() - begin < 8
+    assert f"loader worker {worker}, state T" in capfd.readouterr().err
+    assert worker not in [child.pid for child in multiprocessing.active_children()]

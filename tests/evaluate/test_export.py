@@ -71,7 +71,7 @@ def tokens_of(state: dict[str, Tensor], config: PretrainConfig, images: Tensor) 
     backbone, dim = config.backbone, config.backbone.embed_dim
     grid = (images.shape[2] // backbone.patch_size, images.shape[3] // backbone.patch_size)
     x = F.conv2d(images.double(), w["patch_embed.proj.weight"], w["patch_embed.proj.bias"], stride=backbone.patch_size)
-    x = x.flatten(2).mT + w.get("positions", sincos_positions(grid, dim)).double()
+    x = x.flatten(2).mT + w.get("pos_embed", sincos_positions(grid, dim)).double()  # learned ones without a cls token
     if "cls_token" in w:
         x = torch.cat((w["cls_token"].expand(len(x), -1, -1), x), dim=1)
 
@@ -162,6 +162,21 @@ def test_a_longer_run(run: Path) -> None:
     check_rebuilt(run)
 
 
+def test_an_oblong_grid_is_noted(tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 x 16 tokens are as many as 8 x 8: from the table of positions alone nobody could tell."""
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    words = ("data.image_size=[16,64]", "backbone.positions=learned", "backbone.class_token=false")
+    run = loop.pretrain(compose("pretrain", tiny(tmp_path / "oblong", *ONE_STEP, *words))).path
+    check_rebuilt(run)
+    path = exported(run)
+    assert (card_of(path)["token_grid"], card_of(path)["arguments"]["img_size"]) == ("4x16", [16, 64])
+    described = [word for word in tiny(run, *words) if word.startswith(("experiment", "backbone", "data"))]
+    read = load_encoder(compose("knn", [f"checkpoint={path}", "device=cpu", *described])).encoder.state_dict()
+    trained = trained_encoder(run)
+    assert read.keys() == trained.keys()
+    assert all(torch.equal(read[name], value) for name, value in trained.items())
+
+
 def test_the_sidecar_says_what_the_file_is(run: Path) -> None:
     path = exported(run)
     assert path == run / "export" / NAME
@@ -170,6 +185,7 @@ def test_the_sidecar_says_what_the_file_is(run: Path) -> None:
     assert card.pop("arguments")["patch_size"] == 4
     assert card == {
         "architecture": "vit_tiny_patch16_224",
+        "token_grid": "8x8",
         "mean": [0.219],
         "std": [0.333],
         "dtype": "fp32",
@@ -197,7 +213,7 @@ def test_half_types_are_the_weights_rounded(run: Path, word: str, dtype: torch.d
         assert torch.equal(value, full[name].to(dtype))
     config = config_of(run)
     state = {name: value.to(dtype) for name, value in trained_encoder(run).items()}
-    state["positions"] = sincos_positions((8, 8), config.backbone.embed_dim).to(dtype)
+    state["pos_embed"] = sincos_positions((8, 8), config.backbone.embed_dim).to(dtype)
     images = torch.randn(2, 1, 32, 32)
     with torch.no_grad():
         assert agrees(rebuild(half).forward_features(images), tokens_of(state, config, images))

@@ -52,16 +52,22 @@ def encoder_of(config: PretrainConfig) -> Encoder:
 
 @pytest.mark.parametrize("bank", [500, 20000])
 def test_the_score_is_that_of_the_verb(
-    finished_run: Path, tmp_path: Path, configure: Callable[..., PretrainConfig], bank: int
+    finished_run: Path,
+    tmp_path: Path,
+    configure: Callable[..., PretrainConfig],
+    caplog: pytest.LogCaptureFixture,
+    bank: int,
 ) -> None:
     """On the same weights and the same images; of a bank larger than the data set, on all of it."""
     run = shutil.copytree(finished_run, tmp_path / "finished")
     words = [f"checkpoint={run}", "workers=0", "device=cpu", "neighbours=7", "temperature=0.1"]
     subset = ["train_images=500"] if bank == 500 else []
     record = knn(compose("knn", [*words, *subset]))
-    callback = OnlineKnn(
-        configure(f"online_knn.train_images={bank}", "online_knn.neighbours=7", "online_knn.temperature=0.1")
-    )
+    with caplog.at_level(logging.INFO, logger="dmjd"):
+        callback = OnlineKnn(
+            configure(f"online_knn.train_images={bank}", "online_knn.neighbours=7", "online_knn.temperature=0.1")
+        )
+    assert ("train_images=20000, but there are 1437 training images: all are used" in caplog.text) == (bank == 20000)
     encoder = load_encoder(compose("knn", words)).encoder
     assert callback(encoder, 11, 1.0) == {"knn_top1": record["top1"]}
 

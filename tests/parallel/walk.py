@@ -144,8 +144,8 @@ class Run:
         for _ in range(steps):
             loss = self.forward_backward(poisoned)
             result = self.engine.step(cosine(self.step, total=STEPS, warmup=2, peak=0.1, floor=0.0), 0.05)
-            if self.ema is not None and result.applied:
-                self.ema.update()
+            if self.ema is not None:
+                self.ema.update(result.applied)
             self.step += 1
             rows.append((loss, float(result.grad_norm), float(result.applied)))
         return rows

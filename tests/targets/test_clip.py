@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,9 @@ def test_a_model_in_a_folder_is_read_from_there(clip: tuple[str, Any], images: T
         load_clip(f"local-dir:{tmp_path}", clip[0], (32, 32))
     with pytest.raises(ConfigError, match=r"local-dir:.*nowhere: open_clip_config.json of open_clip"):
         load_clip(f"local-dir:{tmp_path / 'nowhere'}", None, (32, 32))
+    os.mkfifo(tmp_path / "open_clip_pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"open_clip_pytorch_model.bin is a pipe, .*; remove it"):
+        load_clip(f"local-dir:{tmp_path}", None, (32, 32))
 
 
 def test_a_wrong_name_or_file_is_one_sentence(clip: tuple[str, Any], tmp_path: Path) -> None:

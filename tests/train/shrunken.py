@@ -14,14 +14,13 @@ from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.models.objective import Losses
-from dmjd.parallel.build import build_engine
+from dmjd.parallel.build import select_device
 from dmjd.parallel.engine import Engine, StepResult
-from dmjd.targets import TeacherTarget
+from dmjd.parallel.world import alone
 from dmjd.targets.codebook import DVaeEncoder
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, target_dim, token_grid
 from dmjd.train.ema import EncoderEma
 from dmjd.train.preparation import Preparation, Prepared
-from dmjd.train.teacher import EmaTeacher
+from dmjd.train.step import build_step
 
 CODES = 32
 
@@ -85,18 +84,8 @@ class Training:
     @classmethod
     def of(cls, config: PretrainConfig) -> Training:
         """As the loop builds it."""
-        data, grid = config.data, token_grid(config)
-        spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-        engine = build_engine(build_objective(config, target_dim(config)), config.engine, config.optim)
-        encoder = engine.objective.model.encoder
-        ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
-        if isinstance(tokenizer, TeacherTarget):
-            assert ema is not None
-            tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-        statistics = tuple(data.mean), tuple(data.std)
-        depth, drop_path = len(encoder.blocks), config.backbone.drop_path
-        prepare = Preparation(spec, grid, tokenizer, *statistics, data.flip, 0, depth, drop_path, data.jitter)
-        return cls(config, engine, prepare, ema)
+        step = build_step(config, alone(select_device(config.engine.device)))
+        return cls(config, step.engine, step.prepare, step.ema)
 
     def batch(self, images: int) -> Batch:
         """Smooth random images on the device, the same for every training of one experiment."""
@@ -129,7 +118,7 @@ class Training:
         """One step of the optimizer, and of the average behind it."""
         result = self.engine.step(lr, self.config.optim.weight_decay)
         if self.ema is not None:
-            self.ema.update()
+            self.ema.update(result.applied)
         return result
 
     def losses(self, batch: Batch, steps: int, lr: float) -> list[float]:

@@ -30,13 +30,23 @@ def test_the_average_is_the_weighted_sum_of_all_values() -> None:
     for _ in range(5):
         with torch.no_grad():
             layer.weight.add_(torch.randn(2, 3))
-        ema.update()
+        ema.update(torch.ones(()))
         values.append(layer.weight.detach().double().clone())
     # .8^5 of the first value, then .2 * .8^(5 - i) of the i-th.
     expected = 0.8**5 * values[0] + sum(0.2 * 0.8 ** (5 - i) * values[i] for i in range(1, 6))
     average = ema.averages["model.encoder.weight"]
     torch.testing.assert_close(average.double(), expected, atol=1e-6, rtol=1e-6)
     assert not torch.equal(average, layer.weight)
+
+
+def test_a_step_that_moved_nothing_leaves_it_as_it_is() -> None:
+    layer = nn.Linear(3, 2)
+    ema = EncoderEma(shards(layer), decay=0.8)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    before = {name: value.clone() for name, value in ema.averages.items()}
+    ema.update(torch.zeros(()))
+    assert all(torch.equal(value, before[name]) for name, value in ema.averages.items())
 
 
 def test_it_is_of_the_encoder_alone() -> None:

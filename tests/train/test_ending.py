@@ -20,6 +20,7 @@ from dmjd.train.cause import LONGEST, cause
 from dmjd.train.ending import NEXT
 from dmjd.train.judge import Judge
 from dmjd.train.run_folder import RunFolder
+from dmjd.train.stop import OUT_OF_TIME
 
 HERE = platform.node()
 
@@ -126,10 +127,10 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
             dmjd("pretrain")
 
     say(RuntimeError("nobody asked"))
-    monkeypatch.setattr(cli, "FIRST_SPEAKER_SECONDS", 0)
     word = tmp_path / "word"
     monkeypatch.setenv("DMJD_LAST_WORD", str(word))
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     say(told())
     assert not word.exists()
     say(RuntimeError("no such device"))
@@ -170,6 +171,6 @@ def test_the_next_launch_clears_the_marker_away_and_leaves_the_last_word(
     code, out, error = dmjd("pretrain", *tiny(run, "time_budget=0:00:00"))
     assert marked == [False]
     assert (code, error.count("rror")) == (0, 0)
-    assert out == f"{run}: its end is told, and another launch goes on in it\n"
-    assert first.read_text() == f"time: its time is over\n{NEXT['time']}\n"
+    assert out.startswith(f"{run}: this launch has ended; {run}/STOP_REASON does not say how, for another launch has")
+    assert first.read_text() == f"time: {OUT_OF_TIME}\n{NEXT['time']}\n"
     assert not second.exists()

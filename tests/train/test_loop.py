@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,11 @@ from dmjd.parallel.single import SingleEngine
 from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer
 from dmjd.train.checkpoint import newest, read_loop_state
 from dmjd.train.guard import Diverged
+from dmjd.train.lock import only_run_in
 from dmjd.train.preparation import Preparation, Prepared
-from tests.runs import checkpoints, configure, pretrain, rows, same
+from dmjd.train.preview import write_pictures
+from dmjd.train.run_folder import RunFolder
+from tests.runs import checkpoints, configure, pretrain, reason, rows, same
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -63,6 +69,65 @@ def test_the_log_has_its_columns_and_they_are_right(words: Words, no_pictures: N
     assert [row["step"] for row in timing] == [5, 10, 12]
     assert all(row["images_per_second"] > 0 and 0 <= row["data_wait_percent"] <= 100 for row in timing)
     assert timing[0]["seconds"] < timing[1]["seconds"] < timing[2]["seconds"]
+
+
+def test_training_goes_on_while_pictures_are_drawn(
+    straight: Path, words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, drawn = threading.Event(), []
+    draw, update = write_pictures, loop.Pretraining._update
+
+    def drawing_waits(*arguments: Any) -> Any:
+        assert begun.wait(10), "no step began meanwhile"
+        drawn.append(draw(*arguments))
+        return drawn[-1]
+
+    def updating(training: loop.Pretraining) -> Any:
+        if training.position.step == 6:  # two steps after the first checkpoint
+            begun.set()
+        return update(training)
+
+    monkeypatch.setattr(loop, "write_pictures", drawing_waits)
+    monkeypatch.setattr(loop.Pretraining, "_update", updating)
+    run = pretrain(words("run"))
+    assert len(drawn) == 3, "one for each checkpoint, the last too"
+    assert {path.name for path in (run / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
+    assert (run / "log.jsonl").read_bytes() == (straight / "log.jsonl").read_bytes()
+    assert same(load(run), load(straight))
+
+
+def test_pictures_that_cannot_be_written_cost_a_warning_and_other_errors_end_the_run(
+    tmp_path: Path, words: Words, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(run: RunFolder, step: int, *arguments: Any) -> Any:
+        raise OSError(28, "No space left on device") if step == 4 else ZeroDivisionError("a mistake in drawing")
+
+    monkeypatch.setattr(loop, "write_pictures", failing)
+    with caplog.at_level(logging.WARNING, logger="dmjd"), pytest.raises(ZeroDivisionError, match="a mistake"):
+        pretrain(words("run"))
+    assert "no pictures at step 4: [Errno 28] No space left on device" in caplog.text
+    assert reason(tmp_path / "run")["reason"] == "crashed"
+
+
+def test_the_folder_stays_locked_until_pictures_are_drawn(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, update = [], loop.Pretraining._update
+
+    def slow(run: RunFolder, step: int, *arguments: Any) -> Any:
+        time.sleep(0.5)  # the run has failed by now
+        with pytest.raises(ConfigError, match="in use"), only_run_in(run.path):
+            pass
+        held.append(step)
+
+    def failing(training: loop.Pretraining) -> Any:
+        if training.position.step == 4:
+            raise ZeroDivisionError("a mistake in training")
+        return update(training)
+
+    monkeypatch.setattr(loop, "write_pictures", slow)
+    monkeypatch.setattr(loop.Pretraining, "_update", failing)
+    with pytest.raises(ZeroDivisionError, match="a mistake in training"):
+        pretrain(words("run"))
+    assert held == [4]
 
 
 @pytest.mark.parametrize("epochs", ["1.9", "2"])
@@ -254,7 +319,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
         return objective
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "build_objective", spoiled)
+        patch.setattr("dmjd.train.step.build_objective", spoiled)
         with pytest.raises(Diverged, match="step 1 "):
             pretrain(words("run", *AT_ONCE))
 

@@ -238,6 +238,35 @@ def test_init_begins_from_another_run_and_the_run_s_own_checkpoint_wins(
     assert (run / "log.jsonl").read_bytes() == before
 
 
+def test_init_of_a_run_that_still_trains_is_that_of_the_first_start(
+    straight: Path, tmp_path: Path, words: Words, no_pictures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(shutil.copytree(straight, tmp_path / "source"))
+    *_, first, last = sorted((source / "checkpoints").iterdir())
+    began, more = store.read_model(first), words("pinned", f"init={source}", "optim.base_lr=1e-9")
+    later = last.rename(tmp_path / last.name)
+
+    def killed(training: loop.Pretraining) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmjd.train.loop.Pretraining.play", killed)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(more)
+    later.rename(last)  # meanwhile the other run went on
+    away = first.rename(tmp_path / first.name)
+    with pytest.raises(CheckpointError, match=rf"init={source}: this run began from {first}, which is gone, .* remove"):
+        pretrain(more)
+    shutil.copytree(last, first)
+    with pytest.raises(CheckpointError, match="has changed"):
+        pretrain(more)
+    shutil.rmtree(first)
+    away.rename(first)
+    run = pretrain(more)
+    for name, value in store.read_model(run / "checkpoints" / f"step-{STEPS:08d}").items():
+        torch.testing.assert_close(value, began[name], atol=1e-6, rtol=0)
+
+
 def test_an_init_of_another_model_is_refused_before_the_folder_exists(straight: Path, words: Words) -> None:
     with pytest.raises(CheckpointError, match="another model"):
         pretrain(words("second", f"init={straight}", "backbone.depth=2"))

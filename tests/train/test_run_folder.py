@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dmjd
-from dmjd.compose import compose, from_yaml
+from dmjd.compose import compose, from_yaml, to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.world import alone
@@ -53,9 +53,71 @@ def test_opening_records_what_was_asked_and_where_it_runs(tmp_path: Path) -> Non
     assert not [name for name in files(run.path) if name.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7"])
+@pytest.mark.parametrize("word", ["data.crop_pct=0.5", "data.max_bad_percent=5", "data.cache_gib=7", "data.timeout=9"])
 def test_what_no_step_depends_on_may_change(tmp_path: Path, word: str) -> None:
     started(tmp_path).check(configure(word))
+
+
+STEPS = {"digits": 1437 // 256, "fashion_mnist": 60000 // 256}
+
+
+def store_auto(run: RunFolder, name: str, known_by: str) -> None:
+    """A folder as versions left it that stored data=auto, of a run on ``name``, which ``known_by`` tells."""
+    run.config.write_text(to_yaml(configure("data=auto")))
+    if known_by == "log.jsonl":
+        run.log.write_text(json.dumps({"step": 10, "epoch": 10 / STEPS[name]}) + "\n" + '{"step": 2')
+    elif known_by == "STOP_REASON":
+        record = {"reason": "requested", "detail": "TERM", "next": "the same command", "total_steps": 8 * STEPS[name]}
+        run.stop_reason.write_text(json.dumps(record))
+
+
+@pytest.mark.parametrize("known_by", ["log.jsonl", "STOP_REASON"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_run_that_stored_auto_goes_on_with_its_own_data_alone(tmp_path: Path, name: str, known_by: str) -> None:
+    run = started(tmp_path)
+    store_auto(run, name, known_by)
+    (other,) = STEPS.keys() - {name}
+    run.check(configure(f"data={name}"))
+    with pytest.raises(ConfigError, match=f"was started with data.name={name} and now data.name={other} is asked for"):
+        run.check(configure(f"data={other}"))
+
+
+def test_a_run_that_stored_auto_and_a_root_was_on_fashion_mnist(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    run.config.write_text(to_yaml(configure("data=auto", "data.root=images")))
+    run.check(configure("data=fashion_mnist", "data.root=images"))
+    with pytest.raises(ConfigError, match=r"data\.name=fashion_mnist and now data\.name=digits"):
+        run.check(configure("data=digits", "data.root=images"))
+
+
+def test_a_run_that_stored_auto_and_logged_nothing_may_go_on(tmp_path: Path) -> None:
+    run = started(tmp_path)
+    store_auto(run, "digits", known_by="nothing")
+    run.check(configure())
+
+
+@pytest.mark.parametrize(
+    "lines", ['{"step": 1, "epoch": 0}', '{"step": "x", "epoch": 1}', "[" * 9999, '{"step": 1e999, "epoch": 1}']
+)
+def test_a_run_that_stored_auto_with_a_damaged_log_may_go_on(tmp_path: Path, lines: str) -> None:
+    run = started(tmp_path)
+    store_auto(run, "digits", known_by="nothing")
+    run.log.write_text(lines)
+    run.stop_reason.write_text(lines)
+    run.check(configure())
+
+
+def test_data_that_are_not_resolved_yet_are_no_difference(tmp_path: Path) -> None:
+    """Where a job is submitted, the data set of its nodes is not known."""
+    run = started(tmp_path)
+    run.check(configure("data=auto"))
+    with pytest.raises(ConfigError, match=r"seed=0 and now seed=1"):
+        run.check(configure("data=auto", "seed=1"))
+
+
+def test_of_several_differences_that_of_the_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.name=digits and now data\.name=fashion_mnist"):
+        started(tmp_path).check(configure("epochs=1", "seed=4", "data=fashion_mnist", "optim.base_lr=1"))
 
 
 def test_each_launch_is_kept(tmp_path: Path) -> None:
@@ -121,7 +183,7 @@ def test_checkpoints_behind_a_link_that_leads_nowhere_are_not_begun_anew(tmp_pat
     run.checkpoints.symlink_to(scratch)
     run.check(configure())
     scratch.rename(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=r"checkpoints is no folder, nor a link to one that is there"):
+    with pytest.raises(ConfigError, match=r"checkpoints is a link to nowhere, where the run keeps a folder"):
         run.check(configure())
 
 

@@ -209,7 +209,10 @@ def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
     name: str, tmp_path: Path, tiny: Words, launch_world: Launch
 ) -> None:
     # Half an hour is granted until the first step is done, and 3 seconds after it.
-    words = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"engine={name}", "engine.step_timeout=0.05")]
+    words = [
+        "pretrain",
+        *tiny(tmp_path / "run", *WORDS, f"engine={name}", "engine.step_timeout=0.05", "data.timeout=0.04"),
+    ]
     ends, hangs = launch_world(2, words, telling(tmp_path / "said"), {1: HANGING})
     begin = time.monotonic()
     ends.join(120)
@@ -220,7 +223,8 @@ def test_a_rank_that_hangs_in_a_step_does_not_hold_the_others_for_long(
 
 
 def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"engine\.replicas=3 does not divide 4 process"):
         join_world(CPU, engine("hsdp", replicas=3))
     monkeypatch.setenv("WORLD_SIZE", "6")

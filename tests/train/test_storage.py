@@ -168,7 +168,9 @@ def test_a_rank_waits_for_a_folder_no_longer_than_the_others_wait_for_it(
     tmp_path: Path, tiny: Words, launch_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    words = tiny(tmp_path / "run", "batch_size=64", "engine=ddp", "engine.start_timeout=0.3", "lock_wait=300")
+    words = tiny(
+        tmp_path / "run", "batch_size=64", "engine=ddp", "engine.start_timeout=0.3", "data.timeout=0.2", "lock_wait=300"
+    )
     (tmp_path / "run").mkdir()
     with lock.only_run_in(tmp_path / "run"):
         ranks = launch_world(2, ["pretrain", *words])

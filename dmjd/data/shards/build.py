@@ -7,9 +7,12 @@ finished leaves a note in ``.parts``, which goes when the last is; ``build.json`
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
+import os
 import re
+import reprlib
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,17 +23,20 @@ from PIL import features
 from dmjd import __version__
 from dmjd.data.shards.encode import encode
 from dmjd.data.shards.index import MANIFEST, Shard, load
+from dmjd.data.shards.location import is_plain
 from dmjd.data.shards.part import Part, Saved, as_records, count_rejects, record, reject, save_parts
 from dmjd.data.shards.pool import available_workers, each
 from dmjd.data.shards.sources import Item, Source, find_source
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import BadImage, DataError, StorageError
-from dmjd.files import replace_file
+from dmjd.files import at_home, read_at_most, replace_file
+from dmjd.safe_load import parse_json
 
 RECIPE = "build.json"
 PARTS = ".parts"
 MEGABYTE = 1_000_000
 
+_MOST_RECIPE_BYTES = 1 << 20
 _STEM_LENGTH = 80  # with the number and the ending a key fits the 100 characters of a tar header
 
 
@@ -49,9 +55,12 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
         StorageError: if the destination cannot be written; what is finished stays.
     """
     workers = workers or available_workers()
-    folder = Path(dst)
+    src, folder = _resolved(src), Path(at_home(dst))
     _check_destination(Path(src), folder)
     source = find_source(src, workers)
+    odd = next((name for name in (src, *source.classes) if not is_plain(name)), None)
+    if odd is not None:
+        raise DataError(f"{odd!r} has control characters in its name; rename it")
     recipe = _recipe(src, source, shard_mb, channels)
     text = recipe["source"]
     divided = "val" in source.splits
@@ -70,6 +79,15 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
     except OSError as error:
         raise _full(folder, error) from error
     return saved
+
+
+def _resolved(src: str) -> str:
+    """``src``, a path or a pattern, absolute and without links: however it is written, a source has one name."""
+    parts = Path(at_home(src)).parts
+    # What exists is a path, also if its name holds brackets; the pattern begins after it.
+    exists = sum(os.path.lexists(Path(*parts[:count])) for count in range(1, len(parts) + 1))
+    path = os.path.realpath(Path(*parts[:exists]))
+    return path if exists == len(parts) else os.path.join(glob.escape(path), *parts[exists:])
 
 
 def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
@@ -149,7 +167,7 @@ def _make_parts(jobs: list[_Job], workers: int, label: str) -> list[Part]:
 
 
 def _finished_part(job: _Job) -> Part | None:
-    part = Part.read(job.note)
+    part = Part.read(job.note, job.tar.name)
     if part and part.shard.samples and not (job.tar.is_file() and job.tar.stat().st_size == part.shard.bytes):
         return None
     return part
@@ -196,17 +214,22 @@ def _is_finished(folder: Path, recipe: dict[str, Any], folders: dict[str, Path])
     if not (folder / RECIPE).is_file():
         return False
     try:
-        begun = json.loads((folder / RECIPE).read_bytes())
+        begun = parse_json(read_at_most(folder / RECIPE, _MOST_RECIPE_BYTES))
     except ValueError:
         begun = {}
+    begun = begun if isinstance(begun, dict) else {}
     for key in recipe:
         if begun.get(key) != recipe[key]:
-            what = "a list of files" if key == "splits" else f"{key}={begun.get(key)}"
+            what = "a list of files" if key == "splits" else f"{key}={_shown(begun.get(key))}"
             now = "another now" if key == "splits" else f"{key}={recipe[key]} now"
             raise DataError(
                 f"{folder} holds a build of {what}, and it is {now}; give another folder, or remove it first"
             )
     return not (folder / PARTS).exists() and all((path / MANIFEST).is_file() for path in folders.values())
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) and value.isprintable() else reprlib.repr(value)
 
 
 def _saved(folder: Path) -> Saved:

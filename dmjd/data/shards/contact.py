@@ -7,6 +7,7 @@ import math
 
 from PIL import Image, ImageDraw
 
+from dmjd.data.decode import FORMATS, mishaps, require_plausible
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.sample import evenly, image_bytes
 
@@ -28,7 +29,9 @@ def contact_sheet(shards: ShardSet, count: int) -> bytes:
     draw = ImageDraw.Draw(sheet)
     for place, index in enumerate(chosen):
         left, top = place % columns * pitch + GAP, place // columns * height + GAP
-        with Image.open(io.BytesIO(image_bytes(shards, index))) as image:
+        data = image_bytes(shards, index)
+        with mishaps(shards.name(index)), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            require_plausible(image.format, (image.height, image.width), len(data))
             size = f"{image.height}x{image.width}"
             image.draft("RGB", (CELL, CELL))
             picture = image.convert("RGB")

@@ -50,6 +50,7 @@ class ShardDataset:
         self.fingerprint = manifest.fingerprint
         self._records = shards.records
         self.cache = cache
+        self._compared = set[int]()  # shards of the cache that were compared again after a bad sample
         self._files = OpenFiles()
         self._min_size = min_size
         self.bad: Mapping[int, BadImage] = self._check(max_bad_percent)
@@ -74,22 +75,30 @@ class ShardDataset:
 
     def read(self, index: int) -> bytes:
         """The file of one image, checked; raises as :meth:`open` does, but for what needs decoding."""
-        shard, offset, size, _, crc, _, _ = self._records[range(len(self))[index]].item()
-        location = self.shards.location(shard)
+        number, offset, size, _, crc, _, _ = self._records[range(len(self))[index]].item()
+        data = self._bytes(index, number, offset, size)
+        fault = fault_of(data, size, crc)
+        if fault is not None and self.cache is not None and number not in self._compared:
+            # The copy on this node's disk may be damaged, and not the set.
+            self._compared.add(number)
+            self.cache.distrust(self.shards.manifest.shards[number])
+            data = self._bytes(index, number, offset, size)
+            fault = fault_of(data, size, crc)
+        if fault is not None:
+            raise BadImage(self.name(index), *fault)
+        return data
+
+    def _bytes(self, index: int, number: int, offset: int, size: int) -> bytes:
+        location = self.shards.location(number)
         try:
             if is_remote(location):
                 assert self.cache is not None, "a set with URLs comes with a cache"
-                data = self.cache.read(location, self.shards.manifest.shards[shard], offset, size)
-            else:
-                data = self._files.read(location, offset, size)
+                return self.cache.read(location, self.shards.manifest.shards[number], offset, size)
+            return self._files.read(location, offset, size)
         except FileNotFoundError as error:
             raise BadImage(self.name(index), "missing", "is not there, for its tar is missing") from error
         except OSError as error:
             raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
-        fault = fault_of(data, size, crc)
-        if fault is not None:
-            raise BadImage(self.name(index), *fault)
-        return data
 
     def image(self, index: int) -> Pixels:
         """See :class:`dmjd.data.dataset.ImageDataset`."""

@@ -25,14 +25,12 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
+from dmjd.data.decode import FORMATS, read_whole
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
 JPEG_QUALITY = 95
 MOST_SIDE = 65500  # libjpeg's
-
-# Pillow's other plugins start programs (EPS) or are no image formats of a data set.
-FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "AVIF", "JPEG2000")
 
 _LOSSLESS = ("PNG", "GIF", "BMP", "TIFF", "PPM")
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\0\0\0\x0cjP")
@@ -94,7 +92,7 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 if max(image.size) > MOST_SIDE:
                     raise BadImage(name, "too large", f"has a side of {max(image.size)} pixels, more than {MOST_SIDE}")
-                image.load()
+                read_whole(data, image)
                 yield image
     except BadImage:
         raise

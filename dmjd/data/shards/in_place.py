@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from dmjd.data.regular import only_files
 from dmjd.data.shards.encode import measure
 from dmjd.data.shards.index import MANIFEST, Shard
 from dmjd.data.shards.location import is_remote, local_copy, sha256
@@ -15,6 +16,8 @@ from dmjd.data.shards.pool import available_workers, each
 from dmjd.data.shards.sources import number_classes, tar_items
 from dmjd.data.shards.tar import tar_samples
 from dmjd.errors import BadImage, DataError, StorageError
+from dmjd.files import open_regular
+from dmjd.redact import redact
 
 
 def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channels: int = 3) -> list[Saved]:
@@ -46,7 +49,7 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
     classes = number_classes(int(part.records["label"].max()) for part in ordered if part.shard.samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(tars)}")]
+        return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(map(redact, tars))}")]
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror}; the tars are as they were") from error
 
@@ -62,13 +65,13 @@ def index_tar(location: str) -> Part:
         with local_copy(location) as path:
             for sample in tar_samples(str(path)):
                 for item in tar_items(str(path), sample):
-                    item = item._replace(name=item.name.replace(str(path), location, 1))
+                    item = item._replace(name=item.name.replace(str(path), redact(location), 1))
                     try:
                         data = item.read()
                         rows.append(record(item.offset, data, item.label, *measure(item.name, data)))
                     except BadImage as bad:
                         rejects.append(reject(bad))
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 shard = Shard(location, len(rows), path.stat().st_size, sha256(file))
     except FileNotFoundError as error:
         raise DataError(f"{location} is not there") from error
@@ -78,11 +81,16 @@ def index_tar(location: str) -> Part:
 def _expand(tars: Sequence[str]) -> list[str]:
     locations: list[str] = []
     for tar in tars:
-        paths = [tar] if is_remote(tar) else sorted(glob.glob(tar)) or [tar]
+        matches = [] if is_remote(tar) else sorted(glob.glob(tar))
+        paths = [tar] if not matches or matches == [tar] else only_files(matches, tar)
         locations += paths
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
         raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
+    if not locations:
+        raise DataError(
+            f"{', '.join(tars)}: there is no tar among these; give paths, patterns or URLs of webdataset tars"
+        )
     names = (path if is_remote(path) else str(Path(path).resolve()) for path in locations)
     (most, times), *_ = Counter(names).most_common(1)
     if times > 1:

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
 from dmjd.errors import DataError
+from dmjd.files import open_descriptor
 
 _MOST_OPEN = 1024
 
@@ -44,7 +45,7 @@ class OpenFiles:
             return self._files[path]
         while len(self._files) >= self._capacity:
             os.close(self._files.popitem(last=False)[1])
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_descriptor(path)
         self._files[path] = file
         return file
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
 _log = logging.getLogger("dmjd")
@@ -20,6 +23,9 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """What goes wrong on this side."""
 
 _PASSING = (408, 425, 429)  # of the 4xx, those that another try may mend
+
+_SLOWEST = 16 << 10
+"""Bytes a second that a download has to bring on average, after the first ``Patience.stall`` seconds."""
 
 
 @dataclass(frozen=True)
@@ -72,35 +78,90 @@ def persist(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Re
     )
 
 
-def read(url: str, patience: Patience, start: int | None = None, end: int | None = None) -> bytes:
-    """The file at ``url``, or its bytes ``start .. end - 1`` as far as there are any.
+def read(url: str, patience: Patience, limit: int) -> bytes:
+    """The file at ``url``, of at most ``limit`` bytes; no more are taken from a server that sends more.
 
     Raises:
         FileNotFoundError: if the server says that there is none.
-        DataError: if it may not be read, or every attempt failed.
+        DataError: if it is longer, may not be read, or every attempt failed.
     """
-    act = lambda files, name: files.cat_file(name, start=start, end=end)  # noqa: E731
-    data = persist(url, lambda: cast(bytes, _once(url, patience, act)), patience)
-    whole = start is not None and end is not None and len(data) > end - start  # a server need not know of ranges
-    return data[start:end] if whole else data
+    try:
+        return persist(url, lambda: _read_once(url, patience, limit), patience)
+    except _TooLong as error:
+        raise DataError(f"{url} has more than the {limit} bytes that are read of it") from error
 
 
-def download(url: str, path: Path, patience: Patience) -> None:
+def read_range(url: str, patience: Patience, start: int, end: int) -> bytes:
+    """Bytes ``start .. end - 1`` of the file at ``url``, as far as there are any; raises as :func:`read` does."""
+    data = persist(url, lambda: _read_once(url, patience, end, (start, end)), patience)
+    return data[start:end] if len(data) > end - start else data  # a server need not know of ranges
+
+
+def download(url: str, path: Path, patience: Patience, limit: int) -> None:
     """One attempt to put the file at ``url`` into ``path``.
 
     Raises:
-        FileNotFoundError: if there is none. PassingFault: if another attempt may go better.
+        FileNotFoundError: if there is none.
+        PassingFault: if another attempt may go better; also where more than ``limit`` bytes came.
         OSError: of :data:`DISK`. DataError: if it may not be read.
     """
-    _once(url, patience, lambda files, name: files.get_file(name, str(path)))
-
-
-def _once(url: str, patience: Patience, act: Callable[[Any, str], _Result]) -> _Result:
-    from fsspec.core import url_to_fs  # comes with torch
-
     try:
-        return act(*url_to_fs(url, **_options(url.partition("://")[0], patience.stall)))
-    except FileNotFoundError:
+        _get(url, path, patience, limit)
+    except _TooLong as error:
+        raise PassingFault(f"more than the {limit} bytes came that it should have") from error
+
+
+class _TooLong(Exception):
+    """More bytes came than are taken; the first of them are in the file."""
+
+
+def _read_once(url: str, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> bytes:
+    """At most ``limit`` bytes. With a ``span`` the file may be longer, and these are asked for or its beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "copy"
+        try:
+            _get(url, path, patience, limit, span)
+        except _TooLong:
+            if span is None:
+                raise
+        with path.open("rb") as file:
+            return file.read(min(limit, path.stat().st_size))
+
+
+def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> None:
+    from fsspec.callbacks import Callback  # comes with torch
+    from fsspec.core import url_to_fs
+
+    arrived, began = progress_mark(), time.monotonic()
+
+    class Bound(Callback):  # type: ignore[misc]
+        """Ends a download that is too long or too slow; protocols call it after every piece."""
+
+        value: int
+
+        def call(self, *arguments: Any, **options: Any) -> None:
+            seconds = time.monotonic() - began
+            if self.value > limit:
+                raise _TooLong
+            if seconds > patience.stall + self.value / _SLOWEST:
+                raise PassingFault(f"{self.value} bytes came in {seconds:.0f} s")
+            arrived()
+
+    protocol = url.partition("://")[0]
+    request: dict[str, Any] = {}
+    if span is not None and protocol in ("http", "https"):
+        request["headers"] = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
+    try:
+        files, name = url_to_fs(url, **_options(protocol, patience.stall))
+        if getattr(files, "async_impl", False):  # fsspec's own limit of a call; headers can trickle as well
+            request["timeout"] = patience.stall + limit / _SLOWEST
+        if span is not None and "headers" not in request:
+            path.write_bytes(files.cat_file(name, start=span[0], end=span[1], **request))
+        else:
+            files.get_file(name, str(path), callback=Bound(), **request)
+            if path.stat().st_size > limit:  # a local file is copied at once
+                raise _TooLong
+    except (FileNotFoundError, PassingFault, _TooLong):
         raise
     except (PermissionError, ImportError, ValueError) as error:
         raise DataError(f"{url} cannot be fetched: {_reason(error)}") from error
@@ -118,7 +179,8 @@ def _options(protocol: str, stall: float) -> dict[str, Any]:
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        return {"client_kwargs": {"timeout": ClientTimeout(total=None, sock_connect=stall, sock_read=stall)}}
+        timeout = ClientTimeout(total=None, sock_connect=stall, sock_read=stall)
+        return {"client_kwargs": {"timeout": timeout, "trace_configs": [_redirects()]}}
     if protocol == "s3":
         return {
             "config_kwargs": {"connect_timeout": stall, "read_timeout": stall, "retries": {"max_attempts": 1}},
@@ -126,7 +188,26 @@ def _options(protocol: str, stall: float) -> dict[str, Any]:
     return {}
 
 
+@cache
+def _redirects() -> Any:
+    """A hook that ends a redirect from https to http; aiohttp itself follows none to a protocol but these two."""
+    from aiohttp import TraceConfig
+
+    hook = TraceConfig()
+    hook.on_request_redirect.append(_check_redirect)
+    return hook
+
+
+async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
+    response = redirect.response
+    location = response.headers.get("Location") or response.headers.get("URI") or ""
+    if response.url.scheme == "https" and response.url.join(type(response.url)(location)).scheme != "https":
+        raise PermissionError("the server redirects from https to a connection that is not encrypted")
+
+
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; install dmjd[remote]"
+    if type(error).__name__ == "FSTimeoutError":
+        return "it took too long"
     return " ".join(str(error).split()) or type(error).__name__

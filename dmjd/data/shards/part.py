@@ -13,11 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from dmjd.data.shards.checksum import crc32
-from dmjd.data.shards.index import INDEX, Records, Shard, save
-from dmjd.errors import BadImage
-from dmjd.files import replace_file
+from dmjd.data.shards.index import INDEX, Records, Shard, parse_shard, save
+from dmjd.errors import BadImage, DataError
+from dmjd.files import open_regular, read_at_most, replace_file
+from dmjd.safe_load import JSON_BYTES, parse_json, read_npy
 
 REJECTS = "rejects.jsonl"
+
+_MOST_REPORT_BYTES = 1 << 30
 
 
 class Part(NamedTuple):
@@ -31,20 +34,20 @@ class Part(NamedTuple):
         """Keep it, so that a build that is begun again need not make it again."""
         buffer = io.BytesIO()
         buffer.write(json.dumps({"shard": asdict(self.shard), "rejects": self.rejects}).encode() + b"\n")
-        np.save(buffer, self.records)
+        np.save(buffer, self.records, allow_pickle=False)
         replace_file(path, buffer.getvalue())
 
     @classmethod
-    def read(cls, path: Path) -> Part | None:
-        """What :meth:`write` kept, or None where it did not come to that."""
-        if not path.is_file():
-            return None
+    def read(cls, path: Path, tar: str) -> Part | None:
+        """The part of the tar called ``tar`` that :meth:`write` kept, or None where it did not come to that."""
         try:
-            with path.open("rb") as file:
-                head = json.loads(file.readline())
-                return cls(Shard(**head["shard"]), np.load(file, allow_pickle=False), head["rejects"])
-        except (ValueError, EOFError):  # what a computer without power leaves of a file
+            with open_regular(path) as file:
+                head = parse_json(file.readline(JSON_BYTES + 1))
+                shard, rejects = parse_shard(head["shard"], str(path.parent)), [_reject(row) for row in head["rejects"]]
+                records = read_npy(file, INDEX, mapped=False)
+        except (OSError, ValueError, KeyError, TypeError):  # what a computer without power leaves of a file
             return None
+        return cls(shard, records, rejects) if shard.url == tar and not records["shard"].any() else None
 
 
 class Saved(NamedTuple):
@@ -88,9 +91,28 @@ def save_parts(folder: Path, parts: Sequence[Part], channels: int, classes: Sequ
 
 
 def count_rejects(folder: Path) -> Counter[str]:
-    """By kind, what the report beside a set lists."""
+    """By kind, what the report beside a set lists.
+
+    Raises:
+        DataError: if it is damaged.
+    """
     path = folder / REJECTS
-    return Counter(json.loads(line)["kind"] for line in path.read_text().splitlines()) if path.is_file() else Counter()
+    try:
+        lines = read_at_most(path, _MOST_REPORT_BYTES).splitlines()
+        return Counter(_reject(parse_json(line))["kind"] for line in lines)
+    except FileNotFoundError:
+        return Counter()
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is damaged, or is no list of rejected images ({error}); delete it") from error
+
+
+def _reject(row: object) -> dict[str, str]:
+    """``row`` if it is what :func:`reject` makes; raises ValueError."""
+    if not isinstance(row, dict) or row.keys() != {"name", "kind", "reason"}:
+        raise ValueError("a line needs name, kind and reason alone")
+    if not all(isinstance(value, str) for value in row.values()) or not row["kind"].isprintable():
+        raise ValueError("a line has a value that is no text of one line")
+    return row
 
 
 def as_records(rows: Sequence[tuple[int, ...]]) -> Records:

@@ -7,20 +7,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
+from multiprocessing import util
 from typing import TypeVar
 
-from dmjd.errors import DataError
+from dmjd.errors import ConfigError, DataError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 LINE_SECONDS = 15.0
+LONGEST_SOCKET = 107
+"""Bytes of a socket's path, <sys/un.h>."""
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 _log = logging.getLogger("dmjd")
 
@@ -49,6 +54,7 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
         finally:
             progress.end()
         return
+    shorten_socket_paths()
     # Not forked: the threads of this process could hold a lock at that moment.
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, initializer=_join_parent)
@@ -62,6 +68,27 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
     finally:
         progress.end()
         pool.shutdown(cancel_futures=True)
+
+
+def shorten_socket_paths() -> None:
+    """Have multiprocessing, here and in processes begun later, put its sockets where their paths are short enough.
+
+    It puts them into TMPDIR, as pymp-XXXXXXXX/listener-XXXXXXXX.
+
+    Raises:
+        ConfigError: if TMPDIR is too long and no folder with a short path can be written to.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(f"{folder}/pymp-XXXXXXXX/listener-XXXXXXXX")) <= LONGEST_SOCKET:
+        return
+    short = next((path for path in SHORT_FOLDERS if os.access(path, os.W_OK | os.X_OK)), None)
+    if short is None:
+        raise ConfigError(f"TMPDIR={folder} is too long for the sockets of workers; set TMPDIR=/tmp, or workers=0")
+    before, tempfile.tempdir = tempfile.tempdir, short
+    try:
+        util.get_temp_dir()  # made on the first call, kept, and removed at exit
+    finally:
+        tempfile.tempdir = before
 
 
 def _join_parent() -> None:

@@ -22,7 +22,7 @@ def fetch(url: str, shard: Shard, path: Path, patience: Patience) -> None:
 
 def _fetch_once(url: str, shard: Shard, path: Path, patience: Patience) -> None:
     try:
-        download(url, path, patience)
+        download(url, path, patience, shard.bytes)
     except FileNotFoundError as error:
         raise DataError(f"{url} cannot be fetched: it is not there") from error
     except OSError as error:

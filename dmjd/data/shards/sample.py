@@ -6,11 +6,13 @@ import io
 
 from PIL import Image, UnidentifiedImageError
 
+from dmjd.data.decode import FORMATS
 from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
-from dmjd.data.shards.network import PATIENCE, read
+from dmjd.data.shards.network import PATIENCE, read_range
 from dmjd.errors import BadImage
+from dmjd.files import open_regular
 
 
 def image_bytes(shards: ShardSet, index: int) -> bytes:
@@ -24,9 +26,9 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
     location, start, size = shards.location(int(record["shard"])), int(record["offset"]), int(record["size"])
     try:
         if is_remote(location):
-            data = read(location, PATIENCE, start, start + size)
+            data = read_range(location, PATIENCE, start, start + size)
         else:
-            with open(location, "rb") as file:
+            with open_regular(location) as file:
                 file.seek(start)
                 data = file.read(size)
     except FileNotFoundError as error:
@@ -48,7 +50,7 @@ def fault_of(data: bytes, size: int, crc: int) -> tuple[str, str] | None:
     if not any(data):
         return "empty", "has nothing but zeros in its place" if data else "has no bytes"
     try:
-        Image.open(io.BytesIO(data)).close()
+        Image.open(io.BytesIO(data), formats=FORMATS).close()
     except UnidentifiedImageError:
         return "magic", f"is no image any more: it begins with {data[:12]!r}"
     except Exception:  # its header is damaged in some other way

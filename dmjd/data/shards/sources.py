@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dmjd.data.shards.index import MANIFEST, load
+from dmjd.data.regular import only_files
+from dmjd.data.shards.index import MANIFEST, MOST_IMAGE_BYTES, load
+from dmjd.data.shards.location import check_below
 from dmjd.data.shards.pool import each
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
+from dmjd.files import open_regular, read_at_most
+from dmjd.safe_load import JSON_BYTES, parse_json
 
 _STAT_THREADS = 16  # a network file system makes them wait
 _NO_LABEL = -1
 _BAD_LABEL = -2
 _LEFT_OUT = -3
+_MOST_ANNOTATION_BYTES = 1 << 30
 _LABEL_DIGITS = 6  # every class below the highest has a name, so one wrong number could fill the memory
 
 
@@ -48,8 +52,10 @@ class Item(NamedTuple):
         if self.label == _BAD_LABEL:
             fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
             raise BadImage(self.name, "label", fault)
+        if self.size > MOST_IMAGE_BYTES:
+            raise BadImage(self.name, "too large", f"has {self.size} bytes, more than {MOST_IMAGE_BYTES}")
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self.offset)
                 data = file.read(self.size)
         except FileNotFoundError as error:
@@ -89,7 +95,7 @@ def find_source(src: str, workers: int = 1) -> Source:
     """
     root = Path(src)
     tars = _find_tars(root)
-    if tars:
+    if any(tars.values()):
         return _from_tars(tars, workers)
     if not root.is_dir():
         raise DataError(f"{src} is neither a folder nor a tar; give a folder of images or of webdataset tars")
@@ -101,14 +107,18 @@ def find_source(src: str, workers: int = 1) -> Source:
 
 
 def _find_tars(root: Path) -> dict[str, list[str]]:
+    def matching(*patterns: str) -> list[str]:
+        paths = next((found for pattern in patterns if (found := sorted(map(str, root.glob(pattern))))), [])
+        return only_files(paths, str(root))
+
     if not root.is_dir():
         matches = [str(root)] if root.is_file() else sorted(glob.glob(str(root)))
-        return {"train": matches} if matches and all(".tar" in Path(path).name for path in matches) else {}
-    here = sorted(map(str, root.glob("*.tar")))
+        tars = bool(matches) and all(".tar" in Path(path).name for path in matches)
+        return {"train": only_files(matches, str(root))} if tars else {}
+    here = matching("*.tar")
     if here:
         return {"train": here}
-    train = sorted(map(str, root.glob("train/*.tar")))
-    val = sorted(map(str, root.glob("val/*.tar"))) or sorted(map(str, root.glob("test/*.tar")))
+    train, val = matching("train/*.tar"), matching("val/*.tar", "test/*.tar")
     if val and not train:
         raise DataError(f"{root} has tars of a held-out split and none in train/; put the training tars there")
     return {"train": train, "val": val} if val else {"train": train} if train else {}
@@ -184,12 +194,17 @@ def _from_coco(root: Path) -> Source:
             # Captions, instances and key points list the same images; instances are twenty times the size.
             path = min(root.glob(f"annotations/*_{split}{year}.json"), key=lambda path: (path.stat().st_size, path))
             try:
-                names = sorted(image["file_name"] for image in json.loads(path.read_bytes())["images"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{path} is damaged, or lists no images as COCO does; fetch it again") from error
+                content = parse_json(read_at_most(path, _MOST_ANNOTATION_BYTES), _MOST_ANNOTATION_BYTES)
+                names = sorted(check_below(image["file_name"]) for image in content["images"])
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                reason = f" ({error})" if isinstance(error, ValueError) else ""
+                raise DataError(
+                    f"{path} is damaged, or lists no images as COCO does{reason}; fetch it again"
+                ) from error
             folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
             folder = next((folder for folder in folders if folder.is_dir()), folders[0])
-            splits[split] = _stat([(str(folder / name), _NO_LABEL) for name in names])
+            paths = only_files([str(folder / name) for name in names], str(folder))
+            splits[split] = _stat([(path, _NO_LABEL) for path in paths])
     return Source("coco", _filled(splits), ())
 
 
@@ -197,14 +212,20 @@ def _from_ade(root: Path) -> Source:
     scenes: dict[str, str] = {}
     listing = root / "sceneCategories.txt"
     if listing.is_file():
-        words = (line.split() for line in listing.read_text().splitlines())
+        try:
+            text = read_at_most(listing, JSON_BYTES).decode()
+        except ValueError as error:
+            raise DataError(f"{listing} is damaged, or is no list of scenes ({error}); fetch it again") from error
+        words = (line.split() for line in text.splitlines())
         scenes = {pair[0]: pair[1] for pair in words if len(pair) == 2}
     classes = sorted(set(scenes.values()))
     numbers = {name: number for number, name in enumerate(classes)}
     splits = {}
     for split, name in (("train", "training"), ("val", "validation")):
-        paths = sorted(path for path in (root / "images" / name).glob("*") if not path.name.startswith("."))
-        splits[split] = _stat([(str(path), numbers.get(scenes.get(path.stem, ""), _NO_LABEL)) for path in paths])
+        folder = root / "images" / name
+        paths = only_files(sorted(str(path) for path in folder.glob("[!.]*")), str(folder))
+        labels = [numbers.get(scenes.get(Path(path).stem, ""), _NO_LABEL) for path in paths]
+        splits[split] = _stat(list(zip(paths, labels, strict=True)))
     return Source("ade20k", _filled(splits), tuple(classes))
 
 

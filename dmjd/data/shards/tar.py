@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 from dmjd.errors import DataError
+from dmjd.files import open_regular
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "img", "image")
 
 _KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's: up to the first dot after the last slash
+_MOST_LABEL_BYTES = 64  # of a cls member; what is longer is no class number
 _META = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -129,7 +131,7 @@ def tar_samples(path: str) -> Iterator[TarSample]:
     Raises:
         DataError: if it is compressed, no tar, or ends before its end mark, where webdataset would say nothing.
     """
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         packed = compression(file.read(6))
         if packed:
             raise DataError(
@@ -140,8 +142,10 @@ def tar_samples(path: str) -> Iterator[TarSample]:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 yield from _group(_members(tar))
                 end = tar.offset
-        except tarfile.TarError as error:
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of odd headers
             raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
+        except OSError as error:  # also of an offset in a header that no file has
+            raise DataError(f"{path} cannot be read, or is damaged ({error.strerror}); fetch it again") from error
         file.seek(end)
         if file.read(len(END_MARK)) != END_MARK:
             raise DataError(f"{path} is truncated or damaged at byte {end}: its end mark is missing; fetch it again")
@@ -170,7 +174,7 @@ def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
             continue
         content = b""
         if info.name.lower().endswith(".cls") and (stream := tar.extractfile(info)):
-            content = stream.read()
+            content = stream.read(_MOST_LABEL_BYTES)
         yield _Member(info.name, info.offset_data, info.size, content)
 
 

@@ -13,6 +13,7 @@ from dmjd.data.shards.index import Records, Shard, ShardSet
 from dmjd.data.shards.location import local_copy, sha256
 from dmjd.data.shards.pool import available_workers, each
 from dmjd.errors import BadImage
+from dmjd.files import open_regular
 
 
 class TarCheck(NamedTuple):
@@ -41,7 +42,7 @@ def verify(shards: ShardSet, workers: int | None = None, decode: bool = False) -
 def verify_tar(check: TarCheck) -> list[str]:
     """The faults of one tar."""
     try:
-        with local_copy(check.location) as path, path.open("rb") as file:
+        with local_copy(check.location) as path, open_regular(path) as file:
             size = path.stat().st_size
             faults = []
             if size != check.shard.bytes:

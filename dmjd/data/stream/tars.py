@@ -10,10 +10,13 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from dmjd.data.shards.index import MOST_IMAGE_BYTES
 from dmjd.data.shards.location import open_binary
 from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, is_content
 from dmjd.data.stream.pipe import Pipe
+from dmjd.data.waiting import progress_mark
 from dmjd.errors import BadImage, DataError
+from dmjd.redact import redact
 
 PIPE = "pipe:"
 
@@ -47,12 +50,12 @@ def tar_images(location: str, stall: float) -> Iterator[TarImage]:
                 for sample in group_by_keys(members, handler=ignore_and_continue):  # of equal names the first counts
                     ending = next((key for key in sample if key.rpartition(".")[2] in IMAGE_ENDINGS), None)
                     if ending is not None:
-                        yield TarImage(f"{location}: {sample['__key__']}", sample[ending])
+                        yield TarImage(f"{redact(location)}: {sample['__key__']}", sample[ending])
                 stream.finish(tar.offset)
     except DataError:
         raise
     except Exception as error:  # every protocol has its own
-        raise BadImage(location, *_describe(error)) from error
+        raise BadImage(redact(location), *_describe(error)) from error
 
 
 def _open(location: str, stall: float) -> BinaryIO:
@@ -65,7 +68,11 @@ def _members(tar: tarfile.TarFile, location: str) -> Iterator[dict[str, Any]]:
     """As webdataset wants them."""
     for info in tar:
         tar.members = []  # type: ignore[attr-defined]  # it would keep every header
-        if is_content(info) and (file := tar.extractfile(info)):
+        if not is_content(info):
+            continue
+        if info.size > MOST_IMAGE_BYTES:
+            raise _Damage("unreadable", f"has a member of {info.size} bytes, more than {MOST_IMAGE_BYTES}")
+        if file := tar.extractfile(info):
             yield {"fname": info.name, "data": file.read(), "__url__": location}
 
 
@@ -80,11 +87,13 @@ class _Stream:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
+        self._arrived = progress_mark()
         self._position = 0
         self._last = b""
 
     def read(self, size: int) -> bytes:
         block = self._file.read(size)
+        self._arrived()
         packed = compression(block) if not self._position else None
         if packed:
             raise _Damage("unreadable", f"is compressed with {packed}, so its end cannot be told; have it unpacked")

@@ -3,7 +3,7 @@
 One file per object; what others use of them is named here.
 """
 
-from dmjd.train.builders.data import check_data, image_size, token_grid
+from dmjd.train.builders.data import check_data, check_data_timeout, image_size, token_grid
 from dmjd.train.builders.masks import build_mask_spec
 from dmjd.train.builders.model import build_encoder, build_objective
 from dmjd.train.builders.schedule import build_schedule, peak_lr
@@ -16,6 +16,7 @@ __all__ = [
     "build_schedule",
     "build_tokenizer",
     "check_data",
+    "check_data_timeout",
     "check_target",
     "image_size",
     "peak_lr",

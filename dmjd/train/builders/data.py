@@ -30,3 +30,14 @@ def check_data(data: DataConfig) -> None:
     training_crop(data)
     if data.jitter and data.channels != 3:
         raise ConfigError(f"data.jitter changes colours and needs data.channels=3, got {data.channels}")
+
+
+def check_data_timeout(config: PretrainConfig, processes: int) -> None:
+    """Raise ConfigError where a rank that waits for data would be given up by the others first."""
+    engine, minutes = config.engine, config.data.timeout
+    for key in ("step_timeout", "start_timeout"):
+        if processes > 1 and minutes >= getattr(engine, key):
+            raise ConfigError(
+                f"data.timeout={minutes:g} must be below engine.{key}={getattr(engine, key):g} with several processes, "
+                "which end each other after that; lower the one or raise the other"
+            )

@@ -56,8 +56,22 @@ class Handler(BaseHTTPRequestHandler):
         if fault.isdigit():
             self.send_error(int(fault))
             return
+        if fault.startswith("redirect "):
+            self.send_response(302)
+            self.send_header("Location", fault.partition(" ")[2])
+            self.end_headers()
+            return
+        if fault.startswith("raw "):
+            self.wfile.write(fault[4:].encode("latin1"))
+            self.close_connection = True
+            return
+        if "endless" in fault or "trickle" in fault:
+            self._go_on(fault)
+            return
         body = content(name) if self.server.root is None else (self.server.root / name).read_bytes()
         self.send_response(200)
+        if fault == "gzip":
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(body) // 2 if fault == "short" else len(body)))
         self.end_headers()
         if fault == "other":
@@ -69,6 +83,17 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.wfile.write(body)
+
+    def _go_on(self, fault: str) -> None:
+        """Send headers or content until the client leaves."""
+        self.close_connection = True
+        self.wfile.write(b"HTTP/1.0 200 OK\r\n" if "headers" in fault else b"HTTP/1.0 200 OK\r\n\r\n")
+        piece = b"X: y\r\n" if "headers" in fault else b" "
+        try:
+            while not self.server.wake.wait(0.1 if "trickle" in fault else 0):
+                self.wfile.write(piece if "trickle" in fault else piece * 10_000)
+        except OSError:
+            return
 
     def log_message(self, format: str, *args: object) -> None:
         """Nobody reads it."""

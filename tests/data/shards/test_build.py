@@ -24,6 +24,7 @@ from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
 from dmjd.data.shards.part import REJECTS
 from dmjd.data.shards.sample import image_bytes
+from dmjd.data.shards.sources import find_source
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import DataError, StorageError
 
@@ -432,3 +433,63 @@ def test_a_source_that_has_changed_is_refused(photos: Path, photo: Photo, tmp_pa
     (source / "train" / "bee" / "99.jpg").write_bytes(photo(99))
     refuse("holds a build of a list of files, and it is another now", source, tmp_path / "shards")
     assert not (tmp_path / "shards" / PARTS).exists()
+
+
+@pytest.mark.usefixtures("small_tars")
+@pytest.mark.parametrize("source", ["folder", "tars", "pattern"])
+def test_a_source_is_the_same_however_it_is_written(
+    photos: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    real, ending = {
+        "folder": (photos, ""),
+        "tars": (finished, ""),
+        "pattern": (finished / "train", "/train-0*.tar"),
+    }[source]
+    place = tmp_path / "a [1]"  # which a pattern would take for a1
+    place.mkdir()
+    (place / "source").symlink_to(real)
+    (tmp_path / "b").symlink_to(place)
+    monkeypatch.setenv("HOME", str(place))
+    shards = str(tmp_path / "shards")
+    monkeypatch.chdir(tmp_path / "b")
+    first = build(f"source{ending}", shards, workers=1, shard_mb=1)
+    before = content_of(tmp_path / "shards")
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
+    for number, (folder, src) in enumerate(
+        [
+            (tmp_path, f"{real}{ending}"),
+            (tmp_path, "~/source" + ending),
+            (place, f"./source/{ending}"),
+            (real, f"../{real.name}{ending}"),
+            (tmp_path, f"b/../{place.name}/source" if not ending else f"{real}/.{ending}"),
+        ]
+    ):
+        monkeypatch.chdir(folder)
+        assert build(src, shards, workers=1, shard_mb=1) == first, src
+        assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")} == times, src
+        next((tmp_path / "shards").rglob("manifest.json")).unlink()  # a build that goes on
+        assert build(src, shards, workers=1, shard_mb=1) == first, src
+        assert content_of(tmp_path / "shards") == before, number
+        times = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
+    shutil.copytree(real, tmp_path / "other")
+    with pytest.raises(DataError, match="holds a build of source="):
+        build(f"{tmp_path / 'other'}{ending}", shards, workers=1, shard_mb=1)
+
+
+def test_a_named_pipe_in_the_place_of_annotations_is_not_waited_for(tmp_path: Path) -> None:
+    annotations = tmp_path / "coco" / "annotations"
+    annotations.mkdir(parents=True)
+    os.mkfifo(annotations / "instances_train2017.json")
+
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("the build waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(10)
+    try:
+        with pytest.raises(DataError, match=r"instances_train2017.json is damaged, or lists no images") as caught:
+            find_source(str(tmp_path / "coco"))
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert not isinstance(caught.value.__cause__, TimeoutError)

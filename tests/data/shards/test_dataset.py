@@ -87,7 +87,7 @@ def test_an_image_that_never_decoded_is_undecodable(photo: Callable[..., bytes],
     data = photo()[:200] + bytes(300)
     (tmp_path / "a.tar").write_bytes(data)
     record = np.array([(0, 0, len(data), -1, zlib.crc32(data), 40, 56)], dtype=INDEX)
-    save(tmp_path, [Shard("a.tar", 1, len(data), "")], record, 3, (), "test")
+    save(tmp_path, [Shard("a.tar", 1, len(data), "0" * 64)], record, 3, (), "test")
     with pytest.raises(BadImage) as caught:
         ShardDataset(load(tmp_path), None).image(0)
     assert caught.value.kind in ("undecodable", "truncated")
@@ -191,8 +191,8 @@ def test_a_set_that_is_not_divided_has_no_test_images(finished: Path) -> None:
 
 
 def test_a_cache_smaller_than_a_shard_is_refused(tmp_path: Path) -> None:
-    shard = Shard("http://127.0.0.1:9/a.tar", 1, 1 << 30, "")
-    save(tmp_path, [shard], np.zeros(1, dtype=INDEX), 3, ("a",), "test")
+    shard = Shard("http://127.0.0.1:9/a.tar", 1, 1 << 30, "0" * 64)
+    save(tmp_path, [shard], np.array([(0, 512, 9, 0, 0, 64, 64)], dtype=INDEX), 3, ("a",), "test")
     with pytest.raises(ConfigError, match=r"data.cache_gib=0.5 is less than one shard .* has 1 GiB"):
         build_dataset(config(tmp_path, cache_gib=0.5), "train")
 
@@ -252,7 +252,7 @@ def test_a_million_samples_cost_a_worker_nothing(tmp_path: Path) -> None:
     records["shard"] = np.arange(count) // 1000
     records["label"] = 1
     records["height"] = records["width"] = 64
-    shards = [Shard(f"train-{number:06d}.tar", 1000, 1 << 20, "") for number in range(1000)]
+    shards = [Shard(f"train-{number:06d}.tar", 1000, 1 << 20, f"{number:064x}") for number in range(1000)]
     save(tmp_path, shards, records, 3, ("a", "b"), "test")
     loader = DataLoader(
         Touch(ShardDataset(load(tmp_path), None, (32, 32)), chunk), batch_size=None, sampler=range(100), num_workers=2

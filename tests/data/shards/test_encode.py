@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import io
+import struct
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 from PIL import Image
 from skimage import data
 
+import dmjd.data.decode as decode
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.encode import Encoded, encode, measure
 from dmjd.errors import BadImage
@@ -209,3 +213,181 @@ def test_32_bit_pixels_are_refused() -> None:
 
 def test_measure_gives_the_size_as_it_lies(photo: Photo) -> None:
     assert measure("x", with_orientation(photo)) == (40, 56)
+
+
+# Images that lack what their headers say
+
+
+def claiming(content: bytes, height: int, width: int) -> bytes:
+    """The file with another size in its header, and its checksums right."""
+    size, kind = bytearray(content), content[:4]
+    if kind == b"\x89PNG":
+        size[16:24] = struct.pack(">II", width, height)
+        size[29:33] = struct.pack(">I", zlib.crc32(size[12:29]))
+    elif kind == b"GIF8":
+        size[6:10] = struct.pack("<HH", width, height)
+    elif kind[:2] == b"BM":
+        size[18:26] = struct.pack("<ii", width, height)
+    else:
+        frame = next(
+            start for start in range(2, len(content)) if content[start] == 0xFF and 0xC0 <= content[start + 1] <= 0xC2
+        )
+        size[frame + 5 : frame + 9] = struct.pack(">HH", height, width)
+    return bytes(size)
+
+
+def with_rows(content: bytes, count: int) -> bytes:
+    """The PNG file with the first ``count`` bytes of its rows, in a stream that ends as a whole one does."""
+    out, position = content[:8], 8
+    while position < len(content):
+        (length,) = struct.unpack_from(">I", content, position)
+        kind, body = content[position + 4 : position + 8], content[position + 8 : position + 8 + length]
+        if kind == b"IDAT":
+            body = zlib.compress(zlib.decompress(body)[:count])
+        out += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        position += 12 + length
+    return out
+
+
+SQUARE = Image.fromarray(PHOTO[:, :64])
+BLACK = Image.new("RGB", (64, 64))
+GREY = saved(SQUARE.convert("L"), "JPEG")
+LACKING = {
+    "jpeg": claiming(saved(SQUARE, "JPEG"), 12000, 12000),
+    "progressive jpeg": claiming(saved(SQUARE, "JPEG", progressive=True), 12000, 12000),
+    "grey jpeg": claiming(GREY, 12000, 12000),
+    "large jpeg": claiming(saved(Image.fromarray(LARGE), "JPEG", quality=100), 9000, 9000),
+    "png": claiming(saved(SQUARE, "PNG"), 12000, 12000),
+    "png without its last byte": with_rows(saved(SQUARE, "PNG"), 64 * 193 - 1),
+    "png of half its rows": with_rows(saved(SQUARE, "PNG"), 32 * 193),
+    "png without rows": with_rows(saved(SQUARE, "PNG"), 0),
+    "png a row short": with_rows(saved(SQUARE, "PNG"), 63 * 193),
+    "black png a row short": with_rows(saved(BLACK, "PNG"), 63 * 193),
+    "png of 8 more rows": claiming(saved(SQUARE, "PNG"), 72, 64),
+    "palette png": with_rows(saved(SQUARE.convert("P"), "PNG"), 32 * 65),
+    "png of one bit": with_rows(saved(SQUARE.convert("1"), "PNG"), 32 * 9),
+    "png cut in its data": saved(SQUARE, "PNG")[:2000],
+    "gif": claiming(saved(SQUARE, "GIF"), 12000, 12000),
+    "bmp": claiming(saved(SQUARE, "BMP"), 12000, 12000),
+    "bmp of 8 more rows": claiming(saved(SQUARE, "BMP"), 72, 64),
+}
+
+
+def tiff_of_rows(height: int) -> bytes:
+    """A TIFF file with another number of rows in its header."""
+    content = bytearray(saved(SQUARE, "TIFF"))
+    (start,) = struct.unpack_from("<I", content, 4)
+    (entries,) = struct.unpack_from("<H", content, start)
+    for entry in range(start + 2, start + 2 + 12 * entries, 12):
+        if struct.unpack_from("<H", content, entry)[0] == 257:  # ImageLength
+            content[entry + 2 : entry + 12] = struct.pack("<HII", 4, 1, height)
+    return bytes(content)
+
+
+LACKING |= {f"tiff of {rows} rows": tiff_of_rows(rows) for rows in (65, 60000)}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_an_image_that_lacks_what_its_header_says_is_bad_everywhere(name: str) -> None:
+    tracemalloc.start()
+    for read in (
+        lambda data: encode("x", data, 3),
+        lambda data: measure("x", data),
+        lambda data: decode.open_image(data, "x", 3).region((0, 0, 64, 64)),
+    ):
+        with pytest.raises(BadImage):
+            read(LACKING[name])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20
+
+
+@pytest.mark.skipif(decode.jpeg_decoder() != "dmjd._jpeg", reason="other decoders say nothing of it")
+@pytest.mark.parametrize("size", [(72, 64), (64, 72), (64, 640), (640, 64)])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_a_jpeg_that_lacks_a_block_is_bad(size: tuple[int, int], options: dict[str, Any]) -> None:
+    content = claiming(saved(SQUARE, "JPEG", **options), *size)
+    with pytest.raises(BadImage):
+        encode("x", content, 3)
+    opened = decode.open_image(content, "x", 3)
+    with pytest.raises(BadImage):
+        opened.region((0, 0, *size))
+
+
+@pytest.mark.parametrize("without", [True, False])
+def test_a_jpeg_of_a_size_that_it_cannot_have_is_bad_without_our_decoder(
+    monkeypatch: pytest.MonkeyPatch, without: bool
+) -> None:
+    if without:
+        monkeypatch.setattr(decode, "_native", None)
+    for name in ("jpeg", "progressive jpeg", "grey jpeg"):
+        with pytest.raises(
+            BadImage, match=r"its header says 12000x12000 pixels, more than .* bytes can hold"
+        ) as caught:
+            measure("x", LACKING[name])
+        assert caught.value.kind == "truncated"
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF"])
+@pytest.mark.parametrize("size", [(1, 1), (1, 3000), (3000, 1), (3000, 3000)])
+def test_an_image_of_one_colour_is_not_too_small_a_file(kind: str, size: tuple[int, int]) -> None:
+    """The densest files that there are."""
+    for mode in ("1", "L", "RGB"):
+        for options in ({"quality": 1, "optimize": True, "progressive": True}, {"optimize": True, "compress_level": 9}):
+            image = Image.new(mode, size[::-1])
+            assert measure("x", saved(image, kind, **options)) == size
+
+
+def test_a_png_of_any_kind_is_whole() -> None:
+    """Also black ones, whose rows are counted."""
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"):
+        for size in ((1, 1), (7, 3), (8, 8), (9, 65)):
+            for image in (Image.new(mode, size), Image.new(mode, size, 1 if mode in ("1", "L", "P", "I;16") else None)):
+                assert measure("x", saved(image, "PNG")) == size[::-1]
+
+
+def interlaced(pixels: np.ndarray[Any, Any], cut: int = 0) -> bytes:
+    """A grey PNG file of seven passes, without the last ``cut`` bytes of its rows."""
+    rows = b""
+    for x, y, dx, dy in (
+        (0, 0, 8, 8),
+        (4, 0, 8, 8),
+        (0, 4, 4, 8),
+        (2, 0, 4, 4),
+        (0, 2, 2, 4),
+        (1, 0, 2, 2),
+        (0, 1, 1, 2),
+    ):
+        part = pixels[y::dy, x::dx]
+        rows += b"".join(b"\0" + row.tobytes() for row in part) if part.size else b""
+    header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], 8, 0, 0, 0, 1)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows[: len(rows) - cut])), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
+    )
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 7), (5, 2), (8, 8), (9, 17), (33, 64)])
+def test_the_passes_of_an_interlaced_png_are_counted(size: tuple[int, int]) -> None:
+    pixels = np.arange(1, 1 + size[0] * size[1], dtype=np.uint8).reshape(size)
+    assert measure("x", interlaced(pixels)) == size
+    opened = decode.open_image(interlaced(pixels), "x", 1)
+    np.testing.assert_array_equal(opened.region((0, 0, *size))[..., 0], pixels)
+    with pytest.raises(BadImage):
+        measure("x", interlaced(pixels, cut=1))
+
+
+def test_a_file_of_a_format_that_starts_a_program_is_no_image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    started: list[object] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *arguments, **options: started.append(arguments))
+    content = saved(SQUARE, "EPS")
+    (tmp_path / "x.jpg").write_bytes(content)
+    for read in (
+        lambda: decode.open_image(content, "x", 3).region((0, 0, 64, 64)),
+        lambda: decode.check_header(str(tmp_path / "x.jpg"), (1, 1)),
+        lambda: measure("x", content),
+    ):
+        with pytest.raises(BadImage):
+            read()
+    assert started == []

@@ -12,7 +12,8 @@ import pytest
 from dmjd.data.shards.index import INDEX, MANIFEST, RECORDS, Shard, load, load_splits, save
 from dmjd.errors import DataError
 
-SHARDS = [Shard("a.tar", 2, 100, "00"), Shard("b.tar", 1, 80, "11")]
+ZEROS, ONES, TWOS = "0" * 64, "1" * 64, "2" * 64
+SHARDS = [Shard("a.tar", 2, 100, ZEROS), Shard("b.tar", 1, 80, ONES)]
 ROWS = [(0, 10, 20, 1, 7, 4, 5), (0, 40, 60, 0, 8, 4, 5), (1, 0, 80, -1, 9, 65535, 1)]
 
 
@@ -55,7 +56,7 @@ def test_a_url_serves_as_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["/elsewhere/a.tar", "s3://bucket/a.tar", "https://host/x/a.tar"])
 def test_a_tar_elsewhere_keeps_its_place(tmp_path: Path, url: str) -> None:
-    saved(tmp_path, shards=[Shard(url, 2, 100, "00"), SHARDS[1]])
+    saved(tmp_path, shards=[Shard(url, 2, 100, ZEROS), SHARDS[1]])
     assert load(tmp_path).location(0) == url
 
 
@@ -74,7 +75,7 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
     fingerprint = load(saved(tmp_path / "a")).manifest.fingerprint
     moved = [Shard(f"s3://bucket/{shard.url}", shard.samples, shard.bytes, shard.sha256) for shard in SHARDS]
     assert load(saved(tmp_path / "b", shards=moved)).manifest.fingerprint == fingerprint
-    other = [SHARDS[0], Shard("b.tar", 1, 80, "12")]
+    other = [SHARDS[0], Shard("b.tar", 1, 80, TWOS)]
     assert load(saved(tmp_path / "c", shards=other)).manifest.fingerprint != fingerprint
     assert load(saved(tmp_path / "d", [*ROWS[:2], (1, 0, 79, -1, 9, 8, 8)])).manifest.fingerprint != fingerprint
 
@@ -83,8 +84,8 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
     ("fields", "sentence"),
     [
         ({"format": 2}, "has format 2, and this dmjd reads format 1"),
-        ({"samples": 4}, "counts 4 samples, and its index 3"),
-        ({"index_sha256": "ab"}, "is not the index that"),
+        ({"samples": 4}, "counts 4 samples, and its shards 3"),
+        ({"index_sha256": TWOS}, "is not the index that"),
         ({"shards": [{"url": "a.tar"}]}, "lacks or has too many fields"),
         ({"colour": "blue"}, "lacks or has too many fields"),
         ({"channels": 2}, "has channels=2, which must be 1 or 3"),
@@ -100,9 +101,12 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[st
 @pytest.mark.parametrize(
     ("shards", "sentence"),
     [
-        ([Shard("a.tar", 1, 100, "00"), Shard("b.tar", 2, 80, "11")], "counts 1 samples in a.tar, and its index 2"),
-        ([Shard("a.tar", 2, 99, "00"), SHARDS[1]], "has sample 1 end beyond the 99 bytes of a.tar"),
-        ([Shard("a.tar", 3, 100, "00")], "lists 1 shards, and its index knows more"),
+        ([Shard("a.tar", 1, 100, ZEROS), Shard("b.tar", 2, 80, ONES)], "counts 1 samples in a.tar, and its index 2"),
+        ([Shard("a.tar", 2, 99, ZEROS), SHARDS[1]], "has sample 1 end beyond the 99 bytes of a.tar"),
+        (
+            [Shard("a.tar", 3, 100, ZEROS)],
+            "counts 3 samples, and its shards 3|lists 1 shards, and its index has one of number 1",
+        ),
     ],
 )
 def test_shards_that_do_not_fit_are_refused(tmp_path: Path, shards: list[Shard], sentence: str) -> None:

@@ -40,6 +40,11 @@ def shard(name: str) -> Shard:
     return Shard(name, 10, SIZE, hashlib.sha256(content(name)).hexdigest())
 
 
+def files_of(name: str) -> set[str]:
+    """A shard in a cache, and the stamp of this user."""
+    return {f"{shard(name).sha256}.tar", f"{shard(name).sha256}.{os.geteuid()}.stamp"}
+
+
 def wait_for(true: Callable[[], bool]) -> None:
     end = time.monotonic() + 10
     while not true():
@@ -118,7 +123,7 @@ def test_reading_fetches_once_and_gives_parts(server: Server, tmp_path: Path) ->
     assert cache.read(server.url("a"), shard("a"), 100, 50) == whole[100:150]
     assert cache.read(server.url("a"), shard("a"), SIZE - 7, 50) == whole[-7:]
     assert server.requests["a"] == 1
-    assert [path.stat().st_size for path in (tmp_path / "deep" / "cache").iterdir()] == [SIZE]
+    assert [path.stat().st_size for path in (tmp_path / "deep" / "cache").glob("*.tar")] == [SIZE]
 
 
 def test_files_are_told_apart_by_content_and_not_by_name(server: Server, tmp_path: Path) -> None:
@@ -184,9 +189,9 @@ def test_a_draft_stays_only_where_a_process_was_killed_and_goes_with_the_next_do
             cache.fetch(server.url("b"), shard("b"))
         assert [path.name for path in tmp_path.iterdir()] == [held.name]
         cache.fetch(server.url("a"), shard("a"))
-        assert {path.name for path in tmp_path.iterdir()} == {held.name, f"{shard('a').sha256}.tar"}
+        assert {path.name for path in tmp_path.iterdir()} == {held.name, *files_of("a")}
     cache.fetch(server.url("b"), shard("b"))
-    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
+    assert {path.name for path in tmp_path.iterdir()} == {*files_of("a"), *files_of("b")}
 
 
 def test_who_finds_that_somebody_was_faster_leaves_no_draft(server: Server, tmp_path: Path) -> None:
@@ -197,7 +202,7 @@ def test_who_finds_that_somebody_was_faster_leaves_no_draft(server: Server, tmp_
     for thread in threads:
         thread.join()
     assert server.requests["a"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == [f"{shard('a').sha256}.tar"]
+    assert {path.name for path in tmp_path.iterdir()} == files_of("a")
 
 
 def read_in_child(folder: Path, url: str, start: float) -> None:
@@ -244,8 +249,8 @@ def test_processes_share_a_cache_that_is_too_small_for_them_though_some_are_kill
         reader.join(60)
     assert [reader.exitcode for reader in readers[3:]] == [0, 0, 0]
     ShardCache(tmp_path, 2 * SIZE, QUICK).fetch(server.url("e"), shard("e"))
-    assert {path.suffix for path in tmp_path.iterdir()} == {".tar"}
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * SIZE
+    assert {path.suffix for path in tmp_path.iterdir()} == {".tar", ".stamp"}
+    assert sum(path.stat().st_size for path in tmp_path.glob("*.tar")) <= 2 * SIZE
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

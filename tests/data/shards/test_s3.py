@@ -185,7 +185,7 @@ def test_a_set_in_a_bucket_gives_the_batches_of_the_same_set_on_a_disk(
     tars = {name: count for name, count in bucket.downloads.items() if name.endswith(".tar")}
     assert tars
     assert set(tars.values()) == {1}
-    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".tar"}
+    assert {path.suffix for path in (tmp_path / "cache").iterdir()} == {".tar", ".stamp"}
 
 
 @pytest.mark.parametrize("faults", [["503"], ["503", "500", "503"], ["cut"], ["other"], ["cut", "503", "other"]])

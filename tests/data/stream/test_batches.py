@@ -180,7 +180,7 @@ def test_where_nothing_that_comes_can_be_used_the_run_stops_instead_of_hanging(
     [
         (DataError, "needs data.root, such as", {"root": None}),
         (DataError, "/absent/1.tar, which data.root names, is not there", {"root": "/absent/{1..2}.tar"}),
-        (ConfigError, "brace without its other one", {"root": "pipe:cat {1..2.tar"}),
+        (ConfigError, "has an unmatched brace", {"root": "pipe:cat {1..2.tar"}),
         (ConfigError, "needs data.samples", {"samples": None}),
         (ConfigError, "set data.check=none", {"check": "header"}),
         (ConfigError, "data.cache is for data.name=shards", {"cache": "/tmp"}),

@@ -1,0 +1,55 @@
+"""``dmjd demo``: a small model pre-trained, scored beside its untrained encoder, and reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dmjd.compose import compose
+from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig
+from dmjd.data.build import resolve_auto
+from dmjd.evaluate.verbs import knn, linprobe
+from dmjd.report import write_report
+from dmjd.train.loop import pretrain
+
+EXPERIMENTS = {"digits": "demo_digits"}
+"""Data set -> the experiment with settings for it; ``demo`` for all others."""
+
+TRAIN_IMAGES = {"demo": 10000}
+"""Experiment -> how many training images serve the scores; all for the others."""
+PROBE: dict[str, dict[str, Any]] = {
+    "demo": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 20, "warmup_epochs": 1},
+    "demo_digits": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 100, "warmup_epochs": 5},
+}
+"""Experiment -> settings of its linear probe."""
+
+
+def demo(words: Sequence[str]) -> None:
+    """Pre-train under ``experiment=demo`` and ``words``, score, write the report; prints each outcome as it comes.
+
+    Raises:
+        UserError: as the commands do that it stands for: pretrain, knn, linprobe and report.
+    """
+    config: PretrainConfig = compose("pretrain", ["experiment=demo", *words])
+    data = resolve_auto(config.data)
+    experiment = EXPERIMENTS.get(data.name, "demo")
+    config = compose("pretrain", [f"experiment={experiment}", *words])
+    config.data.name, config.data.pad = data.name, data.pad
+    run = pretrain(config)
+    ending = run.read_stop_reason()
+    if ending.get("reason") != "finished":
+        print(f"{run.path}: stopped, {ending.get('detail', 'another launch goes on in it')}; next: the same command")
+        return
+    common: dict[str, Any] = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device}
+    common["train_images"] = TRAIN_IMAGES.get(experiment)
+    scores: list[tuple[str, Callable[[str], float]]] = [
+        ("kNN", lambda weights: knn(KnnConfig(**common, weights=weights))["top1"]),
+        (
+            "linear probe",
+            lambda weights: linprobe(LinprobeConfig(**common, **PROBE[experiment], weights=weights))["top1"],
+        ),
+    ]
+    for name, score in scores:
+        before, after = score("untrained"), score("trained")
+        print(f"{name} top-1: untrained {before:.2f} %, pre-trained {after:.2f} % ({after - before:+.2f} points)")
+    print(write_report(run.path))
