@@ -88,9 +88,9 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float, table: timing.
         return lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True)
 
     extra = [] if bias is None else [bias]
+    mask = None if bias is None else bias.unsqueeze(0).expand(batch, -1, -1, -1)
+    detached = None if mask is None else mask.detach()
     for way, backend in BACKENDS.items():
-        mask = None if bias is None else bias.unsqueeze(0).expand(batch, -1, -1, -1)
-        detached = None if mask is None else mask.detach()
         with sdpa_kernel(backend):
             try:
                 peer(*parts[0], mask)

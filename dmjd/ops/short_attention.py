@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from dmjd.ops import _native
 from dmjd.ops._lib import autocast_dtype, define, without_autocast
+from dmjd.ops.arguments import number, require_tensors
 
 MOST_TOKENS = {32: 288, 64: 256, 80: 256}
 """Head sizes that the kernels take, and the longest sequence of each."""
@@ -140,9 +141,7 @@ def _setup_packed_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tenso
 
 def _packed_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     (qkv, *saved), with_bias = ctx.saved_tensors, ctx.needs_input_grad[1]
-    grad_qkv, grad_bias = torch.ops.dmjd.short_attention_backward(
-        grad, *qkv.unbind(2), *saved, ctx.scale, with_bias
-    )
+    grad_qkv, grad_bias = torch.ops.dmjd.short_attention_backward(grad, *qkv.unbind(2), *saved, ctx.scale, with_bias)
     return grad_qkv, grad_bias if with_bias else None, None
 
 
@@ -155,14 +154,18 @@ def _reference_packed(qkv: Tensor, bias: Tensor | None, scale: float) -> tuple[T
     return _reference(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], bias, scale)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may have, 0 where the kernels are missing."""
     why = _native.why_missing("CUDA")
     if why is not None:
         _native.warn_of_references(why)
         return 0
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
+
+
+# What torch.compiler.assume_constant_result does besides importing the compiler.
+_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needed_memory(tokens: int, depth: int) -> int:
@@ -221,15 +224,13 @@ def _cast(tensor: Tensor, kind: str) -> Tensor:
     return tensor.to(dtype)
 
 
-def short_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float | None = None
-) -> Tensor:
+def short_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
     """``softmax(scale * q @ k.T + bias) @ v`` of every head, in the layout in which projections leave q, k and v.
 
     CUDA kernels serve bfloat16 and float16 with heads of 32 (up to 288 tokens), 64 and 80 (up to 256), where a head
     fits the card's shared memory; the softmax and all sums are float32, equal bits in every run, gradients included.
-    Second derivatives and transforms of torch.func take PyTorch's operations. Elsewhere this is :func:`torch.nn.functional.scaled_dot_product_attention`. Under
-    autocast everything is cast to its dtype.
+    Second derivatives and transforms of torch.func take PyTorch's operations. Elsewhere this is
+    :func:`torch.nn.functional.scaled_dot_product_attention`. Under autocast everything is cast to its dtype.
 
     Args:
         q: ``[B, N, H, D]`` floating point. Any strides; nothing is copied where rows of D lie together and begin at
@@ -244,14 +245,15 @@ def short_attention(
         ``[B, N, H, D]`` of q's dtype, or autocast's.
 
     Raises:
-        TypeError: if dtypes differ or are not floating point.
+        TypeError: if dtypes differ or are not floating point, or an argument is not a tensor.
         ValueError: if shapes do not fit, or devices differ.
     """
+    require_tensors("short_attention", q=q, k=k, v=v, **({} if bias is None else {"bias": bias}))
     kind = q.device.type
     q, k, v = (_cast(tensor, kind) for tensor in (q, k, v))
     bias = None if bias is None else _cast(bias, kind)
     _check("short_attention", {"q": q, "k": k, "v": v}, bias)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = q.shape[3] ** -0.5 if scale is None else number("short_attention: scale", scale)
     if not _served(q, scale):
         return _scaled_dot_product(q, k, v, bias, scale)
     return torch.ops.dmjd.short_attention(q, k, v, bias, scale)[0]
@@ -272,13 +274,14 @@ def short_attention_packed(qkv: Tensor, bias: Tensor | None = None, scale: float
         TypeError: if dtypes differ or are not floating point.
         ValueError: if shapes do not fit, or devices differ.
     """
+    require_tensors("short_attention_packed", qkv=qkv, **({} if bias is None else {"bias": bias}))
     kind = qkv.device.type
     qkv, bias = _cast(qkv, kind), None if bias is None else _cast(bias, kind)
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"short_attention_packed: qkv must be [B, N, 3, H, D], got {list(qkv.shape)}")
     q, k, v = qkv.unbind(2)
     _check("short_attention_packed", {"q": q, "k": k, "v": v}, bias)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    scale = q.shape[3] ** -0.5 if scale is None else number("short_attention_packed: scale", scale)
     if not _served(q, scale):
         return _scaled_dot_product(q, k, v, bias, scale)
     return torch.ops.dmjd.short_attention_packed(qkv, bias, scale)[0]

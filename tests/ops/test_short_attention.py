@@ -67,7 +67,8 @@ class Inputs(NamedTuple):
     grad: Tensor
 
     def to(self, target: torch.dtype | str) -> Inputs:
-        return Inputs(*(None if tensor is None else tensor.to(target) for tensor in self))
+        bias = None if self.bias is None else self.bias.to(target)
+        return Inputs(self.qkv.to(target), bias, self.grad.to(target))
 
 
 def make(case: Case, dtype: torch.dtype = torch.float64, spread: float = 1.0) -> Inputs:
@@ -98,7 +99,8 @@ def oracle(inputs: Inputs, scale: float | None = None) -> list[Tensor]:
     qkv, bias, grad = inputs.to("cpu").to(torch.float64)
     leaves = [tensor.detach().requires_grad_() for tensor in (qkv, bias) if tensor is not None]
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
-    result = definition(*leaves[0].unbind(2), leaves[1] if len(leaves) > 1 else None, scale)
+    q, k, v = leaves[0].unbind(2)
+    result = definition(q, k, v, leaves[1] if len(leaves) > 1 else None, scale)
     return [result.detach(), *torch.autograd.grad(result, leaves, grad)]
 
 
@@ -134,14 +136,16 @@ def test_scale() -> None:
 
 def test_any_layout_gives_equal_results() -> None:
     inputs = make(CASES[0])
-    expected = short_attention(*inputs.qkv.unbind(2))
+    q, k, v = inputs.qkv.unbind(2)
+    expected = short_attention(q, k, v)
     layouts = (
         inputs.qkv.permute(2, 0, 3, 1, 4).contiguous().permute(1, 3, 0, 2, 4),  # [3, B, H, N, D], as timm has it
         torch.stack((inputs.qkv, inputs.qkv), -1)[..., 0],  # no unit stride
     )
     for qkv in layouts:
         assert torch.equal(qkv, inputs.qkv)
-        torch.testing.assert_close(short_attention(*qkv.unbind(2)), expected, rtol=1e-12, atol=1e-12)
+        q, k, v = qkv.unbind(2)
+        torch.testing.assert_close(short_attention(q, k, v), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gradcheck() -> None:
@@ -219,9 +223,7 @@ def compiles(inputs: Callable[[int], Inputs], call: Callable[..., Tensor], **opt
 @pytest.mark.parametrize("call", [short_attention, short_attention_packed, through_ops])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_without_graph_breaks(call: Callable[..., Tensor], dynamic: bool) -> None:
-    compiles(
-        lambda batch: make(Case(batch, 4 + batch, 2, 32, 0)), call, dynamic=dynamic, backend="aot_eager"
-    )
+    compiles(lambda batch: make(Case(batch, 4 + batch, 2, 32, 0)), call, dynamic=dynamic, backend="aot_eager")
 
 
 @pytest.mark.parametrize("case", [Case(2, 3, 2, 32), Case(2, 3, 1, 32, 2)])
@@ -230,7 +232,8 @@ def test_second_derivatives_and_forward_mode_agree_with_finite_differences(case:
     leaves = [tensor.requires_grad_() for tensor in (qkv, bias) if tensor is not None]
 
     def call(qkv: Tensor, bias: Tensor | None = None) -> Tensor:
-        return through_ops(*qkv.unbind(2), bias)
+        q, k, v = qkv.unbind(2)
+        return through_ops(q, k, v, bias)
 
     assert torch.autograd.gradcheck(call, leaves, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
@@ -296,7 +299,9 @@ def test_cuda_copies_nothing_of_a_packed_projection() -> None:
     lse_bytes = 64 * 12 * 76 * 4
     assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + 2**20
     torch.autograd.grad(result, qkv, inputs.grad)
-    assert torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + qkv.nbytes + 2**20  # of a block that is not split
+    assert (
+        torch.cuda.max_memory_allocated() - before <= result.nbytes + lse_bytes + qkv.nbytes + 2**20
+    )  # of a block that is not split
 
 
 @pytest.mark.gpu
@@ -346,8 +351,8 @@ def test_cuda_heads_that_the_card_has_no_room_for_fall_back(monkeypatch: pytest.
     inputs = make(Case(2, 197, 2, 64), torch.bfloat16).to("cuda")
     monkeypatch.setattr(sys.modules["dmjd.ops.short_attention"], "_shared_memory", lambda device: 100 * 1024)
     q, k, v = inputs.qkv.unbind(2)
-    expected = F.scaled_dot_product_attention(*(tensor.transpose(1, 2) for tensor in (q, k, v))).transpose(1, 2)
-    assert torch.equal(short_attention(q, k, v), expected)
+    heads_first = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    assert torch.equal(short_attention(q, k, v), heads_first.transpose(1, 2))
 
 
 @pytest.mark.gpu
