@@ -17,6 +17,7 @@ from dmjd.ops.mask_plan import MaskPlan, mask_plan
 from dmjd.ops.masked_depthwise_conv2d import masked_depthwise_conv2d
 from dmjd.ops.masks import disjoint_masks, draw_masks
 from dmjd.ops.philox import Domain, keyed_bits, keyed_uniform, make_key, philox4x32
+from dmjd.ops.short_attention import short_attention, short_attention_packed
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 
@@ -47,6 +48,8 @@ __all__ = [
     "philox4x32",
     "reference",
     "scatter_tokens",
+    "short_attention",
+    "short_attention_packed",
     "status",
     "unpatchify",
 ]

@@ -32,6 +32,22 @@ def gelu_mlp_backward(grad: Shape, x: Shape, weight1: Shape, bias1: Shape, weigh
     return 2 * math.prod(x[:-1]) * hidden * (3 * inputs + 2 * outputs)
 
 
+def short_attention(q: Shape, *_: Any, **__: Any) -> int:
+    """Two products over every pair of tokens; ``q [B, N, H, D]``."""
+    batch, tokens, heads, depth = q
+    return 4 * batch * heads * tokens**2 * depth
+
+
+def short_attention_packed(qkv: Shape, *_: Any, **__: Any) -> int:
+    """As :func:`short_attention`; ``qkv [B, N, 3, H, D]``."""
+    return short_attention((*qkv[:2], *qkv[3:]))
+
+
+def short_attention_backward(grad: Shape, *_: Any, **__: Any) -> int:
+    """Five: the scores once more, the probabilities' gradient, and those of q, k and v."""
+    return short_attention(grad) * 5 // 2
+
+
 def _dense(x: Shape, weight: Shape, grid_h: int, grid_w: int, q: int) -> tuple[Shape, Shape]:
     """The shapes of the whole map and of the filter."""
     channels, size, _ = weight
@@ -58,6 +74,9 @@ def _register(counter: ModuleType) -> None:
     for op, formula in (
         (ops.gelu_mlp, gelu_mlp),
         (ops.gelu_mlp_backward, gelu_mlp_backward),
+        (ops.short_attention, short_attention),
+        (ops.short_attention_packed, short_attention_packed),
+        (ops.short_attention_backward, short_attention_backward),
         (ops.masked_depthwise_conv2d, convolution),
         (ops.masked_depthwise_conv2d_backward, convolution_backward),
     ):

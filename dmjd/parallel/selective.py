@@ -28,6 +28,8 @@ _EXPENSIVE = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     torch.ops.dmjd.masked_depthwise_conv2d.default,
+    torch.ops.dmjd.short_attention.default,
+    torch.ops.dmjd.short_attention_packed.default,
 }
 
 

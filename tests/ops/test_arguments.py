@@ -27,6 +27,7 @@ X = torch.randn(2, 36, 4)
 SHOWN = ops.gather_tokens(X, VIEWS.visible)
 PIXELS = torch.randn(4, VIEWS.visible.shape[-1], 4, 3)
 WEIGHT = torch.randn(3, 3, 3)
+QKV = torch.linspace(-1, 1, 2 * 3 * 3 * 2 * 4).view(2, 3, 3, 2, 4)
 MLP = [torch.randn(shape) for shape in ((2, 3, 4), (5, 4), (5,), (2, 5), (2,))]
 IMAGES = torch.zeros(1, 32, 32, 3, dtype=torch.uint8)
 KEY = ops.make_key(0, 0)
@@ -118,6 +119,12 @@ WRONG: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: convolution(q=2.0), TypeError, "masked_depthwise_conv2d: q must be an integer, got 2.0"),
     (lambda: convolution(grid="6"), TypeError, "masked_depthwise_conv2d: grid must be an integer or two integers"),
     (lambda: convolution(bias=[1.0]), TypeError, "masked_depthwise_conv2d: bias must be a tensor, got [1.0]"),
+    (lambda: ops.short_attention_packed(None), TypeError, "short_attention_packed: qkv must be a tensor, got None"),
+    (
+        lambda: ops.short_attention(*QKV.unbind(2), scale="1"),
+        TypeError,
+        "short_attention: scale must be a number, got '1'",
+    ),
     (lambda: ops.gelu_mlp(*MLP[:2], None, *MLP[3:]), TypeError, "gelu_mlp: bias1 must be a tensor, got None"),
     (lambda: ops.hog(IMAGES.numpy()), TypeError, "hog: images must be a tensor"),
     (lambda: ops.hog(IMAGES, bins=9.0), TypeError, "hog: bins must be an integer, got 9.0"),
@@ -250,6 +257,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     "masked_depthwise_conv2d": convolution,
     "reference of the convolution": lambda: torch.func.jvp(lambda x: convolution(x=x), (PIXELS,), (PIXELS,)),
     "gelu_mlp": lambda: ops.gelu_mlp(*MLP),
+    "short_attention": lambda: ops.short_attention_packed(QKV),
+    "reference of short_attention": lambda: torch.ops.dmjd.short_attention_packed(QKV, None, 0.5),
 }
 
 
@@ -295,6 +304,12 @@ def test_flops_are_those_that_the_reference_is_counted_with() -> None:
         with FlopCounterMode(display=False) as backward:
             result.sum().backward()
         return counter.get_total_flops(), backward.get_total_flops()
+
+    for name, inputs in (("short_attention", [*QKV.unbind(2)]), ("short_attention_packed", [QKV])):
+        op = getattr(torch.ops.dmjd, name)
+        found = count(lambda *x, op=op: op(*x, None, 0.5)[0], inputs)
+        assert found == (4 * 2 * 3**2 * 2 * 4, 10 * 2 * 3**2 * 2 * 4)
+        assert found[0] == count(lambda *x, name=name: ops.reference(name)(*x, None, 0.5)[0], inputs)[0]
 
     rows, depth, hidden, out = 6, 4, 5, 2
     forward, backward = count(ops.gelu_mlp, MLP)

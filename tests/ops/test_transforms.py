@@ -47,8 +47,16 @@ OPS: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         ),
         [(4, VISIBLE, 4, 3), (3, 3, 3), (3,)],
     ),
+    # Its front end goes to scaled_dot_product_attention on the CPU, which has no forward mode.
+    "short_attention": (
+        lambda q, k, v, bias: torch.ops.dmjd.short_attention(q, k, v, bias, 0.5)[0],
+        lambda q, k, v, bias: reference("short_attention")(q, k, v, bias, 0.5)[0],
+        [(2, 3, 2, 4), (2, 3, 2, 4), (2, 3, 2, 4), (2, 3, 3)],
+    ),
     "gelu_mlp": (gelu_mlp, reference("gelu_mlp"), [(2, 3, 4), (5, 4), (5,), (2, 5), (2,)]),
 }
+
+ON_CARDS_ALONE = ("gelu_mlp", "short_attention")  # kernels
 
 Values = tuple[Tensor, ...]
 
@@ -150,14 +158,14 @@ def test_a_transform_compiles_without_graph_breaks(op: str, transform: str) -> N
 @pytest.mark.parametrize("op", OPS)
 def test_a_plain_call_still_goes_to_the_kernel(op: str) -> None:
     """The reference must not serve a training step, nor its backward pass."""
-    if op != "gelu_mlp" and status()[op]["CPU"] != "native":
+    if op not in ON_CARDS_ALONE and status()[op]["CPU"] != "native":
         pytest.skip("no native kernels")
     values = [value.requires_grad_() for value in make(op)[0]]
     with torch.profiler.profile() as profile:
         OPS[op][0](*values).sum().backward()
     names = {event.key for event in profile.key_averages()}
     assert {f"dmjd::{op}", f"dmjd::{op}_backward"} <= names
-    if op != "gelu_mlp":  # which has no kernel on the CPU
+    if op not in ON_CARDS_ALONE:
         assert not any("aten::gather" in name or "aten::conv" in name for name in names)
 
 

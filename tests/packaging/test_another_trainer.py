@@ -69,6 +69,7 @@ print([name for name, kernels in dmjd.ops.status().items() if kernels["CPU"] != 
     assert strangers == "[]"
     assert where.startswith(str(torch_alone.parents[1]))
     on_cards_alone = ["gelu_hidden", "gelu_hidden_gradient", "gelu_mlp", "gelu_mlp_backward"]
+    on_cards_alone += ["short_attention", "short_attention_backward", "short_attention_packed"]
     assert references == str(on_cards_alone), "which PyTorch serves on the CPU"
 
 
