@@ -419,11 +419,13 @@ def test_a_long_value_is_cut_and_the_cure_is_kept(dmjd: Callable[..., tuple[int,
     assert len(err) < 5000
 
 
-@pytest.mark.parametrize("word", ["data.image_size=[16,1000000000]", "data.std=[1e40]", "data.mean=[-1e40]"])
+@pytest.mark.parametrize(
+    "word", ["data.image_size=[16,1000000000]", "data.std=[1e40]", "data.mean=[-1e40]", "backbone.mlp_ratio=1e40"]
+)
 def test_numbers_beyond_any_image_are_rejected(dmjd: Callable[..., tuple[int, str, str]], word: str) -> None:
     code, _, err = dmjd("pretrain", "run=r", "data=digits", word)
     assert code == 2
-    assert re.fullmatch(r"error: data\.\w+ must be at .*, got .*\n|error: data\.\w+ must be above .*, got .*\n", err)
+    assert re.fullmatch(r"error: [\w.]+ must be at .*, got .*\n|error: [\w.]+ must be above .*, got .*\n", err)
 
 
 def test_memory_that_is_not_there_is_one_line(
