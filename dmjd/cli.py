@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dmjd import __version__
-from dmjd.errors import ConfigError, UserError
+from dmjd.errors import ConfigError, UserError, printable_message
 from dmjd.files import at_home
 from dmjd.redact import redact_output
 
@@ -217,9 +217,9 @@ def _doctor(words: Sequence[str]) -> None:
     if len(words) != 1:
         raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
     for finding in examine(Path(words[0])):
-        print(finding.what)
+        print(printable_message(finding.what))
         if finding.advice:
-            print(f"    -> {finding.advice}")
+            print(f"    -> {printable_message(finding.advice)}")
 
 
 VERBS: dict[str, Callable[[Sequence[str]], None]] = {
@@ -280,6 +280,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print("error: memory ran out; take smaller images, batches or models, or fewer workers", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted; what was finished is intact", file=sys.stderr)
         return 130
@@ -288,6 +291,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             said = " ".join(str(error).split()).rstrip(".")
             print(
                 f"error: {said}; perhaps memory or /dev/shm was full: try fewer workers, the same command continues",
+                file=sys.stderr,
+            )
+            return 1
+        if "DefaultCPUAllocator: " in str(error):
+            said = " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()).rstrip(".")
+            print(
+                f"error: {said}; take smaller images, batches or models, or fewer workers (a configuration that you "
+                "did not write may ask for too much)",
                 file=sys.stderr,
             )
             return 1

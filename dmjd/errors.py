@@ -12,10 +12,18 @@ from dmjd.redact import redact_message
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
+_LONGEST = 4_000
 
-def _printable(message: str) -> str:
-    """Without secrets, and with control characters, which may come with the name of a file, as ``\\x1b``."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", redact_message(message))
+
+def printable_message(message: str) -> str:
+    """Without secrets, and with control characters, which may come with the name of a file, as ``\\x1b``.
+
+    Of a message longer than 4,000 characters, which repeats a long value, the middle is left out.
+    """
+    shown = redact_message(message)
+    if len(shown) > _LONGEST:
+        shown = f"{shown[: _LONGEST // 2]} ... {shown[-_LONGEST // 2 :]}"
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", shown)
 
 
 class UserError(ValueError):
@@ -27,7 +35,7 @@ class UserError(ValueError):
     told: bool = False
 
     def __str__(self) -> str:
-        return _printable(super().__str__())  # it may end in a log, in STOP_REASON or in a report
+        return printable_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
 
 
 class ConfigError(UserError):
@@ -60,7 +68,7 @@ class BadImage(DataError):
         self.images = images
 
     def __str__(self) -> str:
-        return _printable(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
+        return printable_message(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
 
     def copy(self) -> BadImage:
         """The same without its traceback, whose frames would keep images alive."""

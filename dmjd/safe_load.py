@@ -34,6 +34,11 @@ _ADVICE = re.compile(r"^(Weights only|Please file|Check the doc)|weights_only|\(
 """Lines of torch's errors that say how to load the file all the same."""
 
 
+_HALF = re.compile(r"\\[uU](?:0000)?[dD][89a-fA-F]")
+"""An escaped half of a character, in JSON and in YAML."""
+_IS_HALF = "it has half a character (\\ud800 to \\udfff), which no text can be written with"
+
+
 def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
     """The value of a JSON text of at most ``limit`` bytes or characters.
 
@@ -44,9 +49,16 @@ def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
     if len(content) > limit:
         raise ValueError(f"it has {len(content)} bytes, more than the {limit} that are read")
     try:
-        return json.loads(content, object_pairs_hook=_object)
+        text = content if isinstance(content, str) else content.decode(json.detect_encoding(content))
+        value = json.loads(text, object_pairs_hook=_object)
+        if _HALF.search(text):
+            # \udc80 to \udcff stand for the bytes of a file's name that is not UTF-8.
+            json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        raise ValueError(_IS_HALF) from error
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -87,6 +99,8 @@ def parse_yaml(text: str) -> Any:
 
     if len(text) > _YAML_LENGTH:
         raise ValueError(f"it has {len(text)} characters, more than the {_YAML_LENGTH} that are read")
+    if _HALF.search(text):
+        raise ValueError(_IS_HALF)
     try:
         return yaml.load(text, Loader=Loader)
     # Beside its own errors, numbers and dates raise ValueError, keys TypeError, and long flows RecursionError.

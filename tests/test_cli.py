@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -409,3 +410,28 @@ def test_a_job_is_submitted_from_a_folder_whose_name_is_not_utf_8(
     assert submit("pretrain", ["experiment=demo", "run=new"])[-1].startswith("submitted: 7;")
     (script,) = (misnamed / "new" / "slurm").glob("*.sbatch")
     assert b"#SBATCH --chdir='" + os.fsencode(misnamed) + b"'\n" in script.read_bytes()
+
+
+def test_a_long_value_is_cut_and_the_cure_is_kept(dmjd: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, err = dmjd("pretrain", "run=r", "epochs=" + "x" * 100_000)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert len(err) < 5000
+
+
+@pytest.mark.parametrize(
+    "word", ["data.image_size=[16,1000000000]", "data.std=[1e40]", "data.mean=[-1e40]", "backbone.mlp_ratio=1e40"]
+)
+def test_numbers_beyond_any_image_are_rejected(dmjd: Callable[..., tuple[int, str, str]], word: str) -> None:
+    code, _, err = dmjd("pretrain", "run=r", "data=digits", word)
+    assert code == 2
+    assert re.fullmatch(r"error: [\w.]+ must be at .*, got .*\n|error: [\w.]+ must be above .*, got .*\n", err)
+
+
+def test_memory_that_is_not_there_is_one_line(
+    dmjd: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cli.VERBS, "ops", lambda words: torch.empty(1 << 60, dtype=torch.uint8))
+    code, _, err = dmjd("ops", "status")
+    assert code == 1
+    assert re.fullmatch(r"error: .*allocate.*1152921504606846976.*; take smaller images.*\n", err)

@@ -89,7 +89,7 @@ def test_what_a_value_may_be_is_said_beside_it() -> None:
         "mask.views=2 (int, above 0) how many masked views",
         "seed=0 (int, at least 0 and below 4294967296)",
         "mask.block=[2,2] (list of 2: int, at least 1)",
-        "data.second_size=null (list of 2: int, at least 1; or null)",
+        "data.second_size=null (list of 2: int, at least 1 and at most 16384; or null)",
         "optim.no_decay=[] (list: text)",
         "data.root=null (path; or null)",
         "engine.compile=none (none | block | model)",

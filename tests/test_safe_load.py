@@ -31,6 +31,7 @@ from dmjd.parallel import native_files, zero_files
 from dmjd.safe_load import (
     TENSORS,
     load_torch,
+    parse_json,
     parse_shard_index,
     parse_yaml,
     unpickle_plain,
@@ -556,3 +557,20 @@ def test_an_index_of_deepspeeds_files_that_cannot_be_is_one_line(changes: dict[s
     with pytest.raises(CheckpointError, match=r"zero\.json cannot be read: ") as caught:
         zero_files.check(tmp_path, {"a": torch.Size([3])}, {})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ['{"a": "\\ud800"}', '["\\uDFFF x"]', '{"\\udb00": 1}', b'["\xed\xa0\x80"]'])
+def test_half_a_character_is_no_json(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=r"half a character|codec"):
+        parse_json(text)
+
+
+def test_names_of_files_and_whole_characters_are_json() -> None:
+    for text in ("caf\udce9.png", "\U0001f600"):  # the first is not UTF-8 on the disk
+        assert parse_json(json.dumps([text]).encode()) == [text]
+
+
+@pytest.mark.parametrize("text", ['a: "\\ud800"', 'a: "\\U0000dc00"'])
+def test_half_a_character_is_no_yaml(text: str) -> None:
+    with pytest.raises(ValueError, match="half a character"):
+        parse_yaml(text)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dmjd.cluster.finding import Finding
+from dmjd.files import open_regular
 
 LOG_BYTES = 200_000
 """So much of a log's end is read."""
+
+LINE_LENGTH = 2_000
+"""So much of each of its lines is searched."""
 
 PATTERNS = (
     (
@@ -79,12 +84,19 @@ def log_of_last_launch(run: Path, launch: Mapping[str, Any] | None) -> tuple[str
     found = (path for path in (run / "slurm").glob("*.out") if path.is_file())
     logs = sorted(found, key=lambda path: path.stat().st_mtime)
     named = Path(str((launch or {}).get("log") or "none"))
-    logs += [named] if named.is_file() else []
+    with suppress(OSError):  # of a name that is longer than names are
+        logs += [named] if named.is_file() else []
     if not logs:
         return None
-    with logs[-1].open("rb") as file:  # which NCCL_DEBUG=INFO makes gigabytes of
-        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
-        text = file.read().decode(errors="replace")
+    try:
+        with open_regular(logs[-1]) as file:  # which NCCL_DEBUG=INFO makes gigabytes of
+            size = os.fstat(file.fileno()).st_size  # 0 for files of /proc, of which a read may wait
+            file.seek(max(0, size - LOG_BYTES))
+            text = file.read(min(size, LOG_BYTES)).decode(errors="replace")
+    except OSError:
+        return None
+    # A pattern with a gap takes a time that grows with the square of a line.
+    text = "\n".join(line[:LINE_LENGTH] for line in text.split("\n"))
     # The batch script begins each launch with this line.
     begin = max((match.start() for match in re.finditer(r"^\S+ dmjd: job \S+ on ", text, re.MULTILINE)), default=0)
     return logs[-1].name, text[begin:]

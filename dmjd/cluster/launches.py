@@ -29,15 +29,23 @@ class LastWord(NamedTuple):
 
 def read_launches(run: Path) -> list[dict[str, Any]]:
     """Launches of jobs. A line that a killed job or a full disk left half written is passed over."""
-    path, launches = run / "slurm" / "launches.jsonl", []
-    for line in path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []:
-        with suppress(ValueError, LookupError, TypeError):
+    launches = []
+    for line in _lines(run / "slurm" / "launches.jsonl"):
+        with suppress(ValueError, LookupError, TypeError, AttributeError, OverflowError):
             launch = parse_json(line)
-            datetime.fromisoformat(launch["when"].replace("Z", "+00:00"))
+            began_at(launch)  # a year that is no time of this machine raises too
             # Both are part of a file's name, and the job goes into Slurm's commands.
             if re.fullmatch(r"\w{1,64}", launch["job"]) and re.fullmatch(r"\w{1,64}", str(launch["restart"])):
                 launches.append(launch)
     return launches
+
+
+def _lines(path: Path) -> list[str]:
+    """The lines of a small file; none where it cannot be read."""
+    try:
+        return read_file(path).decode(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
 def began_at(launch: Mapping[str, Any] | None) -> float:
@@ -50,14 +58,14 @@ def recorded_at(run: Path) -> float:
     path = run / "provenance.json"
     try:
         return datetime.fromisoformat(parse_json(read_file(path))["started"]).timestamp()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return 0.0
 
 
 def read_last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
     """None where the launch left none: it was killed, or has not ended."""
     path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
-    lines = path.read_text(errors="surrogateescape").splitlines() if path.is_file() else []
+    lines = _lines(path)
     return LastWord(lines[0], path.stat().st_mtime, of_run=len(lines) > 1) if lines else None  # with its advice
 
 
@@ -72,7 +80,7 @@ def read_marker(run: Path, began: float) -> dict[str, Any]:
         marker = parse_json(read_file(run / "STOP_REASON"))
         of_this_launch = datetime.fromisoformat(marker["when"]).timestamp() >= began
         said = all(isinstance(marker[key], str) for key in ("reason", "detail", "next"))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
     return marker if of_this_launch and said else {}
 

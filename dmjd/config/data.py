@@ -38,7 +38,7 @@ class DataConfig:
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
     root: str | None = may_change(path(between="::"), where="shards")  # checkpoints know which images it holds
-    image_size: list[int] = numbers(224, 224, length=2, least=1)
+    image_size: list[int] = numbers(224, 224, length=2, least=1, most=16_384)
     channels: int = positive(3)
     pad: int = number(0, least=0)
     check: str = choice("header", "none", "decode")
@@ -52,8 +52,8 @@ class DataConfig:
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     interpolation: str = choice("bicubic", "bilinear")
     crop_pct: float = may_change(number(0.875, above=0, most=1))
-    second_size: list[int] | None = numbers_or_none(length=2, least=1)
+    second_size: list[int] | None = numbers_or_none(length=2, least=1, most=16_384)
     flip: bool = True
     jitter: float = number(0.0, least=0, most=1)
-    mean: list[float] = numbers(0.485, 0.456, 0.406)
-    std: list[float] = numbers(0.229, 0.224, 0.225, above=0)
+    mean: list[float] = numbers(0.485, 0.456, 0.406, least=-1e6, most=1e6)
+    std: list[float] = numbers(0.229, 0.224, 0.225, above=0, most=1e6)

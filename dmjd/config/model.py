@@ -42,7 +42,7 @@ class ConvStagesConfig:
 
     embed_dims: list[int] = numbers(256, 384, length=2, above=0)
     depths: list[int] = numbers(2, 2, length=2, least=0)
-    mlp_ratios: list[float] = numbers(8.0, 8.0, length=2, above=0)
+    mlp_ratios: list[float] = numbers(8.0, 8.0, length=2, above=0, most=1000)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class BackboneConfig:
     embed_dim: int = positive(768)
     depth: int = positive(12)
     num_heads: int = positive(12)
-    mlp_ratio: float = positive(4.0)
+    mlp_ratio: float = number(4.0, above=0, most=1000)
     class_token: bool = True
     hidden: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
@@ -107,7 +107,7 @@ class DecoderConfig:
     dim: int = positive(512)
     depth: int = positive(8)
     num_heads: int = positive(16)
-    mlp_ratio: float = positive(4.0)
+    mlp_ratio: float = number(4.0, above=0, most=1000)
 
 
 @dataclass

@@ -16,6 +16,8 @@ from dmjd.safe_load import parse_json
 
 _log = logging.getLogger("dmjd")
 
+_MOST_BYTES = 1 << 26  # of a list that are read at once
+
 
 def exceeds(count: int, total: int, percent: float) -> bool:
     """Whether ``count`` of ``total`` is more than ``percent``, exactly: 69 of 3000 are not more than 2.3 %."""
@@ -116,7 +118,7 @@ class Quarantine:
             return
         with self._path.open("rb") as file:
             file.seek(self._read)
-            whole, newline, rest = file.read().rpartition(b"\n")
+            whole, newline, rest = file.read(_MOST_BYTES).rpartition(b"\n")
         self._read += len(whole) + len(newline)
         self._torn = bool(rest)
         for line in whole.splitlines():

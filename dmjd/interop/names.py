@@ -112,6 +112,8 @@ def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
 
 
 _IN_BLOCK = re.compile(r"(.+\.blocks\d?)\.(\d+)\.(.+)")
+_DIGITS = 9
+"""So many digits of a number in a name are read."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -124,11 +126,13 @@ def missing(names: Iterable[str]) -> list[str]:
     for name in present:
         match = _IN_BLOCK.fullmatch(name)
         if match:
-            blocks.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+            blocks.setdefault(match[1], {}).setdefault(int(match[2][:_DIGITS]), set()).add(match[3])
     wanted: set[str] = set()
     for stem, numbered in blocks.items():
         every = set(CONV_BLOCK if stem in ("encoder.blocks1", "encoder.blocks2") else BLOCK).union(*numbered.values())
-        wanted |= {f"{stem}.{index}.{leaf}" for index in range(max(numbered) + 1) for leaf in every}
+        # Among as many blocks as there are names one is missing already, whatever number the last one has.
+        count = min(max(numbered), len(present)) + 1
+        wanted |= {f"{stem}.{index}.{leaf}" for index in range(count) for leaf in every}
     for name in present:
         module, _, leaf = name.rpartition(".")
         partner = f"{module}.{'bias' if leaf == 'weight' else 'weight'}"
@@ -152,7 +156,7 @@ def missing(names: Iterable[str]) -> list[str]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """blocks.2 before blocks.10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+    return [(int(part[:_DIGITS]), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
 def summary(names: Iterable[str], shown: int = 8) -> str:

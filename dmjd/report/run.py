@@ -154,7 +154,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
             raise DataError(f"{file} must hold rows with a step, line {number} has none")
         for key, value in row.items():
             whole = type(value) is int and 0 <= value < 1 << 53
-            if not (whole if key == "step" else isinstance(value, int | float | None)):
+            if not (whole if key == "step" else value is None or isinstance(value, bool) or _is_number(value)):
                 raise DataError(f"{file} has {key}={plain(value)[:40]} in line {number}; it must be a number")
         rows.append(row)
     return rows

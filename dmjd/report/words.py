@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,7 +41,9 @@ def rate(value: Any) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Wall time of one run."""
+    """Wall time of one run; a dash for what is no time."""
+    if not math.isfinite(seconds):
+        return ABSENT
     if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

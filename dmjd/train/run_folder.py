@@ -114,7 +114,7 @@ class RunFolder:
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
-        before = self.with_stored_data(from_yaml(PretrainConfig, recorded.read_bytes(), recorded))
+        before = self.with_stored_data(from_yaml(PretrainConfig, _content(recorded), recorded))
         if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
             before.data.name, before.data.pad = config.data.name, config.data.pad
         # Other data come with other settings, so they are named before these.
@@ -248,18 +248,20 @@ class RunFolder:
         if not self.provenance.is_file():
             return {}
         try:
-            record: dict[str, Any] = parse_json(self.provenance.read_bytes())
+            record: dict[str, Any] = parse_json(read_file(self.provenance))
             if not isinstance(record["launches"], list):
                 raise ValueError("launches is no list")
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
             return {}
         return record
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``; damaged lines are passed over, for no run ends for want of a picture."""
-        rows = []
-        for line in self.log.read_bytes().splitlines() if self.log.is_file() else []:
+        rows, lines = [], list[bytes]()
+        with suppress(OSError):
+            lines = read_file(self.log).splitlines()
+        for line in lines:
             with suppress(ValueError):
                 rows.append(parse_json(line))
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
@@ -278,6 +280,13 @@ class RunFolder:
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))
         return path
+
+
+def _content(config: Path) -> bytes:
+    try:
+        return read_file(config)
+    except OSError as error:
+        raise ConfigError(f"{config} cannot be read ({error.strerror}); restore it, or name another folder") from error
 
 
 def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:

@@ -474,3 +474,43 @@ def test_a_finished_run(finished_run: Path, dmjd: Callable[..., tuple[int, str, 
     assert code == 0
     assert "it is finished at step 11 of 11" in out
     assert "newest checkpoint: step-00000011" in out
+
+
+@pytest.mark.parametrize("when", ["{}", "5", '"0001-01-01T00:00:00"', '"9999-12-31T23:59:59"', "null"])
+def test_a_launch_without_a_time_is_passed_over(run: Path, when: str) -> None:
+    launch = f'{{"when": {when}, "job": "7", "restart": "0"}}'
+    (run / "slurm" / "launches.jsonl").write_text(launch)
+    assert [finding.what for finding in examine(run)][-1] == "it has no checkpoint: a new launch begins anew"
+
+
+@pytest.mark.parametrize("name", ["launches.jsonl", "last_word-7-0"])
+def test_no_record_of_a_job_is_read_without_a_limit(run: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = run / "slurm" / "launches.jsonl"
+    launches.write_text('{"when": "2026-01-01T00:00:00Z", "job": "7", "restart": "0"}')
+    with (run / "slurm" / name).open("r+b" if name == launches.name else "wb") as file:
+        file.truncate(20 << 30)  # takes no place on the disk
+    monkeypatch.setattr(Path, "read_text", lambda *arguments, **words: pytest.fail("read without a limit"))
+    assert examine(run)
+
+
+def test_a_log_of_one_long_line_is_searched_in_time(run: Path) -> None:
+    (run / "slurm" / "job.out").write_text("CUDA out of memory\n" + "Xid" * 60_000)
+    before = time.perf_counter()
+    found = examine(run)
+    assert time.perf_counter() - before < 5
+    assert any("a GPU ran out of memory" in finding.what for finding in found)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/proc/self/stat", "/dev/zero"])
+def test_a_log_that_is_none_is_passed_over(run: Path, name: str) -> None:
+    launch = {"when": "2026-01-01T00:00:00Z", "job": "7", "restart": "0", "log": name}
+    (run / "slurm" / "launches.jsonl").write_text(json.dumps(launch))
+    assert examine(run)
+
+
+def test_a_log_does_not_write_to_the_terminal(run: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:
+    (run / "slurm" / "job.out").write_text("\x1b]0;title\x07CUDA out of memory\x1b[2J")
+    code, out, _ = dmjd("doctor", str(run))
+    assert code == 0
+    assert "a GPU ran out of memory (job.out: \\x1b]0;title\\x07CUDA" in out
+    assert "\x1b" not in out

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,12 @@ def test_a_subset_knows_which_of_its_images_are_bad(tmp_path: Path) -> None:
     whole = ImageFolder(str(tmp_path), "train", channels=3, max_bad_percent=100)
     subset = EvenSubset(whole, 4)
     assert {index: image.name for index, image in subset.bad.items()} == {i: subset.name(i) for i in range(4)}
+
+
+def test_a_list_of_gigabytes_is_not_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    with path.open("wb") as file:
+        file.truncate(20 << 30)  # takes no place on the disk
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Quarantine(path, 1000, 1.0)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB

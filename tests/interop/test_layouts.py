@@ -14,7 +14,7 @@ from transformers import BeitConfig, BeitModel, ViTMAEConfig, ViTMAEModel
 from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError
 from dmjd.interop.layouts import LAYOUTS, detect
-from dmjd.interop.names import VOCABULARY, summary
+from dmjd.interop.names import VOCABULARY, missing, summary
 from dmjd.interop.tensors import expand_bias_table
 from dmjd.models.vit import ViTEncoder
 from tests.interop import layout_states as states
@@ -435,3 +435,9 @@ def test_simmims_head_predicts_pixels_in_our_order(kind: str) -> None:
         image.unflatten(2, (3, stride)).unflatten(4, (3, stride)).permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     )
     agree(F.linear(tokens, weights["head.weight"], weights["head.bias"]), expected)
+
+
+@pytest.mark.parametrize("number", ["999999999", "9" * 5000])
+def test_a_block_of_a_huge_number_makes_no_list_of_those_before_it(number: str) -> None:
+    names = [f"encoder.blocks.{number}.norm1.weight", "encoder.patch_embed.proj.weight"]
+    assert 0 < len(missing(names)) < 100

@@ -357,3 +357,21 @@ def test_damaged_file_is_one_sentence(folder: Path, name: str, text: str, messag
 def test_report_does_not_import_torch() -> None:
     script = "import sys, dmjd.report; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("key", ["seconds", "training_seconds", "images_per_second"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_time_that_is_no_number_is_a_dash(folder: Path, key: str, value: str) -> None:
+    timing = folder / "timing.jsonl"
+    rows = [json.loads(line) for line in timing.read_text().splitlines()]
+    for row in rows:
+        row[key] = float(value.lower())
+    timing.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "Wall time" in write_report(folder).read_text()
+
+
+def test_a_whole_number_of_400_digits_is_damage(folder: Path) -> None:
+    with (folder / "log.jsonl").open("a") as log:
+        log.write('{"step": 100000, "loss": 1%s}\n{"step": 100001}\n' % ("0" * 400))
+    with pytest.raises(DataError, match="it must be a number"):
+        write_report(folder)

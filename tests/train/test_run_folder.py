@@ -14,6 +14,7 @@ import dmjd
 from dmjd.compose import compose, from_yaml, to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
+from dmjd.files import read_file
 from dmjd.parallel.world import alone
 from dmjd.train import checkpoint
 from dmjd.train.run_folder import RunFolder
@@ -270,3 +271,19 @@ def test_paths_are_those_of_the_architecture(finished_run: Path, tiny: Callable[
     }
     assert {path.name for path in (finished_run / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
     assert (step / "config.yaml").read_text() == (finished_run / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "provenance.json", "log.jsonl"])
+def test_no_record_is_read_without_a_limit(
+    tmp_path: Path, finished_run: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(finished_run, tmp_path / "run")
+    with (tmp_path / "run" / name).open("r+b") as file:
+        file.truncate(20 << 30)  # takes no place on the disk
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read without a limit"))
+    folder = RunFolder(tmp_path / "run")
+    if name == "config.yaml":
+        with pytest.raises(ConfigError, match="cannot be read"):
+            folder.check(from_yaml(PretrainConfig, read_file(finished_run / "config.yaml")))
+    else:
+        assert (folder.read_log() if name == "log.jsonl" else folder._provenance()) in ([], {})
