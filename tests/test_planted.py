@@ -362,7 +362,7 @@ def test_in_a_shard_set(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")  # DeepSpeed's calls, as in zero_files.py
-@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
 def test_in_a_run_of_deepspeed(engine: str, tmp_path: Path, trials: Trials, dmjd: Command) -> None:
     words = (f"engine={engine}", "epochs=1", "ema_decay=0.9")
     made = tmp_path / "run"

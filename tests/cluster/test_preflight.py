@@ -135,6 +135,7 @@ def test_the_step_that_is_compiled_has_all_that_the_run_has(
     assert "ok     compilation" in said
 
 
+@pytest.mark.long
 def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     def preflight(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "launchers/agent.py"), "--standalone", "--nproc-per-node=2", "-m", "dmjd"]

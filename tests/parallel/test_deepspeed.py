@@ -170,7 +170,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["zero2", pytest.param("zero3", marks=pytest.mark.long)])
 def test_a_run_that_was_cut_goes_on(
     name: str,
     tmp_path: Path,
@@ -310,6 +310,7 @@ def test_a_conflicting_file_is_one_line_and_touches_nothing(tmp_path: Path, pret
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_deepspeeds_launcher_starts_the_command_line(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     words = tiny(tmp_path / "run", *WORDS, "engine=zero2")
     launcher = Path(sys.executable).with_name("deepspeed")

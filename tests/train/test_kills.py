@@ -61,7 +61,7 @@ def test_random_kills(
 ) -> None:
     # Workers outlive their killed parent by seconds, and must not keep its folder from the next launch.
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"workers={workers}")]
-    finish_through_kills(lambda: launch(command), seed, 0.3, 3.0, 5)
+    finish_through_kills(lambda: launch(command), seed, 0.3, 1.5, 5)
     assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)
 
 

@@ -160,7 +160,7 @@ def stored() -> list[dict[str, Any]]:
     return json.loads((RESULTS / "plan_memory_h200.json").read_text())["rows"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "row", stored(), ids=lambda row: f"{row['words'][-1]}-{row['images']}-{row['mode']}{'-compiled' * row['compile']}"
 )
@@ -191,7 +191,7 @@ LARGE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("model", LARGE)
 def test_the_plan_is_within_10_percent_of_peaks_under_every_engine(model: str) -> None:
     rows = [row for row in json.loads((RESULTS / "engines_h200.json").read_text()) if row["model"] == model]

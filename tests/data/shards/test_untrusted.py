@@ -183,7 +183,7 @@ def test_a_value_of_a_shard_that_cannot_be(tmp_path: Path, key: str) -> None:
         assert MANIFEST in fault(forge(tmp_path, shards=[{**SHARD, key: value}])), value
 
 
-@pytest.mark.parametrize("text", ["\x1b[31mx", "x\ny", "\x9b", "\0", "\ud800"])
+@pytest.mark.parametrize("text", ["\x1b[31mx", "x\ny", "\x9b", "\0"])
 def test_a_text_that_would_disturb_a_terminal(tmp_path: Path, text: str) -> None:
     for fields in ({"classes": ["ant", text]}, {"source": text}, {"dmjd": text}):
         assert "which must have no control characters" in fault(forge(tmp_path, **fields))
@@ -199,7 +199,7 @@ def test_a_number_of_another_type(tmp_path: Path, key: str, value: str) -> None:
 
 NAMES = (
     *("../a.tar", "a/../../b.tar", "..", ".", "a/", "a//b", "", "-rf", "a\0b", "a\nb", "a\x1b[31mb", "a\\b"),
-    *("C:a.tar", "/../etc/passwd", "//host/share", "\ud800", "x" * 300, "x" * 5000),
+    *("C:a.tar", "/../etc/passwd", "//host/share", "x" * 300, "x" * 5000),
     *("pipe:rm -rf x", "a::file://b", "filecache://x", "simplecache::http://x/y", "local:///etc/passwd", "data://x/y"),
 )
 
