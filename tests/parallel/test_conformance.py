@@ -96,6 +96,19 @@ def four(two: tuple[Seen, Path], resumed_alone: tuple[Seen, Path], tmp_path_fact
     return launch(tmp_path_factory.mktemp("four") / "walk", 4, saved, variants=False)
 
 
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.long)])
+def size(request: pytest.FixtureRequest) -> int:
+    """How many processes."""
+    return int(request.param)
+
+
+@pytest.fixture
+def seen(name: str, size: int, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What ``size`` processes have seen of the engine ``name``."""
+    found: Seen = request.getfixturevalue("two")[0] if size == 2 else request.getfixturevalue("four")
+    return found[name]
+
+
 def assert_same_curve(ours: list[Any], theirs: list[Any]) -> None:
     assert len(ours) == len(theirs)
     for row, expected in zip(ours, theirs, strict=True):
@@ -120,6 +133,7 @@ def test_two_processes_follow_the_curve_of_one(name: str, two: tuple[Seen, Path]
 
 
 @NAMES
+@pytest.mark.long
 def test_four_processes_follow_the_curve_of_one(name: str, four: Seen, alone: dict[str, Any]) -> None:
     assert_same_curve(four[name]["curve"], alone["curve"])
     assert_close(four[name]["parameters"], alone["parameters"])
@@ -153,48 +167,44 @@ def test_a_convvit_that_sees_visible_tokens_alone(
 
 
 @NAMES
-def test_a_bad_step_of_one_rank_moves_nothing_on_any(name: str, two: tuple[Seen, Path], four: Seen) -> None:
-    for seen in (two[0][name], four[name]):
-        ((loss, norm, applied),) = seen["poisoned"]
-        assert loss != loss
-        assert norm != norm or norm == float("inf")
-        assert applied == 0
-        assert not any(seen["moved"])
+def test_a_bad_step_of_one_rank_moves_nothing_on_any(name: str, seen: dict[str, Any], two: tuple[Seen, Path]) -> None:
+    ((loss, norm, applied),) = seen["poisoned"]
+    assert loss != loss
+    assert norm != norm or norm == float("inf")
+    assert applied == 0
+    assert not any(seen["moved"])
     before, after = (store.read(two[1] / f"{name}-{when}") for when in ("before", "after"))
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items()), "moments and step counts neither"
 
 
 @NAMES
-def test_gathered_weights_are_the_whole_ones(name: str, two: tuple[Seen, Path], four: Seen) -> None:
-    for seen in (two[0][name], four[name]):
-        assert seen["gathered parameters"].keys() == seen["parameters"].keys()
-        for parameter, value in seen["gathered parameters"].items():
-            assert torch.equal(value, seen["parameters"][parameter])
-        twin = walk.make_objective()
-        twin.load_state_dict(seen["parameters"])
-        with torch.no_grad():
-            expected = twin(*walk.make_batch(0, range(walk.BATCH))).total
-        torch.testing.assert_close(seen["gathered"], expected, rtol=1e-6, atol=0)
+def test_gathered_weights_are_the_whole_ones(name: str, seen: dict[str, Any]) -> None:
+    assert seen["gathered parameters"].keys() == seen["parameters"].keys()
+    for parameter, value in seen["gathered parameters"].items():
+        assert torch.equal(value, seen["parameters"][parameter])
+    twin = walk.make_objective()
+    twin.load_state_dict(seen["parameters"])
+    with torch.no_grad():
+        expected = twin(*walk.make_batch(0, range(walk.BATCH))).total
+    torch.testing.assert_close(seen["gathered"], expected, rtol=1e-6, atol=0)
 
 
 @NAMES
-def test_a_frozen_teacher_is_divided_and_gives_the_same(name: str, two: tuple[Seen, Path], four: Seen) -> None:
-    for size, seen in ((2, two[0][name]), (4, four[name])):
-        teacher = seen["teacher"]
-        assert all(teacher["same"])
-        assert not teacher["learned"]
-        whole = "ddp", "zero1", "zero2"
-        parts = 1 if name in whole else size // 2 if name == "hsdp" else size
-        for held in zip(*teacher["held"], strict=True):  # before it is called, and after
-            assert sum(held) == teacher["parameters"] * size / parts
-            assert (max(held) < teacher["parameters"]) == (parts > 1)
+def test_a_frozen_teacher_is_divided_and_gives_the_same(name: str, size: int, seen: dict[str, Any]) -> None:
+    teacher = seen["teacher"]
+    assert all(teacher["same"])
+    assert not teacher["learned"]
+    whole = "ddp", "zero1", "zero2"
+    parts = 1 if name in whole else size // 2 if name == "hsdp" else size
+    for held in zip(*teacher["held"], strict=True):  # before it is called, and after
+        assert sum(held) == teacher["parameters"] * size / parts
+        assert (max(held) < teacher["parameters"]) == (parts > 1)
 
 
 @NAMES
-def test_a_run_can_be_rolled_back(name: str, two: tuple[Seen, Path], four: Seen) -> None:
-    for seen in (two[0][name], four[name]):
-        assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
+def test_a_run_can_be_rolled_back(name: str, seen: dict[str, Any]) -> None:
+    assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
 
 
 @pytest.mark.parametrize(
@@ -217,12 +227,14 @@ def test_one_process_goes_on_from_two(name: str, resumed_alone: tuple[Seen, Path
 
 @NAMES
 @pytest.mark.parametrize("origin", ["two of ddp", "two of hsdp", "one of two"])
+@pytest.mark.long
 def test_four_processes_go_on_from(name: str, origin: str, four: Seen, alone: dict[str, Any]) -> None:
     assert_same_curve(four[name][f"from {origin}"], alone["curve"][walk.SAVED_AT :])
 
 
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("origin", STAGES)
+@pytest.mark.long
 def test_four_processes_go_on_from_two_of_any_stage(name: str, origin: str, four: Seen, alone: dict[str, Any]) -> None:
     assert_same_curve(four[name][f"from two of {origin}"], alone["curve"][walk.SAVED_AT :])
 
