@@ -42,7 +42,7 @@ def kind_of_mode(mode: int) -> str:
 
 
 def obstacle(path: Path, *, folder: bool = False) -> str:
-    """What ``path`` is instead of a regular file, or of a folder; empty if it is one or is absent. Follows links."""
+    """The kind of ``path`` where it is no regular file (or no folder); empty if it is one or absent. Follows links."""
     if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
         return ""
     if not path.exists():

@@ -102,7 +102,11 @@ def parse_yaml(text: str) -> Any:
     if _HALF.search(text):
         raise ValueError(_IS_HALF)
     try:
-        return yaml.load(text, Loader=Loader)
+        loader = Loader(text)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
     # Beside its own errors, numbers and dates raise ValueError, keys TypeError, and long flows RecursionError.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error)) from error

@@ -222,7 +222,7 @@ class BatchLoader:
     """Batches ``start .. stop - 1`` in order, computed ahead by ``workers`` processes (0: in this one).
 
     Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises. ``ahead``
-    is told how far they are. Waiting for a batch ends as :class:`dmjd.data.waiting.Waiting` says.
+    is called with their progress. Waiting for a batch has the limits of :class:`dmjd.data.waiting.Waiting`.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ def evaluation_loader(
     """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them; ``timeout`` is ``data.timeout``.
 
     Raises:
-        ConfigError: if shared memory has no room for the batches of the workers.
+        ConfigError: if shared memory is smaller than the batches of the workers.
     """
     check_shared_memory(Batch.nbytes(batch_size, [size], dataset.channels), workers)
     batches = EvaluationBatches(dataset, batch_size, size, crop_pct)
@@ -357,7 +357,7 @@ def shared_memory_free() -> float:
 
 
 def check_shared_memory(batch_bytes: int, workers: int, processes: int = 1) -> None:
-    """Raise ConfigError if it has no room; arguments as for :func:`shared_memory_needed`.
+    """Raise ConfigError if shared memory is too small; arguments as for :func:`shared_memory_needed`.
 
     Without this, workers fail one by one when it is full, or are killed.
     """

@@ -29,7 +29,7 @@ class Launch:
 
 
 def read_launch() -> Launch:
-    """What the launcher says; one process by itself where there is none.
+    """The launcher's variables; one process by itself where there are none.
 
     Raises:
         ConfigError: one line with the variable, its value, what is allowed, and the cure.

@@ -97,6 +97,6 @@ class Feed:
             requests.fail(error)
         else:
             return
-        # What is made of these reaches no disk: all ranks stop as soon as they have heard why.
+        # Results of these steps are never saved: all ranks stop at the next exchange.
         while True:
             yield Batch.empty(*self._shape)

@@ -204,7 +204,7 @@ class Pretraining:
         self.saver.wait()
         self._note_saved()
         self._note_pictures(wait=self.requests.reason is None)
-        if self.position.step == self.total_steps and self.position.judged:
+        if self.position.step == self.total_steps and self.position.evaluated:
             self.ending.write("finished", "all steps are done")
         else:
             self.ending.write(*self.requests.stopping())
@@ -212,7 +212,7 @@ class Pretraining:
     def _play_on(self, rehearsed: bool) -> None:
         """Steps until the run ends or stops. Raises Alarm where it must go back."""
         try:
-            if not self.position.judged:
+            if not self.position.evaluated:
                 self._judge()
             self._take_steps(rehearsed)
         except StoppedBefore as stopped:
@@ -334,10 +334,10 @@ class Pretraining:
         if self.jury:
             self.journal.clock.enter("evaluate")
             self._settle()
-            self.position.judged = False
+            self.position.evaluated = False
             if not self.jury.judge(self.position.step, self.position.step / self.steps_per_epoch):
                 raise StoppedBefore(self.position.step + 1)
-        self.position.judged = True
+        self.position.evaluated = True
 
     def _is_time_to_persist(self) -> bool:
         step = self.position.step

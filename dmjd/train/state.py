@@ -73,10 +73,10 @@ class Registry:
 class Position:
     """Where a run stands: ``step`` optimizer steps are done, and batches in ``passed_over`` are not read.
 
-    The loader's whole state follows from it. ``judged`` is false where an epoch has ended and its evaluation has not.
+    The loader's whole state follows from it. ``evaluated`` is false from an epoch's end to that of its evaluation.
     """
 
-    judged = True
+    evaluated = True
 
     def __init__(self) -> None:
         self.step = 0
@@ -88,11 +88,11 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         state = {"step": self.step, "passed_over": self.passed_over}
-        return state if self.judged else {**state, "judged": False}
+        return state if self.evaluated else {**state, "evaluated": False}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.passed_over = state["step"], state["passed_over"]
-        self.judged = state.get("judged", True)
+        self.evaluated = state.get("evaluated", True)
 
 
 class DataIdentity:

@@ -6,9 +6,8 @@ before its first read. A stamp beside it records which file that was, by inode, 
 no program sets). A stamp counts if it belongs to this user and nobody else can write to it; a file that is not the one
 of the stamp is compared again, and fetched again where it differs.
 
-A draft is locked by who fetches it, and the lock goes with its process, so a killed one blocks nobody, and its draft
-goes when somebody else fetches. What is evicted is the oldest: shards are fetched in the order in which the plan comes
-to them.
+The process that downloads a draft holds a lock on it. The lock ends with the process, and the next download removes the
+draft of a killed one. Eviction takes the oldest shards: they are fetched in the order of the plan.
 """
 
 from __future__ import annotations
