@@ -17,14 +17,14 @@ from inputs import batches, uploader
 from simulated_world import SimulatedWorld, answer_buckets
 from step_times import StepTimes, spread
 
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
+from dmjd.builders.preparation import Preparation
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.train.preparation import Preparation
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
 

@@ -14,7 +14,7 @@ from dmjd.errors import UserError
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
-from dmjd.train.saver import Saver
+from dmjd.runs.saver import Saver
 
 SAVES = 4
 

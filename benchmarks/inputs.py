@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from photographs import write_shards
 
+from dmjd.builders import image_size
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_source
 from dmjd.data.loader import make_loader
-from dmjd.data.upload import Uploader
 from dmjd.parallel.world import World
-from dmjd.train.builders import image_size
+from dmjd.train.upload import Uploader
 
 INPUTS = ("device", "pinned", "shards")
 DIFFERENT = 4

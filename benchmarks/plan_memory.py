@@ -2,7 +2,7 @@
 
     python benchmarks/plan_memory.py [benchmarks/results/plan_memory_h200.json]
 
-Two to three minutes. Results are written after every case; tests/train/test_plan.py compares the plan with them.
+Two to three minutes. Results are written after every case; tests/cluster/test_plan.py compares the plan with them.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.builders.preparation import Preparation
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
-from dmjd.train.preparation import Preparation
 
 MAE_B = ("experiment=mae_vit_base",)
 MAE_L = ("experiment=mae_vit_base", "backbone=vit_large")

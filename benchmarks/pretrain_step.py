@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from dmjd.accelerators import accelerator_of
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
+from dmjd.builders.preparation import Preparation
+from dmjd.builders.rehearsal import flops_per_image
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
-from dmjd.train.preparation import Preparation
-from dmjd.train.throughput import flops_per_image
 
 WARMUP, STEPS, BATCHES = 5, 20, 4
 

@@ -61,8 +61,8 @@ def _plan(words: Sequence[str]) -> None:
     from dmjd.compose import compose
 
     config = compose("plan", words)
-    from dmjd.train.plan import Plan
-    from dmjd.train.plan_page import page
+    from dmjd.cluster.plan import Plan
+    from dmjd.cluster.plan_page import page
 
     only = config.engine.name if any(word.startswith(("engine=", "engine.name=")) for word in words) else None
     print(*page(Plan(config), only), sep="\n")
@@ -146,7 +146,7 @@ def _consolidate(words: Sequence[str]) -> None:
     from dmjd.compose import compose
 
     config = compose("consolidate", _of_checkpoint(words))
-    from dmjd.train.consolidate import consolidate
+    from dmjd.runs.consolidate import consolidate
 
     print(consolidate(config))
 
@@ -206,7 +206,7 @@ def _preflight(words: Sequence[str]) -> None:
         print(report(checks))
     if failed:
         error = UserError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
-        error.told = _rank() != 0
+        error.reported = _rank() != 0
         raise error
 
 
@@ -263,10 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif "--cfg" in rest:
             print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
         else:
-            with _last_word():
+            with _recorded_exit():
                 VERBS[verb](rest)
     except UserError as error:
-        if not error.told:
+        if not error.reported:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         if type(error).__name__ != "Diverged":
             raise
-        if not getattr(error, "told", False):
+        if not getattr(error, "reported", False):
             print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -326,16 +326,15 @@ def _rank() -> int:
 
 
 @contextmanager
-def _last_word() -> Iterator[None]:
+def _recorded_exit() -> Iterator[None]:
     """Tell a batch script, which sees torchrun's exit code alone, why there was no run that could have said so."""
     try:
         yield
     except Exception as error:
-        if not getattr(error, "told", False):
-            from dmjd.train.cause import cause
-            from dmjd.train.last_word import leave_last_word
+        if not getattr(error, "reported", False):
+            from dmjd.runs.exit_record import exit_reason, write_launch_record
 
-            leave_last_word(*cause(error, _rank()))
+            write_launch_record(*exit_reason(error, _rank()))
         raise
 
 

@@ -7,6 +7,8 @@ Broken invariants of our own are ``assert``s and keep their traceback.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from dmjd.redact import redact_message
 
@@ -29,10 +31,10 @@ def printable_message(message: str) -> str:
 class UserError(ValueError):
     """Base of every mistake that the user, not the program, has to mend.
 
-    ``told``: true where another process of the run prints the error, so this one need not.
+    ``reported``: true where another process of the run prints the error, so this one need not.
     """
 
-    told: bool = False
+    reported: bool = False
 
     def __str__(self) -> str:
         return printable_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
@@ -85,3 +87,47 @@ class OutOfMemory(UserError):
 
 class StorageError(UserError):
     """A disk that is full, read-only or gone, while a run wants to write."""
+
+
+class FolderGone(StorageError):
+    """The run folder was removed, and a folder at its path may belong to another run."""
+
+
+class Diverged(RuntimeError):
+    """The run stops because too many steps were non-finite. Checkpoints stay as they were.
+
+    ``reported``: true where another process prints the error.
+    """
+
+    reported = False
+
+
+class StopRequested(Exception):
+    """The process was asked to stop while it waited for a batch."""
+
+
+class StoppedBefore(Exception):
+    """The run stops before ``step``, counted from 1, because some rank has no batch for it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step}")
+        self.step = step
+
+
+class Alarm(Exception):
+    """Steps ``first .. last``, counted from 1, are more than skipping can repair."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(f"steps {first} to {last}")
+        self.first, self.last = first, last
+
+
+@contextmanager
+def config_section(section: str) -> Iterator[None]:
+    """Re-raise ValueError as ConfigError that names the configuration section."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{section}: {error}") from error

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
+from dmjd.builders import build_mask_spec, build_objective, peak_lr, target_dim, token_grid
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.resources import configs_dir
-from dmjd.train.builders import build_mask_spec, build_objective, peak_lr, target_dim, token_grid
 
 PAGE = Path(__file__).with_name("methods.md")
 

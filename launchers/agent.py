@@ -21,8 +21,8 @@ try:
             raise ImportError(f"No module named {package!r}")
 except (ImportError, OSError) as missing:  # OSError: a library that torch needs
     error = f"error: DMJD_PYTHON={sys.executable} on {os.uname().nodename}: {' '.join(str(missing).split())}"
-    if "DMJD_LAST_WORD" in os.environ:
-        with suppress(OSError), open(os.environ["DMJD_LAST_WORD"], "x", encoding="utf-8") as word:
+    if "DMJD_EXIT_RECORD" in os.environ:
+        with suppress(OSError), open(os.environ["DMJD_EXIT_RECORD"], "x", encoding="utf-8") as word:
             word.write(error + "\n")
     sys.exit(f"{error}; install dmjd[train] there, or name another DMJD_PYTHON")
 if quiet:

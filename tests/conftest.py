@@ -12,6 +12,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -218,8 +219,8 @@ def assert_same_run() -> Callable[..., None]:
     the machine's and may differ.
     """
     from dmjd.parallel import store
-    from dmjd.train import checkpoint
-    from tests.runs import same
+    from dmjd.runs import checkpoint
+    from tests.compare import same
 
     def check(run: Path, other: Path, *parts: str) -> None:
         ends = [checkpoint.newest(path / "checkpoints") for path in (run, other)]
@@ -234,6 +235,62 @@ def assert_same_run() -> Callable[..., None]:
         assert (run / "log.jsonl").read_bytes() == (other / "log.jsonl").read_bytes()
 
     return check
+
+
+@pytest.fixture(scope="session")
+def recipe(tiny: Callable[..., list[str]], image_folder: Path) -> Callable[..., list[str]]:
+    """``recipe(run, *more)``: two epochs of six steps over a folder of images.
+
+    Checkpoints at 4, 8 and 12 fall into logging windows, which end at 5, 10 and 12.
+    """
+
+    def make(run: Path, *more: str) -> list[str]:
+        folder = ("data=folder", f"data.root={image_folder}", "data.image_size=[16,16]", "epochs=2", "batch_size=8")
+        every = ("log_every=5", "checkpoint_every=4", "keep_checkpoints=9")
+        return tiny(run, *folder, *every, *more)
+
+    return make
+
+
+@pytest.fixture
+def words(tmp_path: Path, recipe: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """``words(name, *more)``: the recipe in ``tmp_path / name``."""
+    return lambda name, *more: recipe(tmp_path / name, *more)
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory, recipe: Callable[..., list[str]]) -> Path:
+    """The recipe, run to its end without a stop. Only to be read."""
+    from tests.compare import pretrain
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
+        return pretrain(recipe(tmp_path_factory.mktemp("straight") / "run"))
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer than a tiny run."""
+    monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
+
+
+@pytest.fixture
+def freeze() -> Iterator[Callable[[Path], None]]:
+    """``freeze(folder)``: for the rest of the test the kernel refuses to remove anything from it, of root too."""
+    frozen: list[Path] = []
+
+    def attribute(sign: str, folder: Path) -> None:
+        changed = subprocess.run(["chattr", f"{sign}i", folder], capture_output=True, text=True)
+        if changed.returncode:
+            pytest.skip(f"an unremovable folder needs root and a file system with attributes: {changed.stderr.strip()}")
+
+    def act(folder: Path) -> None:
+        attribute("+", folder)
+        frozen.append(folder)
+
+    yield act
+    for folder in frozen:
+        attribute("-", folder)
 
 
 def free_port() -> str:

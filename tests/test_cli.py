@@ -17,10 +17,9 @@ from dmjd import __version__, cli
 from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
-from dmjd.errors import UserError
+from dmjd.errors import Diverged, UserError
 from dmjd.ops import status
-from dmjd.train import checkpoint
-from dmjd.train.guard import Diverged
+from dmjd.runs import checkpoint
 
 Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
@@ -339,7 +338,7 @@ def test_an_error_that_another_rank_prints_is_not_printed_twice(
     told: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, dmjd: Command
 ) -> None:
     error = UserError("the shards are gone")
-    error.told = told
+    error.reported = told
 
     def verb(words: object) -> None:
         raise error

@@ -15,7 +15,7 @@ from dmjd.compose import from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data import build
 from dmjd.errors import DataError
-from tests.runs import checkpoints, rows
+from tests.compare import checkpoints, rows
 
 Command = Callable[..., tuple[int, str, str]]
 Words = Callable[..., list[str]]

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmjd.train.checkpoint import MANIFEST
+from dmjd.runs.checkpoint import MANIFEST
 from tests.conftest import TINY
 
 Command = Callable[..., tuple[int, str, str]]

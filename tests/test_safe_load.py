@@ -27,7 +27,9 @@ from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.state_file import read_state
-from dmjd.parallel import native_files, zero_files
+from dmjd.parallel import native_files
+from dmjd.parallel.deepspeed import files as zero_files
+from dmjd.runs import checkpoint
 from dmjd.safe_load import (
     TENSORS,
     load_torch,
@@ -37,7 +39,6 @@ from dmjd.safe_load import (
     unpickle_plain,
     weights_only_forced,
 )
-from dmjd.train import checkpoint
 
 PACKAGE = Path(__file__).parents[1] / "dmjd"
 READER = PACKAGE / "safe_load.py"

@@ -12,12 +12,11 @@ from typing import Any
 
 from dmjd.cluster import flight
 from dmjd.cluster.finding import CLOCK_SKEW_SECONDS, Finding
-from dmjd.cluster.heartbeat import Beat, read_heartbeats
 from dmjd.cluster.job_log import causes_of_death, gave_up, log_of_last_launch
 from dmjd.cluster.launches import (
     began_at,
     ending,
-    read_last_word,
+    read_launch_record,
     read_launches,
     read_marker,
     recorded_at,
@@ -27,6 +26,7 @@ from dmjd.cluster.launches import (
 from dmjd.cluster.ranks import PHASE_ADVICE, alive_or_not, process_states, silent, unreadable
 from dmjd.errors import ConfigError
 from dmjd.files import obstacle
+from dmjd.runs.heartbeat import Beat, read_heartbeats
 
 _NEVER = (
     (r"(?i)held", "it will not start by itself: mend what the log says, then scontrol release {job}"),
@@ -59,7 +59,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
     now = time.time() if now is None else now
     beats, launches = read_heartbeats(run), read_launches(run)
-    word = read_last_word(run, launches[-1]) if launches else None
+    word = read_launch_record(run, launches[-1]) if launches else None
     stop = ending(read_marker(run, began_at(launches[-1] if launches else None) - CLOCK_SKEW_SECONDS), word)
     refused = "" if "step" in stop else refused_beside(word, beats)
     if refused:

@@ -11,12 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dmjd.cluster.heartbeat import Beat
 from dmjd.files import read_file
+from dmjd.runs.heartbeat import Beat
 from dmjd.safe_load import parse_json
 
 
-class LastWord(NamedTuple):
+class LaunchRecord(NamedTuple):
     """What a launch of a job left for its batch script, and when (seconds since 1970).
 
     of_run: whether it had become a run, which leaves a marker too.
@@ -62,14 +62,14 @@ def recorded_at(run: Path) -> float:
         return 0.0
 
 
-def read_last_word(run: Path, launch: Mapping[str, Any]) -> LastWord | None:
+def read_launch_record(run: Path, launch: Mapping[str, Any]) -> LaunchRecord | None:
     """None where the launch left none: it was killed, or has not ended."""
     path = run / "slurm" / f"last_word-{launch['job']}-{launch['restart']}"
     lines = _lines(path)
-    return LastWord(lines[0], path.stat().st_mtime, of_run=len(lines) > 1) if lines else None  # with its advice
+    return LaunchRecord(lines[0], path.stat().st_mtime, of_run=len(lines) > 1) if lines else None  # with its advice
 
 
-def refused_beside(word: LastWord | None, beats: Sequence[Beat]) -> str:
+def refused_beside(word: LaunchRecord | None, beats: Sequence[Beat]) -> str:
     """The last word of a launch, if ranks of another were heard of after it: two jobs had been submitted for a run."""
     return word.text if word and not word.of_run and any(beat.time > word.time for beat in beats) else ""
 
@@ -85,7 +85,7 @@ def read_marker(run: Path, began: float) -> dict[str, Any]:
     return marker if of_this_launch and said else {}
 
 
-def ending(marker: dict[str, Any], word: LastWord | None) -> dict[str, Any]:
+def ending(marker: dict[str, Any], word: LaunchRecord | None) -> dict[str, Any]:
     """What was left last: the marker of a run, or the word of a launch that never became one."""
     if word is None or word.of_run:  # of ranks that fail at once the two keep whose came first, not always the same
         return marker

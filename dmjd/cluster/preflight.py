@@ -24,22 +24,22 @@ import torch
 import torch.distributed as dist
 
 import dmjd
+from dmjd.builders import build_objective, build_tokenizer, check_data_timeout
+from dmjd.builders.step import build_step
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
+from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import shared_memory_free, shared_memory_needed
 from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import select_device
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed.config import STAGES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
-from dmjd.train.builders import build_objective, build_tokenizer, check_data_timeout
-from dmjd.train.state import DataIdentity
-from dmjd.train.step import build_step
 
 ALL_REDUCE_SECONDS = 60.0
 """By then NCCL has found its ways between any number of nodes, or never will."""

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dmjd.cluster.finding import CLOCK_SKEW_SECONDS, Finding
-from dmjd.cluster.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
+from dmjd.runs.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
 
 STALE_SECONDS = 60.0
 """A rank that has been in one phase for so long is not on its way through a step, but in something that takes time."""

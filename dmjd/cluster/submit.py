@@ -52,7 +52,7 @@ from within a job of an array would requeue that one, or stop when that one's ti
 SBATCH_SECONDS = 120.0
 """sbatch itself gives up on a controller that does not answer after about 100 s."""
 
-_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_LAST_WORD")
+_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_EXIT_RECORD")
 """How the names begin of variables that are of the job around us, if there is one."""
 
 
@@ -145,7 +145,7 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     folder = _folder(config, array="array" in options)
     container = site.get("DMJD_CONTAINER") or None
     if verb == "pretrain" and container is None and (folder / "config.yaml").is_file():
-        from dmjd.train.run_folder import RunFolder  # torch takes seconds to come, and most runs are new
+        from dmjd.runs.folder import RunFolder  # torch takes seconds to come, and most runs are new
 
         RunFolder(folder).check(config)
     header.update(

@@ -2,7 +2,7 @@
 
 A field that decides no result is marked by ``may_change``: a run may be resumed with another value of it, and of no
 other field.
-Values that depend on each other are checked by :mod:`dmjd.train.builders`, which has the objects at hand.
+Values that depend on each other are checked by :mod:`dmjd.builders`, which has the objects at hand.
 """
 
 from dmjd.config.data import DataConfig

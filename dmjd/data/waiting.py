@@ -21,7 +21,7 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from dmjd.errors import DataError
+from dmjd.errors import DataError, StopRequested
 
 T = TypeVar("T")
 
@@ -36,10 +36,6 @@ STACK_SECONDS = 0.5
 
 _stop_requested: Callable[[], bool] = lambda: False  # noqa: E731
 _thread = threading.local()
-
-
-class StopRequested(Exception):
-    """The process was asked to stop while it waited for a batch."""
 
 
 @contextmanager

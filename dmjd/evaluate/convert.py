@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dmjd.builders import token_grid
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
@@ -22,9 +23,8 @@ from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, writ
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
 from dmjd.parallel.store import is_consolidated, read_model
-from dmjd.train import checkpoint
-from dmjd.train.builders import token_grid
-from dmjd.train.weights import weights_at
+from dmjd.runs.checkpoint import weights_at
+from dmjd.runs.paths import CONFIG
 
 logger = logging.getLogger("dmjd")
 
@@ -108,7 +108,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     grid = _pair(config.source_grid)
     if path.is_dir():
         folder = weights_at(config.input, "input")
-        source = folder / checkpoint.CONFIG
+        source = folder / CONFIG
         trained = from_yaml(PretrainConfig, read_file(source), source)
         return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):

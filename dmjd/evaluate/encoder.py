@@ -8,24 +8,25 @@ from pathlib import Path
 
 import torch
 
+from dmjd.builders import build_encoder, build_objective, check_data, target_dim, token_grid
+from dmjd.builders.average import ENCODER
+from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
 from dmjd.data.build import build_dataset, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, config_section
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
 from dmjd.parallel.store import is_consolidated, read_average
 from dmjd.redact import shown
-from dmjd.train import checkpoint
-from dmjd.train.builders import build_encoder, build_objective, check_data, target_dim, token_grid
-from dmjd.train.builders.refusal import refusing
-from dmjd.train.ema import ENCODER
-from dmjd.train.run_folder import RunFolder
-from dmjd.train.weights import check_described, load_encoder_weights, load_weights, weights_at
+from dmjd.runs import checkpoint
+from dmjd.runs.checkpoint import weights_at
+from dmjd.runs.folder import RunFolder
+from dmjd.runs.paths import CONFIG
 
 logger = logging.getLogger("dmjd")
 
@@ -92,7 +93,7 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
     size = data.image_size[0], data.image_size[1]
-    with refusing("data.image_size"):
+    with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
     return FrozenEncoder(encoder, trained, text, data, size, device, step, path, RunFolder(_home_of(path)))
@@ -123,7 +124,7 @@ def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
     """Without the branches of pre-training, about which a file need not know anything."""
     if which == "untrained":
         raise ConfigError(f"weights=untrained: {path} is a file, and only a run knows what it began with")
-    with refusing("backbone"):
+    with config_section("backbone"):
         encoder = build_encoder(model)
     logger.info("weights of %s", load_encoder_weights(encoder, path))
     if which == "ema":
@@ -150,9 +151,9 @@ def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainC
         model = config.model if config.data is None else replace(config.model, data=config.data)
         return model, to_yaml(model)
     if config.model is not None:
-        raise ConfigError(f"experiment and backbone describe files, and {path} has its own {checkpoint.CONFIG}")
-    content = read_file(path / checkpoint.CONFIG)
-    stored = from_yaml(PretrainConfig, content, path / checkpoint.CONFIG)
+        raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
+    content = read_file(path / CONFIG)
+    stored = from_yaml(PretrainConfig, content, path / CONFIG)
     return RunFolder(_home_of(path)).with_stored_data(stored), content.decode()
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from timm.optim.lars import Lars
 from torch import Tensor, nn
 
+from dmjd.builders.schedules import REFERENCE_BATCH, cosine
 from dmjd.errors import ConfigError
 from dmjd.evaluate.features import Features, require_labels
 from dmjd.evaluate.sources import FeatureSource
-from dmjd.train.schedules import REFERENCE_BATCH, cosine
 
 
 @dataclass(frozen=True)

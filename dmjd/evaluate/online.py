@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from dmjd.builders import image_size
 from dmjd.config import PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
@@ -21,7 +22,6 @@ from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.evaluate.knn import knn_accuracy
 from dmjd.evaluate.verbs import FEATURE_BATCH
-from dmjd.train.builders import image_size
 
 logger = logging.getLogger("dmjd")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dmjd.builders.augment import flip_by_coin
 from dmjd.config import KnnConfig, LinprobeConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches
@@ -26,8 +27,7 @@ from dmjd.evaluate.linprobe import linear_probe, require_steps
 from dmjd.evaluate.sources import CachedFeatures, FeatureSource, RecomputedFeatures
 from dmjd.files import obstacle, standing_place
 from dmjd.ops import make_key
-from dmjd.train.preparation import flip_by_coin
-from dmjd.train.run_folder import RunFolder
+from dmjd.runs.folder import RunFolder
 
 FEATURE_BATCH = 256
 """Images per forward pass; it decides speed and memory, not results."""

@@ -20,7 +20,7 @@ from dmjd.interop.tensors import (
     resize_positions,
     share_bias_table,
 )
-from dmjd.models.positions import sincos_positions
+from dmjd.positions import sincos_positions
 
 FIXED_TOLERANCE = 1e-5
 """Largest difference of a stored table from the fixed sine-cosine one, which code bases compute in float32 or 64."""

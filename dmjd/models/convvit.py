@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from dmjd.models.mlp import Pointwise, PointwiseMlp
 from dmjd.models.norm import LayerNorm, layer_norm
-from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import EncoderBlock
 from dmjd.ops.images import patchify
 from dmjd.ops.masked_depthwise_conv2d import masked_depthwise_conv2d
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
+from dmjd.positions import sincos_positions
 
 STRIDES = (4, 2, 2)
 """Of the three patch embeddings; a token is their product, 16 pixels, wide."""
@@ -181,7 +181,7 @@ class ConViTEncoder(nn.Module):
         Args:
             images: float ``[B, C, H, W]``.
             views: None encodes all N tokens; otherwise K views.
-            branch_scales: ``[depth, 2, K*B]``, stochastic depth as :mod:`dmjd.train.drop_path` draws it; None for none.
+            branch_scales: ``[depth, 2, K*B]``, stochastic depth, see :mod:`dmjd.builders.preparation`; None for none.
 
         Returns:
             ``[B, N, D]`` without views, ``[K*B, V, D]`` with them.

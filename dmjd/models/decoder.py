@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmjd.models.norm import layer_norm
-from dmjd.models.positions import sincos_positions
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
+from dmjd.positions import sincos_positions
 
 PROJECTORS = ("nonlinear", "linear")
 

@@ -9,9 +9,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from dmjd.models.norm import layer_norm
-from dmjd.models.positions import sincos_positions
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
+from dmjd.positions import sincos_positions
 
 HIDDEN = ("drop", "mask_token")
 POSITIONS = ("sincos", "learned", "relative")
@@ -141,7 +141,7 @@ class ViTEncoder(nn.Module):
         Args:
             images: float ``[B, C, H, W]``.
             views: None encodes all N tokens; otherwise K views.
-            branch_scales: ``[depth, 2, K*B]``, stochastic depth as :mod:`dmjd.train.drop_path` draws it; None for none.
+            branch_scales: ``[depth, 2, K*B]``, stochastic depth, see :mod:`dmjd.builders.preparation`; None for none.
 
         Returns:
             ``[B, prefix + N, D]`` without views; ``[K*B, prefix + V, D]`` for "drop"; ``[K*B, prefix + N, D]`` for

@@ -11,7 +11,7 @@ from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
 from dmjd.parallel.apply import apply
 from dmjd.parallel.ddp import DDPEngine
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed.config import STAGES
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.fsdp import FSDPEngine, without_parameters
 from dmjd.parallel.sharding import SHARDED, replicas
@@ -60,7 +60,7 @@ def build_engine(
             blocks_per_unit=engine.blocks_per_unit,
         )
     if engine.name in STAGES:
-        from dmjd.parallel.deepspeed import DeepSpeedEngine  # for those who have it and ask for it
+        from dmjd.parallel.deepspeed.engine import DeepSpeedEngine  # for those who have it and ask for it
 
         bare = without_parameters(objective)
         apply(objective.model, engine)

@@ -6,8 +6,8 @@ import torch
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel import deepspeed_config
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed import config as deepspeed_config
+from dmjd.parallel.deepspeed.config import STAGES
 from dmjd.parallel.sharding import SHARDED, replicas
 
 _OPTIONS = {

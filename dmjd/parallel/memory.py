@@ -121,7 +121,7 @@ def trace_step(
     """Run one forward and backward pass of ``objective(*inputs).total`` and count.
 
     Objective and inputs are fake tensors on the "cpu" device, made under the FakeTensorMode that is active (see
-    :func:`dmjd.train.rehearsal.rehearse`). With real tensors it counts as well, and computes.
+    :func:`dmjd.builders.rehearsal.rehearse`). With real tensors it counts as well, and computes.
 
     Args:
         objective: a transformed one (:func:`dmjd.parallel.apply.apply`) that has no gradients; left without.

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dmjd.parallel import native_files, zero_files
+from dmjd.parallel import native_files
+from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.native_files import (
     AVERAGE,
     CONSOLIDATED,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, NotMet, UserError
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed.config import STAGES
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch, read_launch
 from dmjd.parallel.sharding import SHARDED
@@ -89,7 +89,7 @@ class World:
         if speaker is None:
             return result
         if refusal is not None and self.rank == speaker:
-            refusal.told = False  # a rank may raise here what another had reported to it
+            refusal.reported = False  # a rank may raise here what another had reported to it
             raise refusal
         raise _told(str(sentences[speaker]))
 
@@ -149,7 +149,7 @@ def _patient_group(patience: timedelta) -> dist.ProcessGroup:
 def _told(sentence: str) -> UserError:
     """A refusal that another rank prints."""
     error = UserError(sentence)
-    error.told = True
+    error.reported = True
     return error
 
 

@@ -11,14 +11,15 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.detour import Detour, DetourAhead
+from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import check_shared_memory, make_loader
 from dmjd.data.quarantine import Quarantine
-from dmjd.data.waiting import Limit, StopRequested
-from dmjd.errors import DataError, UserError
+from dmjd.data.waiting import Limit
+from dmjd.errors import DataError, StoppedBefore, StopRequested, UserError
 from dmjd.parallel.world import World
 from dmjd.redact import shown
-from dmjd.train.state import DataIdentity, Position
-from dmjd.train.stop import Requests, StoppedBefore
+from dmjd.train.state import Position
+from dmjd.train.stop import Requests
 
 STACKS = "stacks"
 """The folder, inside a run's, of what a rank and its loader workers did when no data arrived for too long."""

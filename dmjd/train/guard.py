@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dmjd.config import GuardConfig
-from dmjd.errors import StorageError
+from dmjd.errors import Alarm, Diverged, StorageError
 from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World
@@ -28,23 +28,6 @@ from dmjd.train.spike import SpikeRule
 SHOWN_IDS = 8
 
 logger = logging.getLogger("dmjd")
-
-
-class Diverged(RuntimeError):
-    """The run stops: too many steps went wrong. Checkpoints are as they were.
-
-    ``told``: another process says the sentence.
-    """
-
-    told = False
-
-
-class Alarm(Exception):
-    """Steps ``first .. last``, counted from 1, are more than skipping mends."""
-
-    def __init__(self, first: int, last: int) -> None:
-        super().__init__(f"steps {first} to {last}")
-        self.first, self.last = first, last
 
 
 class StepNumbers(NamedTuple):
@@ -209,7 +192,7 @@ class Guard:
         self._list({"event": "stop", "steps": [row["step"] for row in rows], "why": why})
         more = f", the last of {len(rows)} bad steps since step {alarm.first}" if len(rows) > 1 else ""
         error = Diverged(f"{_describe(rows[-1])}{more}; the run stops, {why}; {self._report} names all")
-        error.told = not self._world.is_main
+        error.reported = not self._world.is_main
         raise error
 
     def _ranks(self, own_loss: float, sample_ids: Tensor) -> list[dict[str, Any]]:

@@ -13,14 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dmjd.cluster.heartbeat import read_heartbeats
 from dmjd.compose import stored
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
+from dmjd.runs.folder import RunFolder
+from dmjd.runs.heartbeat import read_heartbeats
 from dmjd.train.guard import StepNumbers
 from dmjd.train.metrics import RunLog, Window, workers_needed
 from dmjd.train.progress import Progress
-from dmjd.train.run_folder import RunFolder
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
 from dmjd.train.trackers import Trackers

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dmjd.data.waiting import StopRequested
+from dmjd.errors import StopRequested
 from dmjd.models.objective import Objective
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import World

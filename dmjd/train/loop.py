@@ -13,14 +13,14 @@ from pathlib import Path
 
 import torch
 
-from dmjd.cluster.heartbeat import Heartbeat, forget_ranks
+from dmjd.builders import build_schedule, check_data_timeout
+from dmjd.builders.step import build_step
 from dmjd.compose import to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
 from dmjd.data.detour import passing_over
-from dmjd.data.upload import Uploader
-from dmjd.errors import UserError
+from dmjd.errors import Alarm, StoppedBefore, UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import select_device
@@ -28,23 +28,24 @@ from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, join_world
-from dmjd.train import checkpoint
-from dmjd.train.builders import build_schedule, check_data_timeout
-from dmjd.train.ending import Ending
+from dmjd.runs import checkpoint
+from dmjd.runs.exit_record import ExitRecord
+from dmjd.runs.folder import RunFolder
+from dmjd.runs.heartbeat import Heartbeat, forget_ranks
+from dmjd.runs.lock import only_run_in
+from dmjd.runs.paths import CONFIG
+from dmjd.runs.saver import Saver
 from dmjd.train.feed import Feed
-from dmjd.train.guard import Alarm, Guard, PendingStep, trapped
+from dmjd.train.guard import Guard, PendingStep, trapped
 from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
-from dmjd.train.lock import only_run_in
 from dmjd.train.out_of_memory import explained
 from dmjd.train.preview import SHOWN_IMAGES, predict, write_pictures
 from dmjd.train.profiler import Profiler, Window
-from dmjd.train.run_folder import RunFolder
-from dmjd.train.saver import Saver
 from dmjd.train.state import Position, RandomState, Registry
-from dmjd.train.step import build_step
-from dmjd.train.stop import Requests, StoppedBefore, deadline_of
+from dmjd.train.stop import Requests, deadline_of
 from dmjd.train.trackers import check_packages
+from dmjd.train.upload import Uploader
 
 logger = logging.getLogger("dmjd")
 
@@ -132,7 +133,8 @@ class Pretraining:
             self._restore(own)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", own, self.position.step, self.total_steps)
-        self.ending = stack.enter_context(Ending(self.run.stop_reason, self.position, self.total_steps, self.world))
+        exit_record = ExitRecord(self.run.stop_reason, lambda: self.position.step, self.total_steps, self.world.rank)
+        self.exit_record = stack.enter_context(exit_record)
         self.world.on_main(lambda: self._settle_in(anew=own is None))
         self.world.on_main(self._begin_to_write)
         stack.push(self.saver.close)
@@ -205,9 +207,9 @@ class Pretraining:
         self._note_saved()
         self._note_pictures(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
-            self.ending.write("finished", "all steps are done")
+            self.exit_record.write("finished", "all steps are done")
         else:
-            self.ending.write(*self.requests.stopping())
+            self.exit_record.write(*self.requests.stopping())
 
     def _play_on(self, rehearsed: bool) -> None:
         """Steps until the run ends or stops. Raises Alarm where it must go back."""
@@ -353,7 +355,7 @@ class Pretraining:
         self.world.on_main(self.journal.sync)
         files = {
             checkpoint.LOOP_STATE: checkpoint.pack_loop_state(self.registry.state_dict()),
-            checkpoint.CONFIG: to_yaml(self.config).encode(),
+            CONFIG: to_yaml(self.config).encode(),
         }
         stalled = self.saver.save(
             self.position.step,

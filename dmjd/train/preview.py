@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dmjd.builders.preparation import Prepared
 from dmjd.masking import MaskedViews
 from dmjd.models.objective import Objective
 from dmjd.ops.views import Views
+from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.train.pictures import disjoint_views, loss_curves, view_grid
-from dmjd.train.preparation import Prepared
-from dmjd.train.run_folder import RunFolder
 
 SHOWN_IMAGES = 6
 """How many samples a picture has room for."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dmjd.data.waiting import interrupted_by
-from dmjd.errors import ConfigError, UserError
+from dmjd.errors import ConfigError, StoppedBefore, UserError
 from dmjd.parallel.launch import slurm_times
 from dmjd.parallel.world import World
 from dmjd.train.signals import die_of, listening
@@ -76,14 +76,6 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
             "smaller time_margin"
         )
     return float(end) - time_margin
-
-
-class StoppedBefore(Exception):
-    """The run stops before ``step``, counted from 1, which some rank has no batch for."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"step {step}")
-        self.step = step
 
 
 class Requests:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from dmjd.cluster.heartbeat import PHASES
+from dmjd.runs.heartbeat import PHASES
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Stopwatch:
         return dict(self._spent)
 
     def enter(self, phase: str) -> None:
-        """From now on the run is in ``phase``, one of :data:`~dmjd.cluster.heartbeat.PHASES`."""
+        """From now on the run is in ``phase``, one of :data:`~dmjd.runs.heartbeat.PHASES`."""
         self._charge()
         self._warm |= self._phase == "step"  # the first step of a launch compiles, and starts workers and libraries
         self._phase = phase

@@ -7,17 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from dmjd.accelerators import accelerator_of
+from dmjd.builders.rehearsal import flops_per_image
 from dmjd.config import PretrainConfig
-from dmjd.models.flops import count_flops
 from dmjd.parallel.world import World
-from dmjd.train.rehearsal import rehearse
-
-
-def flops_per_image(config: PretrainConfig) -> int:
-    """Model FLOPs of one image with all its views, forward and backward; nothing is computed."""
-    with torch.device("meta"):
-        objective, prepared = rehearse(config, 1)
-        return count_flops(objective, prepared.inputs)
 
 
 @dataclass(frozen=True)

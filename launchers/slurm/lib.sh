@@ -154,12 +154,12 @@ train() {
     # A file of this launch alone: RUN/STOP_REASON belongs to whoever holds the folder, which may be another job by the
     # time this one looks. Named as the run is, for a container need not see where a link leads.
     rm -f "$RUN/slurm/last_word-$(job_name)-"*
-    DMJD_LAST_WORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
-    export DMJD_LAST_WORD
+    DMJD_EXIT_RECORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
+    export DMJD_EXIT_RECORD
     local code=0
     error=$(container_error)
     if [[ -n $error ]]; then
-        echo "error: ${error%%$'\n'*}" >"$DMJD_LAST_WORD"
+        echo "error: ${error%%$'\n'*}" >"$DMJD_EXIT_RECORD"
     else
         launch "${WORDS[@]}" || code=$?
     fi
@@ -180,13 +180,13 @@ settle() {
         exit 1
     fi
     if [[ -n ${DMJD_CONTAINER:-} && $code -ne 0 && -z $CANCELLED ]] &&
-        [[ ! -e $DMJD_LAST_WORD && ! -e $DMJD_LAST_WORD.started ]]; then
-        echo "error: DMJD_CONTAINER=$DMJD_CONTAINER started on no node (srun: $code); the job's log says why" >"$DMJD_LAST_WORD"
+        [[ ! -e $DMJD_EXIT_RECORD && ! -e $DMJD_EXIT_RECORD.started ]]; then
+        echo "error: DMJD_CONTAINER=$DMJD_CONTAINER started on no node (srun: $code); the job's log says why" >"$DMJD_EXIT_RECORD"
     fi
-    rm -f "$DMJD_LAST_WORD.started"
+    rm -f "$DMJD_EXIT_RECORD.started"
     after=$(committed_step)
-    if [[ -s $DMJD_LAST_WORD ]]; then
-        { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_LAST_WORD"
+    if [[ -s $DMJD_EXIT_RECORD ]]; then
+        { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_EXIT_RECORD"
         reason=${detail%%: *} detail=${detail#*: }
     fi
     say "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"

@@ -5,13 +5,13 @@ shopt -s extglob
 
 python=${DMJD_PYTHON:-python}
 # The batch script reads it: the container has started, if there is one.
-[[ -z ${DMJD_LAST_WORD:-} ]] || touch "$DMJD_LAST_WORD.started" 2>/dev/null || true
+[[ -z ${DMJD_EXIT_RECORD:-} ]] || touch "$DMJD_EXIT_RECORD.started" 2>/dev/null || true
 if ! said=$("$python" -c '' 2>&1); then
     said=${said##*$'\n'}
     error="error: DMJD_PYTHON=$python does not run on $HOSTNAME: ${said##*: line +([0-9]): }"
     echo "$error" >&2
     # For the batch script, which does not requeue for that, and for dmjd doctor. The first node's word stands.
-    [[ -z ${DMJD_LAST_WORD:-} ]] || (set -o noclobber && echo "$error" >"$DMJD_LAST_WORD") 2>/dev/null || true
+    [[ -z ${DMJD_EXIT_RECORD:-} ]] || (set -o noclobber && echo "$error" >"$DMJD_EXIT_RECORD") 2>/dev/null || true
     exit 2
 fi
 processes=${DMJD_PROCESSES:-${SLURM_GPUS_ON_NODE:-1}}

@@ -21,9 +21,9 @@ import pytest
 
 from dmjd.cluster import doctor, flight, ranks
 from dmjd.cluster.doctor import examine
-from dmjd.cluster.heartbeat import Beat, read_heartbeats
 from dmjd.cluster.job_log import PATTERNS
 from dmjd.errors import ConfigError
+from dmjd.runs.heartbeat import Beat, read_heartbeats
 
 HERE = platform.node()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from dmjd.train import checkpoint
+from dmjd.runs import checkpoint
 from tests.cluster.played import PlayedSlurm
 from tests.conftest import free_port
 

@@ -36,9 +36,9 @@ class Launches:
             else []
         )
         if reason:
-            play.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_LAST_WORD"')
+            play.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_EXIT_RECORD"')
         if word:
-            play.append(f'echo "{word}" >"$DMJD_LAST_WORD"')
+            play.append(f'echo "{word}" >"$DMJD_EXIT_RECORD"')
         restart = {"SLURM_RESTART_COUNT": str(self.count)} if self.count else {}
         self.count += 1
         script = "\n".join([*play, more or "exit 1"])
@@ -120,7 +120,7 @@ def test_the_word_of_an_earlier_launch_says_nothing_of_this_one(launches: Launch
 def test_a_job_that_waited_for_the_folder_does_not_take_the_word_of_the_job_before(launches: Launches) -> None:
     """The second job's script starts, and its run holds the folder, before the first one's script has looked."""
     launchers = shlex.quote(str(LAUNCHERS))
-    run = 'echo {} >run/STOP_REASON; echo "{}: so it is" >"$DMJD_LAST_WORD"\n'
+    run = 'echo {} >run/STOP_REASON; echo "{}: so it is" >"$DMJD_EXIT_RECORD"\n'
     second = "rm -f run/STOP_REASON; " + run.format("second", "signal")
     script = f"SLURM_JOB_ID=8 PLAY={shlex.quote(second)} bash {launchers}/slurm/pretrain.sbatch run=run epochs=2 || :"
     done = launches("finished", step=5, more=f"echo first >run/STOP_REASON\n{script}")
@@ -144,7 +144,7 @@ def test_a_job_removes_words_of_its_own_alone(launches: Launches) -> None:
 
 def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
     slurm = PlayedSlurm(tmp_path)
-    play = 'echo "finished: all" >"$DMJD_LAST_WORD"'
+    play = 'echo "finished: all" >"$DMJD_EXIT_RECORD"'
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
         done = slurm.play("pretrain.sbatch", *words, PLAY=play, DMJD_RUN="runs/lr=1-%a", **task)

@@ -21,7 +21,7 @@ import torch
 
 from dmjd.cluster.doctor import examine
 from dmjd.parallel.store import read_model
-from dmjd.train import checkpoint
+from dmjd.runs import checkpoint
 from tests.cluster.slurm import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

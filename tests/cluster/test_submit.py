@@ -178,7 +178,7 @@ def test_variables_of_the_job_that_submits_do_not_reach_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
 ) -> None:
     play_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
-    of_a_job = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "DMJD_CHAIN", "DMJD_LAST_WORD"
+    of_a_job = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "DMJD_CHAIN", "DMJD_EXIT_RECORD"
     for name in (*of_a_job, "SLURM_CONF", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, "5")
     said = submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])

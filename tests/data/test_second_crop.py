@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from dmjd.builders.preparation import Preparation
 from dmjd.config import DataConfig
 from dmjd.data.build import training_batches
 from dmjd.data.crops import RandomResizedCrop
@@ -11,7 +12,6 @@ from dmjd.data.dataset import ArrayDataset, InMemory
 from dmjd.masking import MaskSpec
 from dmjd.ops import make_key
 from dmjd.ops.images import horizontal_flip
-from dmjd.train.preparation import Preparation
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 60, 50, 3), dtype=np.uint8)
 DATA = ArrayDataset(PIXELS, np.zeros(4, np.int64), 1, "noise")

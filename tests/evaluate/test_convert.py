@@ -14,8 +14,8 @@ from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.convert import Converted, convert
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.interop.state_file import grid_noted, read_state, write_state
-from dmjd.models.positions import sincos_positions
-from dmjd.train.consolidate import consolidate
+from dmjd.positions import sincos_positions
+from dmjd.runs.consolidate import consolidate
 from tests.interop import layout_states as states
 from tests.interop.layout_states import DIM, GRID, STATES, TABLE, TOKENS, State, draw
 

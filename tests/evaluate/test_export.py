@@ -24,7 +24,7 @@ from dmjd.evaluate import export as room
 from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.export import export, sidecar
-from dmjd.models.positions import sincos_positions
+from dmjd.positions import sincos_positions
 from dmjd.train import loop
 
 Words = Callable[..., list[str]]

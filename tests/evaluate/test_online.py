@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import dmjd.evaluate.online as online
+from dmjd.builders import build_objective, build_tokenizer
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
@@ -22,7 +23,6 @@ from dmjd.evaluate.online import OnlineKnn
 from dmjd.evaluate.verbs import knn
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
-from dmjd.train.builders import build_objective, build_tokenizer
 
 Words = Callable[..., list[str]]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from dmjd.builders import build_objective
 from dmjd.compose import compose
 from dmjd.data import build
 from dmjd.data.digits import Digits
@@ -20,8 +21,8 @@ from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
-from dmjd.train import checkpoint, loop
-from dmjd.train.builders import build_objective
+from dmjd.runs import checkpoint
+from dmjd.train import loop
 
 Words = Callable[..., list[str]]
 

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from dmjd.builders import build_objective
 from dmjd.compose import compose
 from dmjd.models.convvit import ConViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
-from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import ViTEncoder
-from dmjd.train.builders import build_objective
+from dmjd.positions import sincos_positions
 from tests.interop.official_files import OFFICIAL, TABLES, from_official, to_official
 
 Shapes = dict[str, tuple[int, ...]]

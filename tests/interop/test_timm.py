@@ -16,8 +16,8 @@ import dmjd.models.convit  # registers ConViT with timm
 from dmjd.compose import compose, groups
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.interop.timm import ARCHITECTURES, nearest_architecture, timm_call, timm_state
-from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import ViTEncoder
+from dmjd.positions import sincos_positions
 
 
 def on_meta(architecture: str, **arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.decoder import MAEDecoder, SelectiveBlock, VisibleBranch
 from dmjd.models.norm import layer_norm
-from dmjd.models.positions import sincos_positions
+from dmjd.positions import sincos_positions
 
 ENCODER_DIM, DIM, GRID = 24, 32, (3, 4)
 N = GRID[0] * GRID[1]

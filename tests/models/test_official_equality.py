@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dmjd.builders.schedules import adaptive_lr, cosine
 from dmjd.config import OptimConfig
 from dmjd.masking import MaskedViews
 from dmjd.models.convvit import ConViTEncoder
@@ -26,7 +27,6 @@ from dmjd.ops.images import normalise, patchify
 from dmjd.ops.views import Views
 from dmjd.parallel.optimizer import build_optimizer
 from dmjd.targets.pixels import PixelTarget
-from dmjd.train.schedules import adaptive_lr, cosine
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, GRID, IMAGE, MEAN, PATCH, STD, Case, summary
 from tests.interop.official_files import OFFICIAL, from_official, to_official

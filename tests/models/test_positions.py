@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dmjd.models.positions import sincos_positions
+from dmjd.positions import sincos_positions
 
 
 @pytest.mark.parametrize("grid", [(3, 5), (5, 3), (1, 4), (4, 1), (14, 14)])

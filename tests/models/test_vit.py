@@ -8,9 +8,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from dmjd.masking import MaskSpec
-from dmjd.models.positions import sincos_positions
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.views import Views
+from dmjd.positions import sincos_positions
 
 DIM, PATCH, HEADS, DEPTH = 32, 4, 4, 2
 

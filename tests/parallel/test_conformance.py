@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dmjd.parallel import store
 from dmjd.parallel.apply import MODES
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed.config import STAGES
 from tests.parallel import walk
 
 Seen = dict[str, dict[str, Any]]

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
+from dmjd.builders.preparation import Preparation
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.train.preparation import Preparation
-from tests.runs import rows
+from tests.compare import rows
 
 pytestmark = pytest.mark.gpu
 

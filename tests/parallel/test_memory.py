@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from dmjd.builders.rehearsal import rehearse
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.parallel.apply import apply
 from dmjd.parallel.memory import LiveBytes, trace_step
-from dmjd.train.rehearsal import rehearse
 
 SMALL = ("data.image_size=[64,64]", "backbone.embed_dim=64", "backbone.depth=2", "backbone.num_heads=4")
 VIT = ("backbone=vit_tiny", *SMALL)

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dmjd.builders.average import EncoderEma
+from dmjd.builders.schedules import cosine
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.convvit import ConViTEncoder
@@ -26,13 +28,11 @@ from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.parallel.build import build_engine
-from dmjd.parallel.deepspeed_config import STAGES
+from dmjd.parallel.deepspeed.config import STAGES
+from dmjd.parallel.deepspeed.files import is_zero
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
-from dmjd.parallel.zero_files import is_zero
-from dmjd.train.ema import EncoderEma
-from dmjd.train.schedules import cosine
 
 STEPS, BATCH, PARTS, SAVED_AT = 6, 8, 2, 3
 TARGET_DIM = 5

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from dmjd.builders.average import EncoderEma
+from dmjd.builders.preparation import Preparation, Prepared
+from dmjd.builders.step import build_step
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
@@ -18,9 +21,6 @@ from dmjd.parallel.build import select_device
 from dmjd.parallel.engine import Engine, StepResult
 from dmjd.parallel.world import alone
 from dmjd.targets.codebook import DVaeEncoder
-from dmjd.train.ema import EncoderEma
-from dmjd.train.preparation import Preparation, Prepared
-from dmjd.train.step import build_step
 
 CODES = 32
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.cluster.heartbeat import read_heartbeats
 from dmjd.compose import compose
 from dmjd.parallel.single import SingleEngine
-from dmjd.train import checkpoint
+from dmjd.runs import checkpoint
+from dmjd.runs.heartbeat import read_heartbeats
 from dmjd.train.loop import pretrain
 from dmjd.train.stopwatch import ACCOUNTS
 

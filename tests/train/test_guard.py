@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.config import GuardConfig
-from dmjd.errors import StorageError
+from dmjd.errors import Alarm, Diverged, StorageError
 from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World, alone
-from dmjd.train.guard import Alarm, Diverged, Guard, PendingStep, Reading, StepNumbers, trapped
+from dmjd.train.guard import Guard, PendingStep, Reading, StepNumbers, trapped
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")
@@ -200,7 +200,7 @@ def test_giving_up_names_steps_samples_and_the_reason_in_one_sentence(tmp_path: 
     with pytest.raises(Diverged) as caught:
         steps.guard.give_up(Alarm(3, 5), "after 0 rollback(s)")
     sentence = str(caught.value)
-    assert not caught.value.told
+    assert not caught.value.reported
     assert "\n" not in sentence
     for part in ("step 5 gave a loss of nan", "samples 100, 101", "the last of 2 bad steps since step 3", "after 0"):
         assert part in sentence

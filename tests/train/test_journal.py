@@ -11,9 +11,9 @@ import torch
 
 from dmjd.compose import compose
 from dmjd.parallel.world import alone
+from dmjd.runs.folder import RunFolder
 from dmjd.train.guard import StepNumbers
 from dmjd.train.journal import Journal
-from dmjd.train.run_folder import RunFolder
 from dmjd.train.stopwatch import Stopwatch
 
 Laps = list[tuple[float, float]]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dmjd.parallel import store
-from tests.runs import KILL, NO_PICTURES, same
+from tests.compare import KILL, NO_PICTURES, same
 
 WORDS = (
     "batch_size=64",
@@ -83,7 +83,7 @@ def fault(transforms, stream, *rest):
 filesystem._write_item = fault
 """,
     "before the manifest is safe": f"""
-import dmjd.train.checkpoint as checkpoint
+import dmjd.runs.checkpoint as checkpoint
 flush = checkpoint._flush
 flushed = []
 def fault(path):
@@ -97,7 +97,7 @@ rename = Path.rename
 Path.rename = lambda self, target: {KILL} if "step-" in Path(target).name else rename(self, target)
 """,
     "while dropping an old checkpoint": f"""
-import dmjd.train.checkpoint as checkpoint
+import dmjd.runs.checkpoint as checkpoint
 remove = checkpoint.shutil.rmtree
 def fault(path, **options):
     {KILL} if path.suffix != ".tmp" and path.exists() else remove(path, **options)

@@ -15,22 +15,21 @@ from torch import Tensor, nn
 
 import dmjd.train.feed as feed
 import dmjd.train.loop as loop
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer
+from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.cli import main
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, Diverged
 from dmjd.ops.masks import draw_masks
 from dmjd.parallel import store
 from dmjd.parallel.single import SingleEngine
-from dmjd.train.builders import build_mask_spec, build_objective, build_tokenizer
-from dmjd.train.checkpoint import newest, read_loop_state
-from dmjd.train.guard import Diverged
-from dmjd.train.lock import only_run_in
-from dmjd.train.preparation import Preparation, Prepared
+from dmjd.runs.checkpoint import newest, read_loop_state
+from dmjd.runs.folder import RunFolder
+from dmjd.runs.lock import only_run_in
 from dmjd.train.preview import write_pictures
-from dmjd.train.run_folder import RunFolder
-from tests.runs import checkpoints, configure, pretrain, reason, rows, same
+from tests.compare import checkpoints, configure, pretrain, reason, rows, same
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -319,7 +318,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
         return objective
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmjd.train.step.build_objective", spoiled)
+        patch.setattr("dmjd.builders.step.build_objective", spoiled)
         with pytest.raises(Diverged, match="step 1 "):
             pretrain(words("run", *AT_ONCE))
 

@@ -15,7 +15,7 @@ from dmjd.compose import compose
 from dmjd.errors import OutOfMemory
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import alone
-from dmjd.train import checkpoint
+from dmjd.runs import checkpoint
 from dmjd.train.out_of_memory import explained
 
 Words = Callable[..., list[str]]

@@ -20,10 +20,10 @@ from dmjd.cli import main
 from dmjd.data.dataset import ArrayDataset
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.parallel import store
-from dmjd.train.checkpoint import newest
+from dmjd.runs.checkpoint import newest
 from dmjd.train.guard import StepNumbers
 from dmjd.train.progress import Progress
-from tests.runs import checkpoints, configure, pretrain, rows
+from tests.compare import checkpoints, configure, pretrain, rows
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import dmjd.train.loop as loop
+from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.cli import main
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
+from dmjd.errors import Diverged
 from dmjd.parallel import store
-from dmjd.train.checkpoint import read_loop_state
-from dmjd.train.guard import Diverged, StepNumbers
-from dmjd.train.preparation import Preparation, Prepared
+from dmjd.runs.checkpoint import read_loop_state
+from dmjd.train.guard import StepNumbers
 from dmjd.train.progress import Progress
 from dmjd.train.state import Position
-from tests.runs import configure, pretrain, reason, rows
+from tests.compare import configure, pretrain, reason, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

@@ -13,9 +13,9 @@ import torch
 from dmjd.errors import ConfigError
 from dmjd.parallel import store
 from dmjd.parallel.world import join_world
-from dmjd.train.checkpoint import newest
+from dmjd.runs.checkpoint import newest
+from tests.compare import KILL, NO_PICTURES, rows, telling
 from tests.parallel.walk import CPU, engine
-from tests.runs import KILL, NO_PICTURES, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -90,7 +90,7 @@ filesystem._write_item = fault
     "when its tensors are written and not yet flushed": (
         1,
         f"""
-import dmjd.train.checkpoint as checkpoint
+import dmjd.runs.checkpoint as checkpoint
 flush, flushed = checkpoint._flush, []
 def fault(path):
     flushed.append(path)
@@ -101,7 +101,7 @@ checkpoint._flush = fault
     "before the manifest": (
         0,
         f"""
-import dmjd.train.checkpoint as checkpoint
+import dmjd.runs.checkpoint as checkpoint
 put, calls = checkpoint._put_manifest, []
 def fault(*arguments):
     calls.append(arguments)

@@ -13,8 +13,8 @@ import torch
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World, alone
+from dmjd.runs.folder import RunFolder
 from dmjd.train.loop import Pretraining
-from dmjd.train.run_folder import RunFolder
 from dmjd.train.state import Position, RandomState, Registry
 
 CPU = torch.device("cpu")

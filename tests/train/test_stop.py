@@ -25,7 +25,7 @@ from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.world import alone
 from dmjd.train.stop import ASKS, Requests, deadline_of, seconds_of
-from tests.runs import NO_PICTURES, checkpoints, reason, rows, telling
+from tests.compare import NO_PICTURES, checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -406,7 +406,7 @@ RunLog.write = fault
 
 
 SHUT = """
-import dmjd.train.checkpoint as checkpoint
+import dmjd.runs.checkpoint as checkpoint
 def fault(path):
     if os.environ["RANK"] == "1":
         raise OSError("the folder is shut for rank 1")
@@ -441,7 +441,7 @@ def test_what_one_rank_cannot_do_stops_all_with_its_sentence(
 
 
 NAN = """
-from dmjd.train.preparation import Preparation
+from dmjd.builders.preparation import Preparation
 call, calls = Preparation.__call__, []
 def poisoned(self, batch, epoch):
     prepared = call(self, batch, epoch)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dmjd.parallel import store
-from dmjd.train import checkpoint
+from dmjd.runs import checkpoint
 from tests.train.shrunken import CODES, write_clip, write_dvae
 
 Words = Callable[..., list[str]]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from dmjd.data.shards.build import build
-from tests.runs import NO_PICTURES, checkpoints, reason, rows, telling
+from tests.compare import NO_PICTURES, checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
@@ -67,7 +67,7 @@ def test_data_that_never_comes_ends_the_run_and_leaves_the_stacks(
 ) -> None:
     fault = telling(tmp_path / "said") + BLOCKED.format(at=2, rank=0, file=str(tmp_path / "blocked"))
     words = tiny(tmp_path / "run", *EVERY, f"workers={workers}", "data.timeout=0.02")
-    process = launch(["pretrain", *words], NO_PICTURES + fault, DMJD_LAST_WORD=str(tmp_path / "word"))
+    process = launch(["pretrain", *words], NO_PICTURES + fault, DMJD_EXIT_RECORD=str(tmp_path / "word"))
     process.join(30)
     assert process.exitcode == 2
     stacks = tmp_path / "run" / "stacks" / "rank-00000.txt"

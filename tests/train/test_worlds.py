@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dmjd.parallel import store
-from tests.runs import rows, telling
+from tests.compare import rows, telling
 
 WORDS = (
     "batch_size=64",
@@ -86,7 +86,7 @@ def test_two_processes_need_an_engine_for_them(
 # The first call is the rehearsal, so the fourth is step 3.
 POISON = """
 import torch
-from dmjd.train.preparation import Preparation
+from dmjd.builders.preparation import Preparation
 call = Preparation.__call__
 def poisoned(self, batch, epoch):
     prepared = call(self, batch, epoch)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.compare import NO_PICTURES, telling
 from tests.data.shards.http_server import Server
-from tests.runs import NO_PICTURES, telling
 
 pytest.importorskip("aiohttp", reason="needs aiohttp, with which fsspec reads HTTP")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compare import checkpoints
 from tests.data.shards.http_server import Server
-from tests.runs import checkpoints
 
 Dmjd = Callable[..., tuple[int, str, str]]
 SMALL = ("epochs=1", "batch_size=8", "data.image_size=[32,32]", "data.channels=3", "data.check=none", "log_every=1")

@@ -30,8 +30,8 @@ from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops import make_key
+from tests.compare import NO_PICTURES, rows, telling
 from tests.data.stream.conftest import SIZES, image
-from tests.runs import NO_PICTURES, rows, telling
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),

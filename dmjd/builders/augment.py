@@ -1,0 +1,65 @@
+"""Augmentation of a batch on its device: horizontal flips and BEiT's colour jitter, drawn for each sample id."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import torch
+from torch import Tensor
+
+from dmjd.ops import Domain, keyed_bits, keyed_uniform
+from dmjd.ops.images import horizontal_flip
+
+_LUMA = (0.2989, 0.587, 0.114)
+ORDERS = torch.tensor(list(permutations(range(3))))
+"""``[6, 3]``: in which order brightness (0), contrast (1) and saturation (2) may follow each other."""
+
+
+def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
+    """Brightness, contrast and saturation of each image times its factors, as torchvision's functions change them.
+
+    A change blends with black, with the image's mean grey or with its grey, and rounds towards zero.
+
+    Args:
+        images: uint8 ``[B, H, W, 3]``.
+        factors: float ``[B, 3]``, at least 0; 1 leaves a property as it is.
+        order: int64 ``[B]``, rows of :data:`ORDERS`.
+
+    Returns:
+        uint8 ``[B, H, W, 3]``.
+    """
+    x = images.float()
+    wide = factors.float()[:, :, None, None, None]
+    for which in ORDERS.to(order.device)[order].T:  # [B], the change whose turn it is
+        grey = _grey(x)
+        blends = torch.stack((torch.zeros_like(grey), grey.mean((1, 2, 3), keepdim=True).expand_as(grey), grey))
+        rows = torch.arange(len(which), device=which.device)
+        ratio = wide[rows, which]
+        x = (ratio * x + (1 - ratio) * blends[which, rows]).clamp(0, 255).floor()
+    return x.to(torch.uint8)
+
+
+def _grey(x: Tensor) -> Tensor:
+    """Whole numbers, ``[B, H, W, 1]``."""
+    red, green, blue = x.unbind(-1)
+    return (_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue).floor().unsqueeze(-1)
+
+
+_COLOURS = 1
+"""The lane of flips' domain that holds colours: both change how a sample looks, and no word serves twice."""
+
+
+def flip_by_coin(images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
+    """uint8 ``[B, H, W, C]``, each flipped with probability 1/2 as a pure function of ``key`` and its sample id."""
+    coin = keyed_bits(sample_ids, 1, key=key, domain=Domain.FLIP).squeeze(1) & 1
+    return horizontal_flip(images, coin.bool())
+
+
+def jitter_colours(images: Tensor, sample_ids: Tensor, key: Tensor, strength: float) -> Tensor:
+    """uint8 ``[B, H, W, 3]`` with factors uniform in 1 +- ``strength``, a pure function as :func:`flip_by_coin` is.
+
+    BEiT does this to the whole image before cropping, which only the mean grey of a change of contrast can tell.
+    """
+    uniform = keyed_uniform(sample_ids, 4, key=key, domain=Domain.FLIP, lane=_COLOURS)
+    order = (uniform[:, 3] * len(ORDERS)).long()
+    return colour_jitter(images, 1 + strength * (2 * uniform[:, :3] - 1), order)

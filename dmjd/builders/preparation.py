@@ -1,0 +1,86 @@
+"""From a uint8 batch to what the objective takes, on the device and without a host sync."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmjd.builders.augment import flip_by_coin, jitter_colours
+from dmjd.data.batch import Batch
+from dmjd.masking import MaskedViews, MaskSpec
+from dmjd.ops import Domain, keyed_uniform, make_key
+from dmjd.ops.images import normalise
+from dmjd.targets import Tokenizer
+
+
+class Prepared(NamedTuple):
+    """crops: uint8 ``[B, H, W, C]`` after the flip. The rest is what the objective takes, in its order: images float
+    ``[B, C, H, W]``, views, targets ``[B, N, dim]``, and the scales of stochastic depth or None."""
+
+    crops: Tensor
+    images: Tensor
+    masked_views: MaskedViews
+    targets: Tensor
+    branch_scales: Tensor | None
+
+    @property
+    def inputs(self) -> tuple[Tensor, MaskedViews, Tensor, Tensor | None]:
+        """The objective's arguments."""
+        return self.images, self.masked_views, self.targets, self.branch_scales
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Flip, colours, masks, targets, normalisation: a pure function of (seed, epoch, batch).
+
+    Targets are made from the crop in 0..255, which HOG is defined on, or from its second size where the batch has one;
+    normalisation comes last. ``depth`` is the encoder's, for ``drop_path``.
+    """
+
+    mask_spec: MaskSpec
+    grid: tuple[int, int]
+    tokenizer: Tokenizer
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    flip: bool
+    seed: int
+    depth: int = 0
+    drop_path: float = 0.0
+    jitter: float = 0.0
+
+    def __call__(self, batch: Batch, epoch: int) -> Prepared:
+        key = make_key(self.seed, epoch)
+        crops = self._augment(batch.images, batch.sample_ids, key)
+        read = crops if not batch.second.numel() else self._augment(batch.second, batch.sample_ids, key)
+        masked_views = self.mask_spec.draw(batch.sample_ids, self.grid, seed=self.seed, epoch=epoch)
+        targets = self.tokenizer(read)
+        scales = None
+        if self.drop_path:
+            views = self.mask_spec.views
+            scales = draw_branch_scales(batch.sample_ids, key, views=views, depth=self.depth, rate=self.drop_path)
+        return Prepared(crops, normalise(crops, self.mean, self.std), masked_views, targets, scales)
+
+    def _augment(self, images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
+        if self.flip:
+            images = flip_by_coin(images, sample_ids, key)
+        return jitter_colours(images, sample_ids, key, self.jitter) if self.jitter else images
+
+
+def draw_branch_scales(sample_ids: Tensor, key: Tensor, *, views: int, depth: int, rate: float) -> Tensor:
+    """Scales of every block's attention and MLP branch: 0 where it is dropped, ``1 / (1 - p)`` where it is kept.
+
+    Args:
+        sample_ids: int64 ``[B]``.
+        key: from :func:`dmjd.ops.make_key`.
+        rate: p of the last block; p grows linearly from 0 at the first (Huang et al. 2016), as in timm.
+
+    Returns:
+        float32 ``[depth, 2, views * B]``, view-major.
+    """
+    rates = torch.linspace(0, rate, depth, device=sample_ids.device).repeat_interleave(2)
+    draws = [keyed_uniform(sample_ids, 2 * depth, key=key, domain=Domain.DROP_PATH, lane=view) for view in range(views)]
+    scales = (torch.cat(draws) >= rates) / (1 - rates)
+    return scales.float().T.unflatten(0, (depth, 2)).contiguous()

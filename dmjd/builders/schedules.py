@@ -1,0 +1,81 @@
+"""Learning-rate rules and schedules, as pure functions: resuming needs nothing but the step number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from dmjd.config import PretrainConfig
+from dmjd.errors import ConfigError
+from dmjd.masking import MaskSpec
+
+REFERENCE_BATCH = 256
+"""Base learning rates are quoted for this many images, as in MAE and in the paper's Eq. 4."""
+
+
+def adaptive_lr(base_lr: float, unique_batch: int, m_corr: float, m_pred: float) -> float:
+    """The paper's Eq. 4: ``base * (b_u * m_pred / m_corr) / 256``, with b_u images that are distinct."""
+    return base_lr * unique_batch * (m_pred / m_corr) / REFERENCE_BATCH
+
+
+def classic_lr(base_lr: float, unique_batch: int, views: int) -> float:
+    """The linear rule over all views, ``base * K * b_u / 256`` (the paper's baseline in its LR ablation)."""
+    return base_lr * views * unique_batch / REFERENCE_BATCH
+
+
+def cosine(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.0, start: float = 0.0) -> float:
+    """Linear warm-up from ``start`` over ``warmup`` steps, then half a cosine from ``peak`` to ``floor`` at ``total``.
+
+    ``step`` counts optimizer steps from 0, so the value is the one to use *for* that step.
+    """
+    if step < warmup:
+        return _warm_up(step, warmup, start, peak)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def multistep(
+    step: int, *, milestones: Sequence[int], warmup: int, peak: float, start: float = 0.0, factor: float = 0.1
+) -> float:
+    """Linear warm-up as in :func:`cosine`, then ``peak``, times ``factor`` from each of ``milestones`` (steps) on."""
+    if step < warmup:
+        return _warm_up(step, warmup, start, peak)
+    return peak * factor ** sum(milestone <= step for milestone in milestones)
+
+
+def _warm_up(step: int, warmup: int, start: float, peak: float) -> float:
+    return start + (peak - start) * step / warmup
+
+
+def peak_lr(config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int]) -> float:
+    """The learning rate at the end of warm-up."""
+    optim = config.optim
+    if optim.lr_rule == "classic":
+        return classic_lr(optim.base_lr, config.batch_size, spec.views)
+    rates = spec.true_rates(grid) if optim.lr_rates == "exact" else spec.nominal_rates(grid)
+    return adaptive_lr(optim.base_lr, config.batch_size, rates.m_corr, rates.m_pred)
+
+
+def build_schedule(
+    config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int], steps_per_epoch: int
+) -> Callable[[int], float]:
+    """Optimizer step -> learning rate.
+
+    Raises:
+        ConfigError: if milestones are missing, idle or not within the epochs of the run.
+    """
+    optim = config.optim
+    peak, warmup = peak_lr(config, spec, grid), round(optim.warmup_epochs * steps_per_epoch)
+    if optim.schedule == "cosine":
+        if optim.milestones:
+            raise ConfigError("optim.milestones belongs to optim.schedule=multistep, and the schedule is cosine")
+        total = config.epochs * steps_per_epoch
+        return partial(cosine, total=total, warmup=warmup, peak=peak, floor=optim.min_lr, start=optim.warmup_lr)
+    if not optim.milestones or max(optim.milestones) >= config.epochs:
+        raise ConfigError(
+            f"optim.milestones of optim.schedule=multistep must be epochs below epochs={config.epochs}, got "
+            f"{optim.milestones}"
+        )
+    milestones = [round(epoch * steps_per_epoch) for epoch in optim.milestones]
+    return partial(multistep, milestones=milestones, warmup=warmup, peak=peak, start=optim.warmup_lr)

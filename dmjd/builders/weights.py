@@ -1,0 +1,149 @@
+"""Weights for a model of ours, from a run, a consolidated file, or a file of any code base that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmjd.builders import build_objective, target_dim
+from dmjd.builders.average import ENCODER
+from dmjd.config import PretrainConfig
+from dmjd.errors import CheckpointError
+from dmjd.interop.layouts import detect, needed_by_encoder
+from dmjd.interop.names import POSITIONS, SHARED_TABLE, summary
+from dmjd.interop.state_file import grid_noted, read_state
+from dmjd.interop.tables import with_bias_tables, with_positions
+from dmjd.interop.tensors import split_qv_bias
+from dmjd.models.masked_image_model import Encoder
+from dmjd.models.objective import Objective
+from dmjd.parallel import store
+from dmjd.runs.paths import CONFIG
+from dmjd.safe_load import one_line
+
+_ENCODER = "encoder."
+_BRANCHES = ("decoder.", "head.", "visible_branch.")
+"""What the names of a model's parts begin with."""
+
+
+class _File(NamedTuple):
+    """Weights that need not be ours, under our names, and what they are called in a sentence."""
+
+    said: str
+    weights: dict[str, Tensor]
+
+
+def check_described(folder: Path, trained: PretrainConfig) -> None:
+    """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
+
+    It is made on the meta device, so that one from somebody else cannot ask for more memory than its tensors take.
+    """
+    saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
+    blocks = sum(backbone.windows.depths) if backbone.name == "swin" else backbone.depth
+    blocks += sum(backbone.conv_stages.depths) if backbone.name == "convvit" else 0
+    blocks += decoder.depth if decoder.name == "mae" else 0
+    if blocks > len(saved):
+        raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, and {len(saved)} tensors beside it")
+    try:
+        with torch.device("meta"):
+            bare = build_objective(trained, target_dim(trained))
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder / CONFIG} describes no model: {one_line(error)}") from error
+    store.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
+
+
+def load_weights(objective: Objective, path: Path) -> str:
+    """Give ``objective`` the weights at ``path``, a checkpoint folder or a file, or leave it as it is.
+
+    A checkpoint of ours has to be of this very model. A file of weights alone, whoever wrote it, has to hold the
+    encoder (:func:`load_encoder_weights`); a branch that it does not hold as this model has it stays as it is.
+
+    Returns:
+        What was read and what was not, in a few words.
+
+    Raises:
+        CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
+    """
+    if path.is_dir() or store.is_consolidated(path):
+        store.load_strictly(objective, store.read_model(path), path)
+        return str(path)
+    model = objective.model
+    file = _read(path, model.encoder)
+    taken, left = _of_encoder(model.encoder, file)
+    own = model.state_dict()
+    for branch in _BRANCHES:
+        ours, theirs = _shapes(own, branch), _shapes(file.weights, branch)
+        if ours and ours == theirs:
+            taken |= {name: file.weights[name] for name in ours}
+        elif ours:
+            left.append(branch.removesuffix("."))
+    model.load_state_dict(taken, strict=False)
+    return f"{file.said}; {summary(left)} as initialised" if left else file.said
+
+
+def load_encoder_weights(encoder: Encoder, path: Path) -> str:
+    """Give ``encoder`` those in the file ``path``, or leave it as it is.
+
+    All that features of whole images depend on has to be there and nothing else of that kind; a mask token may be
+    missing. Biases of q and v, and tables of positions and their grid, become what this encoder has.
+
+    Returns, Raises:
+        As :func:`load_weights`.
+    """
+    if store.is_consolidated(path):
+        parameters = store.read_model(path)
+        own = {name.removeprefix(ENCODER): value for name, value in parameters.items() if name.startswith(ENCODER)}
+        store.load_strictly(encoder, own, path)
+        return str(path)
+    file = _read(path, encoder)
+    taken, _ = _of_encoder(encoder, file)
+    encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
+    return file.said
+
+
+def _read(path: Path, encoder: Encoder) -> _File:
+    """What code bases keep differently and mean alike is then as ``encoder`` keeps it."""
+    state = read_state(path)
+    try:
+        layout, _ = detect(state)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}; dmjd convert takes these words, and its file is read here") from error
+    own, said = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}"
+    try:
+        weights = layout.read(state)
+        if any(name.endswith(".q_bias") for name in own):
+            weights, _ = split_qv_bias(weights, "encoder.blocks.")
+        weights = with_positions(weights, {POSITIONS} & own, grid_noted(path), encoder.grid, "this model")
+        weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", grid_noted(path), encoder.grid)
+    except CheckpointError as error:
+        hint = "; dmjd convert takes this word, and its .safetensors has it" if "source_grid=" in str(error) else ""
+        raise CheckpointError(f"{said}: {error}{hint}") from error
+    return _File(said, weights)
+
+
+def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[str]]:
+    """What of ``file`` is the encoder's, and which of its names are not in there."""
+    ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
+    theirs = _shapes(file.weights, _ENCODER)
+    faults = [
+        f"{verb} {summary(names)}"
+        for verb, names in (
+            ("lacks", [name for name in ours.keys() - theirs.keys() if needed_by_encoder(name)]),
+            ("has unexpected", [name for name in theirs.keys() - ours.keys() if needed_by_encoder(name)]),
+        )
+        if names
+    ]
+    differing = sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
+    if differing:
+        first = differing[0]
+        faults.append(f"has {first} of shape {theirs[first]}, here {ours[first]}")
+    if faults:
+        raise CheckpointError(f"{file.said} is of another encoder than the configuration: it {', '.join(faults)}")
+    return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
+
+
+def _shapes(state: Mapping[str, Tensor], part: str) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in state.items() if name.startswith(part)}

@@ -1,0 +1,187 @@
+"""What a run will take, before it is submitted: parameters, FLOPs, memory of each engine, GPU hours.
+
+Parameters and FLOPs are counted; activations are counted by :mod:`dmjd.parallel.memory` for one GPU at three sizes of a
+micro-batch, between which and beyond which they grow along straight lines. What an engine adds or shards is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dmjd.accelerators import ACCELERATORS, Accelerator
+from dmjd.builders.rehearsal import flops_per_image, rehearse
+from dmjd.config import PlanConfig
+from dmjd.errors import ConfigError
+from dmjd.parallel.apply import MODES, apply, blocks, units
+from dmjd.parallel.build import select_precision
+from dmjd.parallel.memory import StepMemory, trace_step
+from dmjd.parallel.sharding import ENGINES, FLOAT, SHARDED, StateBytes, replicas, state_bytes
+
+TRACED = (32, 64, 256)
+"""Images of the micro-batches that are traced. A peak is the greatest of several moments of a step, of which some grow
+with the batch and some, as when all gradients have come, do not; large batches know of the former alone."""
+
+RESERVE_GIB = 2.0
+"""Of a GPU's memory, for the CUDA context, workspaces of libraries, and fragmentation."""
+
+
+GRAPHS = 0.06
+"""So much more CUDA graphs take, since their memory and that of all else cannot lend each other anything: the most of
+eight cells of engines_h200.json."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes by the images of a micro-batch: straight between the traced sizes, and on beyond them."""
+
+    traced: Sequence[float]
+
+    def __call__(self, images: int) -> float:
+        fixed, per_image = self._line(next((end for end in range(1, len(TRACED)) if TRACED[end] >= images), -1))
+        return fixed + images * per_image
+
+    @property
+    def of_large_batches(self) -> tuple[float, float]:
+        """Fixed bytes, and bytes of each image."""
+        return self._line(-1)
+
+    def _line(self, end: int) -> tuple[float, float]:
+        slope = (self.traced[end] - self.traced[end - 1]) / (TRACED[end] - TRACED[end - 1])
+        return self.traced[end] - TRACED[end] * slope, slope
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch under one mode, as those of :class:`~dmjd.parallel.memory.StepMemory`; ``inputs`` are
+    images, views and targets."""
+
+    inputs: Growth
+    saved: Growth
+    transient: Growth
+    with_gradients: Growth
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The largest micro-batch that fits: images of one GPU, how many of them make a step, and the peak in bytes."""
+
+    micro_batch: int
+    accumulation: int
+    peak: float
+
+
+class Plan:
+    """The numbers of one configuration on one cluster.
+
+    Raises:
+        ConfigError: if the batch cannot be divided among the GPUs.
+    """
+
+    def __init__(self, config: PlanConfig) -> None:
+        if config.batch_size % config.gpus:
+            raise ConfigError(f"batch_size={config.batch_size} is not divisible by gpus={config.gpus}")
+        if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
+            raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
+        if config.gpus % replicas(config.engine, config.gpus, min(config.gpus_per_node, config.gpus)):
+            raise ConfigError(f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}")
+        self.config = config
+        self.gpu: Accelerator = ACCELERATORS[config.gpu]
+        self.images_per_gpu = config.batch_size // config.gpus
+        with torch.device("meta"):
+            objective, _ = rehearse(config, 1)
+        self._model = objective.model
+        self.parameters = sum(parameter.numel() for parameter in objective.parameters())
+        self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
+
+    @cached_property
+    def flops_per_image(self) -> int:
+        return flops_per_image(self.config)
+
+    @cached_property
+    def activations(self) -> dict[str, Activations]:
+        """By mode."""
+        return {mode: trace(self.config, mode) for mode in MODES}
+
+    def state(self, engine: str) -> StateBytes:
+        """Weights, gradients and optimizer state of ``engine`` on each GPU."""
+        gpus, engine_config = self.config.gpus, self.config.engine
+        shards = (
+            gpus // replicas(engine_config, gpus, min(self.config.gpus_per_node, gpus)) if engine == "hsdp" else gpus
+        )
+        size = engine_config.blocks_per_unit if engine in SHARDED else 1
+        largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
+        return state_bytes(engine, self.parameters, largest, shards)
+
+    def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
+        """The most bytes that a GPU holds in a step of ``accumulation`` micro-batches of ``images``."""
+        state, some = self.state(engine), self.activations[mode]
+        graphs = self.config.engine.cuda_graphs and engine in ("single", "ddp")
+        come = engine in SHARDED or engine == "single"
+        if come and accumulation == 1 and not graphs:
+            # Gradients come while activations go, and of what comes the GPU keeps its part alone.
+            kept = state.gradients / (FLOAT * self.parameters)
+            step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
+        else:  # all of them, or their shards, are there before: in buckets, or from the micro-batch before
+            # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
+            twice = graphs and self.config.engine.compile == "model"
+            step = state.gradients + (some.with_gradients if twice else some.transient)(images) - self._uncopied(engine)
+        held = state.weights + state.optimizer + state.gathered
+        most = held + max(step + some.inputs(images), state.gradients)
+        return (1 + GRAPHS) * most if graphs else most
+
+    def _uncopied(self, engine: str) -> int:
+        """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
+        if engine not in SHARDED or not self.config.engine.reshard_after_forward:
+            return 0
+        precision = select_precision(self.config.engine.precision, torch.device("cuda"))
+        if precision == torch.float32:
+            return 0
+        return precision.itemsize * sum(p.numel() for block in blocks(self._model) for p in block.parameters())
+
+    def fit(self, engine: str, mode: str) -> Fit | None:
+        """The largest micro-batch that fits a GPU and divides its part of the batch; None if one image is too much."""
+        room = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
+        for accumulation in _divisors(self.images_per_gpu):
+            images = self.images_per_gpu // accumulation
+            peak = self.peak(engine, mode, images, accumulation)
+            if peak <= room:
+                return Fit(images, accumulation, peak)
+        return None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Those that make sense for so many GPUs."""
+        return ENGINES[:1] if self.config.gpus == 1 else ENGINES[1:]
+
+    @property
+    def gpu_hours(self) -> float:
+        """Of the whole run at the stated MFU."""
+        flops = self.flops_per_image * self.config.images * self.config.epochs
+        return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
+
+
+def trace(config: PlanConfig, mode: str) -> Activations:
+    """Count the bytes of a step under ``mode``, in the precision that ``config`` would have on CUDA."""
+    precision = select_precision(config.engine.precision, torch.device("cuda"))
+    steps: list[StepMemory] = []
+    inputs: list[int] = []
+    for images in TRACED:
+        with FakeTensorMode():
+            objective, prepared = rehearse(config, images)
+            apply(objective.model, replace(config.engine, activation_checkpointing=mode, compile="none"))
+            steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
+            inputs.append(sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None))
+    return Activations(
+        Growth(inputs),
+        *(Growth([getattr(step, name) for step in steps]) for name in StepMemory._fields),
+    )
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)

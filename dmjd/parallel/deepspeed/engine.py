@@ -1,0 +1,220 @@
+"""Moments, gradients and, at stage 3, parameters divided among processes: ZeRO behind the engine protocol."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.errors import ConfigError
+from dmjd.models.objective import Objective
+from dmjd.parallel.deepspeed import files as zero_files
+from dmjd.parallel.deepspeed.config import STAGES, deepspeed_config
+from dmjd.parallel.engine import StepResult, Write
+from dmjd.parallel.fsdp import filled, sharded_frozen
+from dmjd.parallel.optimizer import parameter_groups
+from dmjd.parallel.staging import HostCopies
+from dmjd.parallel.world import World
+
+
+class DeepSpeedEngine:
+    """See :class:`~dmjd.parallel.engine.Engine`. Stages 1, 2 and 3; parameters stay float32 on all.
+
+    DeepSpeed reads the norm on the host in every step, so the host waits for the device there once, which the native
+    engines do not. Its count of steps is not used: it goes on in a step that was skipped.
+
+    Args:
+        objective: on its device and already transformed by :func:`dmjd.parallel.apply.apply`.
+        bare: :func:`~dmjd.parallel.fsdp.without_parameters` of the objective before any transform.
+        micro_batch: images of this process in a micro-batch.
+    """
+
+    rehearses = False
+
+    def __init__(
+        self,
+        objective: Objective,
+        bare: Objective,
+        engine: EngineConfig,
+        optim: OptimConfig,
+        world: World,
+        precision: torch.dtype,
+        micro_batch: int,
+    ) -> None:
+        assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
+        self.objective, self.device = objective, world.device
+        self.stage = STAGES[engine.name]
+        self._bare, self._world, self._precision = bare, world, precision
+        self._saving = world.apart()
+        bf16 = precision == torch.bfloat16
+        settings = world.together(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
+        groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
+        betas = (optim.betas[0], optim.betas[1])
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
+        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
+        self.module: nn.Module = self._ds
+        self._copies = HostCopies(world.device)
+
+    @property
+    def _zero(self) -> Any:
+        """DeepSpeed's wrapper of the optimizer, which owns the partitions."""
+        return self._ds.optimizer
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        # DeepSpeed's own autocast surrounds its forward; this one is for what else a loop computes here.
+        with torch.autocast(self.device.type, self._precision, enabled=self._precision != torch.float32):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        self._ds.backward(loss)
+
+    def step(self, lr: float, weight_decay: float) -> StepResult:
+        for group in self._zero.param_groups:
+            group["lr"] = lr * group["lr_scale"]
+            group["weight_decay"] = weight_decay * group["wd_scale"]
+        self._ds.step()
+        norm, applied = self._ds.get_global_grad_norm(), self._ds.was_step_applied()
+        return StepResult(self._scalar(norm), self._scalar(float(applied)))
+
+    def _scalar(self, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach().to(self.device, torch.float32, copy=True)
+        return torch.full((), value, device=self.device)  # torch.tensor() copies, for which the host waits
+
+    def discard(self) -> None:
+        # What DeepSpeed does after a step that it skipped; it has no name for it that both optimizers share.
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        if self.stage == 3:
+            zero.averaged_gradients = {}
+        else:
+            zero.micro_step_id = -1
+            zero._release_preflattened_grad_buffers()
+            zero._offload_accumulated_param_ids = set()
+            for group in range(len(zero.bit16_groups)):
+                zero.averaged_gradients[group] = zero.all_grad_tensors[group] = None
+
+    def local_shards(self) -> dict[str, Tensor]:
+        if self.stage == 3:
+            return {name: p.ds_tensor.detach() for name, p in self._parameters()}
+        return {name: p.detach() for name, p in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        return self.objective.named_parameters()
+
+    def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
+        states = zero_files.capture(self._ds, self._shapes(), self._world.size, self.stage)
+        copied = self._copies.take({"states": states, "averages": self._whole_of(averages)})
+        assert isinstance(copied, dict)
+        return partial(zero_files.write, path, copied["states"], copied["averages"], self._saving)
+
+    def _whole_of(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors, whole, each on one rank, in turn. Collective."""
+        mine, shapes = {}, self._shapes()
+        for index, (name, shard) in enumerate(shards.items()):
+            whole = self._gather(shard, shapes[name])
+            if index % self._world.size == self._world.rank:
+                mine[name] = whole.cpu()
+        return mine
+
+    def _gather(self, shard: Tensor, shape: torch.Size) -> Tensor:
+        """A tensor laid out as in :meth:`local_shards`, whole and on the device of every rank."""
+        if self.stage < 3:
+            return shard
+        flat = shard.new_empty(shard.numel() * self._world.size)
+        dist.all_gather_into_tensor(flat, shard.contiguous())
+        return flat[: shape.numel()].view(shape)
+
+    def _scatter(self, whole: Tensor, shard: Tensor) -> None:
+        """The inverse of :meth:`_gather`: fill this rank's ``shard``."""
+        if self.stage == 3:
+            start = shard.numel() * self._world.rank
+            own = whole.reshape(-1)[start : start + shard.numel()]
+            shard[: own.numel()].copy_(own)
+        else:
+            shard.copy_(whole)
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters()}
+
+    def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
+        shapes = self._shapes()
+        zero_files.check(path, shapes, {name: shapes[name] for name in averages})
+        zero_files.load(self._ds, path, self._world, self.stage)
+        saved = zero_files.read_average(path)
+        for name, average in averages.items():
+            self._scatter(saved[name], average)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self._whole(torch.device("cpu"))
+
+    def _whole(self, device: torch.device) -> dict[str, Tensor]:
+        """Every parameter on ``device`` of rank 0, one gathered after the other; empty elsewhere."""
+        whole, shapes = {}, self._shapes()
+        for name, shard in self.local_shards().items():
+            value = self._gather(shard, shapes[name])
+            if self._world.is_main:
+                whole[name] = value.to(device, copy=True)
+        return whole
+
+    @contextmanager
+    def _gathered_copy(self) -> Iterator[Objective | None]:
+        state = self._whole(self.device)
+        if not self._world.is_main:
+            yield None
+            return
+        with filled(self._bare, state):
+            yield self._bare
+
+    def gathered(self) -> AbstractContextManager[Objective | None]:
+        if self.stage == 3:  # a copy: calling the objective itself would gather, and wait for the other ranks
+            return self._gathered_copy()
+        return nullcontext(self.objective if self._world.is_main else None)
+
+    def shard_frozen(self, module: nn.Module) -> nn.Module:
+        module.requires_grad_(False).to(self.device)
+        if self.stage == 3:  # by FSDP2: ZeRO-3 partitions nothing outside of the module that it trains
+            return sharded_frozen(module, self._world.mesh())
+        return module
+
+    def close(self) -> None:
+        # Without barrier, destroy and, later, destroy_process_group, some processes end in "terminate called without an
+        # active exception" and a code that looks like a failed job.
+        if self._world.size > 1:
+            dist.barrier(group=self._world.group)
+        self._ds.destroy()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _initialise(
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    file: str | None,
+    group: dist.ProcessGroup,
+) -> Any:
+    deepspeed = zero_files.import_deepspeed()
+    # It would make a group of its own, once for all engines of a process, where none of our time-outs holds and which
+    # the next world does not know.
+    zero_files.import_deepspeed("deepspeed.utils.groups")._WORLD_GROUP = group
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists, also where one process was started by nobody
+    try:
+        engine, *_ = deepspeed.initialize(
+            model=objective, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+    except (ValueError, TypeError) as error:
+        if file is None:
+            raise
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"engine.deepspeed_config={file}: DeepSpeed refuses it: {reason}") from error
+    return engine

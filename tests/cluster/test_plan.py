@@ -1,0 +1,203 @@
+"""What `dmjd plan` says, against arithmetic and against stored measurements."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dmjd.accelerators import ACCELERATORS, accelerator_of
+from dmjd.cli import main
+from dmjd.cluster.plan import TRACED, Activations, Growth, Plan
+from dmjd.compose import compose
+from dmjd.errors import ConfigError
+from dmjd.parallel.sharding import state_bytes
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+GIB = 2**30
+
+
+def make_plan(*words: str) -> Plan:
+    return Plan(compose("plan", words))
+
+
+def with_activations(plan: Plan, per_image: float) -> Plan:
+    """The plan of a model whose activations take ``per_image`` bytes."""
+    flat, growing = Growth([0] * len(TRACED)), Growth([per_image * images for images in TRACED])
+    plan.__dict__["activations"] = {"none": Activations(flat, growing, growing, growing)}
+    return plan
+
+
+def test_parameters_of_vit_b_are_the_known_number() -> None:
+    plan = make_plan("experiment=mae_vit_base")
+    # timm's vit_base_patch16_224 without a head and with fixed positions instead of 197 x 768 learned ones.
+    assert plan.encoder_parameters == 85_798_656 - 197 * 768
+
+
+def test_gpu_hours_are_flops_by_rate() -> None:
+    plan = make_plan("experiment=mae_vit_base", "epochs=10", "images=1000", "mfu=50", "gpu=a100-40")
+    assert plan.gpu_hours * 3600 * 156e12 == pytest.approx(plan.flops_per_image * 10_000)
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "gradients", "optimizer", "gathered"),
+    [
+        ("single", 400, 400, 800, 0),
+        ("ddp", 400, 400, 800, 0),
+        ("zero1", 400, 400, 50, 0),
+        ("zero2", 400, 25, 50, 40 + 2 * 200_000_000),
+        ("zero3", 25, 25, 50, 400 + 40 + 200_000_000),
+        ("fsdp", 25, 25, 50, 120),
+    ],
+)
+def test_state_of_100_parameters_on_16_gpus(
+    engine: str, weights: float, gradients: float, optimizer: float, gathered: float
+) -> None:
+    assert state_bytes(engine, 100, 10, 16) == (weights, gradients, optimizer, gathered)
+
+
+@pytest.mark.parametrize(("words", "shards"), [((), 8), (("engine=hsdp", "engine.replicas=4"), 4)])
+def test_hsdp_divides_within_a_copy(words: tuple[str, ...], shards: int) -> None:
+    plan = make_plan("experiment=mae_vit_base", "gpus=16", "batch_size=768", *words)
+    hsdp, fsdp = plan.state("hsdp"), plan.state("fsdp")
+    assert hsdp == fsdp._replace(**{kind: getattr(fsdp, kind) * 16 / shards for kind in hsdp._fields[:3]})
+
+
+def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
+    words = "experiment=mae_vit_base", "gpus=8", "batch_size=768"
+    one, three = (make_plan(*words, f"engine.blocks_per_unit={size}") for size in (1, 3))
+    for engine in ("fsdp", "hsdp"):
+        assert one.state(engine).gathered == 3 * 4 * 7_087_872  # timm's Block(768)
+        assert three.state(engine) == one.state(engine)._replace(gathered=3 * one.state(engine).gathered)
+    for engine in ("ddp", "zero2", "zero3"):
+        assert three.state(engine) == one.state(engine)
+
+
+def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
+    plan = with_activations(make_plan("experiment=mae_vit_base", "batch_size=768", "gpus=8", "gpu=a100-40"), GIB)
+    fit = plan.fit("ddp", "none")
+    assert fit is not None
+    # 37 GiB, less 1.7 of weights, gradients and moments, hold 35; of the divisors of 96 the next below is 32.
+    assert (fit.micro_batch, fit.accumulation) == (32, 3)
+    assert fit.peak == plan.peak("ddp", "none", 32)
+    assert with_activations(plan, 40 * GIB).fit("ddp", "none") is None
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp"])
+def test_gradients_of_an_earlier_micro_batch_are_there_throughout_the_next(engine: str) -> None:
+    plan = with_activations(make_plan("experiment=mae_vit_base", "gpus=2", "batch_size=64"), GIB)
+    state = plan.state(engine)
+    held = state.weights + state.optimizer + state.gathered
+    uncopied = 2 * 119_000_000 if engine == "fsdp" else 0  # blocks' bfloat16 copies, about
+    assert plan.peak(engine, "none", 4) == pytest.approx(held + 4 * GIB - uncopied, rel=0.01)
+    assert plan.peak(engine, "none", 4, 2) == pytest.approx(plan.peak(engine, "none", 4) + state.gradients, rel=1e-9)
+
+
+def test_cuda_graphs_are_counted_with_gradients_of_their_own_and_what_they_do_not_lend() -> None:
+    words = "experiment=mae_vit_base", "batch_size=64"
+    plain = with_activations(make_plan(*words), GIB)
+    graphs = with_activations(make_plan(*words, "engine.compile=block", "engine.cuda_graphs=true"), GIB)
+    assert graphs.peak("single", "none", 4) == pytest.approx(1.06 * plain.peak("single", "none", 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("batch_size=100", "gpus=64"), "batch_size=100 is not divisible by gpus=64"),
+        (("batch_size=120", "gpus=12"), "gpus=12 is not divisible by gpus_per_node=8"),
+        (("gpus=8", "engine.replicas=16"), "engine.replicas=16 does not divide gpus=8"),
+        (("gpus=8", "engine=hsdp", "engine.replicas=3"), "engine.replicas=3 does not divide gpus=8"),
+        (("gpu=a100",), "gpu must be one of .*a100-40.*, got 'a100'"),
+        (("mfu=0",), "mfu must be above 0 and at most 100, got 0"),
+    ],
+)
+def test_a_cluster_that_cannot_be_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make_plan(*words)
+
+
+def test_the_page_names_every_engine_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["backbone=vit_tiny", "data.image_size=[64,64]", "backbone.depth=1", "method.decoder.depth=1"]
+    assert main(["plan", *small, "gpus=16", "gpu=a100-40"]) == 0
+    text = capsys.readouterr().out
+    for word in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "selective", "GPU hours", "64 on each of 16 GPU(s)"):
+        assert word in text
+    assert main(["plan", *small, "gpus=16", "engine=ddp"]) == 0
+    assert "fsdp" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L40S", "l40s"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Tesla V100-SXM2-32GB", "v100-32"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_devices_are_known_by_their_names(device: str, name: str | None) -> None:
+    assert accelerator_of(device) is (None if name is None else ACCELERATORS[name])
+
+
+@cache
+def planned_once(*words: str) -> Plan:
+    return make_plan(*words, "gpus=1")
+
+
+def stored() -> list[dict[str, Any]]:
+    return json.loads((RESULTS / "plan_memory_h200.json").read_text())["rows"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "row", stored(), ids=lambda row: f"{row['words'][-1]}-{row['images']}-{row['mode']}{'-compiled' * row['compile']}"
+)
+def test_the_plan_is_within_10_percent_of_measured_peaks_and_20_compiled(row: dict[str, Any]) -> None:
+    peak = planned_once(*row["words"]).peak("single", row["mode"], row["images"])
+    assert peak == pytest.approx(row["peak_bytes"], rel=0.2 if row["compile"] else 0.1)
+
+
+STEPS = [
+    ("pretrain_step_h100.json", "experiment=mae_vit_base", 0, 256),
+    ("pretrain_step_h100.json", "experiment=dmjd_vit_base_hog", 1, 256),
+    ("convvit_step_h200.json", "experiment=dmjd_convvit_base_hog", 1, 128),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "words", "row", "images"), STEPS)
+def test_the_plan_is_within_10_percent_of_benchmarked_steps(file: str, words: str, row: int, images: int) -> None:
+    record = json.loads((RESULTS / file).read_text())
+    rows = record["rows"] if isinstance(record, dict) else record
+    planned = planned_once(words).peak("single", "none", images)
+    assert planned / GIB == pytest.approx(rows[row]["peak_gib"], rel=0.1)
+
+
+LARGE = {
+    "vit_large": ("experiment=mae_vit_base", "backbone=vit_large"),
+    "convvit_large": ("experiment=dmjd_convvit_large_hog",),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", LARGE)
+def test_the_plan_is_within_10_percent_of_peaks_under_every_engine(model: str) -> None:
+    rows = [row for row in json.loads((RESULTS / "engines_h200.json").read_text()) if row["model"] == model]
+    traced = planned_once(*LARGE[model]).activations
+    for row in rows:
+        engine, micro, gpus = row["engine"], row["micro_batch"], row["gpus"]
+        plan = make_plan(*LARGE[model], *row["words"], f"gpus={gpus}", f"batch_size={gpus * micro}")
+        plan.__dict__["activations"] = traced  # of a model, whatever the cluster
+        assert plan.peak(engine, "none", micro) / GIB == pytest.approx(max(row["peak_gib"]), rel=0.1), row
