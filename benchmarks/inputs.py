@@ -26,7 +26,7 @@ def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: 
     """``steps`` of them of ``kind``, or more, as the training loop is given them. Collective."""
     if kind == "shards":
         ranks = world.rank, world.size
-        source = world.together(lambda: training_source(config.data))
+        source = world.all_or_none(lambda: training_source(config.data))
         parts = training_batches(config.data, source, config.batch_size, config.seed, *ranks)
         ahead = fetch_ahead(source, config.batch_size, config.seed, *ranks, world.local_rank, world.local_size)
         yield from make_loader(parts, 0, steps, config.workers, world.device.type == "cuda", ahead=ahead)

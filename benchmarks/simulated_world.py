@@ -26,7 +26,7 @@ class SimulatedWorld(World):
     def gather(self, item: T) -> list[T]:
         return [item]
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         return self
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dmjd.config import (
+    RENAMED,
     ConsolidateConfig,
     ConvertConfig,
     ExportConfig,
@@ -39,6 +41,8 @@ from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
+
+logger = logging.getLogger("dmjd")
 
 SCHEMAS: dict[str, type] = {
     "pretrain": PretrainConfig,
@@ -181,11 +185,22 @@ def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text")
         values = parse_yaml(text)
         if not isinstance(values, dict):
             raise ConfigError(f"it holds a {type(values).__name__}, not values by key")
-        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.create(_resolvable(values))))
+        known = OmegaConf.create(_resolvable(_with_present_keys(values)))
+        config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), known))
         check_fields(config)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
     return config
+
+
+def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` of a stored configuration, with former keys (:data:`RENAMED`) under their present names."""
+    for former, present in RENAMED.items():
+        section, _, old = former.partition(".")
+        inner = values.get(section)
+        if isinstance(inner, dict) and old in inner:
+            values[section] = {present.partition(".")[2] if key == old else key: value for key, value in inner.items()}
+    return values
 
 
 def groups_of(verb: str) -> dict[str, list[str]]:
@@ -205,6 +220,10 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
         overrides = [re.sub("^data.root=", "root=", word) for word in overrides]
     for word in overrides:
         know(word)
+        former, equals, rest = word.partition("=")
+        if former in RENAMED:
+            logger.warning("%s is now called %s", former, RENAMED[former])
+            word = f"{RENAMED[former]}{equals}{rest}"
         typed = redact(word)
         if word != printable(word):
             raise ConfigError(

@@ -32,7 +32,7 @@ class MaskedViews(NamedTuple):
 class MaskSpec:
     """What a method masks and predicts; :meth:`draw` makes it happen for a batch.
 
-    ``predict_ratio`` is the paper's Fig. 1 (b, c) and needs a single view: below m_corr the loss is taken on a random
+    ``loss_ratio`` is the paper's Fig. 1 (b, c) and needs a single view: below m_corr the loss is taken on a random
     subset of the hidden units, above it on all hidden and some visible units. None predicts exactly what is hidden.
     The other fields are those of :func:`dmjd.ops.mask_plan.mask_plan`.
     """
@@ -45,15 +45,15 @@ class MaskSpec:
     regulation: Regulation = "disjoint"
     count: int | None = None
     rounding: Rounding = "exact"
-    predict_ratio: float | None = None
+    loss_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        if self.predict_ratio is None:
+        if self.loss_ratio is None:
             return
         if self.views != 1:
-            raise ValueError(f"predict_ratio needs views=1, got views={self.views}; with more views use pred_ratio")
-        if not 0 < self.predict_ratio <= 1:
-            raise ValueError(f"predict_ratio must be above 0 and at most 1, got {self.predict_ratio}")
+            raise ValueError(f"loss_ratio needs views=1, got views={self.views}; with more views use pred_ratio")
+        if not 0 < self.loss_ratio <= 1:
+            raise ValueError(f"loss_ratio must be above 0 and at most 1, got {self.loss_ratio}")
 
     def plan(self, grid: tuple[int, int]) -> MaskPlan:
         """Exact counts on a token grid. Raises ValueError where the rates cannot be met."""
@@ -71,14 +71,14 @@ class MaskSpec:
 
     def predicted_units(self, plan: MaskPlan) -> int:
         """Units per view on which L_mim is taken."""
-        if self.predict_ratio is None or self.predict_ratio == self.mask_ratio:
+        if self.loss_ratio is None or self.loss_ratio == self.mask_ratio:
             return plan.hidden  # equal rates mean exactly what is hidden, however the two counts would round
-        return max(1, nearest_count(self.predict_ratio, plan.units))
+        return max(1, nearest_count(self.loss_ratio, plan.units))
 
     def true_rates(self, grid: tuple[int, int]) -> Rates:
         """The rates that the integer counts give on ``grid`` (for regulation "none", m_pred is the expectation)."""
         plan = self.plan(grid)
-        if self.predict_ratio is not None:
+        if self.loss_ratio is not None:
             return Rates(plan.m_corr, self.predicted_units(plan) / plan.units)
         return Rates(plan.m_corr, plan.m_pred)
 
@@ -88,8 +88,8 @@ class MaskSpec:
         if self.count is not None:
             return true
         ratio = self.mask_ratio
-        if self.predict_ratio is not None:
-            return Rates(ratio, self.predict_ratio)
+        if self.loss_ratio is not None:
+            return Rates(ratio, self.loss_ratio)
         if self.regulation == "none":
             return Rates(ratio, 1.0 - (1.0 - ratio) ** self.views)
         if self.regulation == "complementary":
@@ -106,7 +106,7 @@ class MaskSpec:
         """Views and predicted tokens of a batch, on ``sample_ids``' device; pure in (seed, epoch, sample id)."""
         plan = self.plan(grid)
         views = draw_masks(sample_ids, plan, seed=seed, epoch=epoch)
-        if self.predict_ratio is None:
+        if self.loss_ratio is None:
             return MaskedViews(views, views.masked)
         key = make_key(seed, epoch)
         words = keyed_bits(sample_ids, plan.units, key=key, domain=Domain.PREDICT)

@@ -170,7 +170,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
         (["experiment=dmeo"], ["experiment", "demo"]),
         (["mask.block=[3,3]"], ["block 3x3", "8x8"]),
         (["mask.pred_ratio=.1"], ["pred_ratio=0.1", "between 0.6875 and 1"]),
-        (["engine.accumulation=3"], ["engine.accumulation=3", "batch_size=128"]),
+        (["engine.grad_accum_steps=3"], ["engine.grad_accum_steps=3", "batch_size=128"]),
         (["engine.device=cuda"], ["engine.device=cuda", "cpu or auto"]),
         (["data.channels=3", "data.mean=[0,0,0]", "data.std=[1,1,1]"], ["data.channels=3", "data.channels=1"]),
         (["batch_size=1438"], ["batch_size", "1438", "1437"]),

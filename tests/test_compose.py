@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from dmjd.compose import compose, from_yaml, to_yaml
-from dmjd.config import DataConfig, KnnConfig, PretrainConfig
+from dmjd.config import RENAMED, DataConfig, KnnConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.resources import configs_dir
 
@@ -260,3 +260,33 @@ def test_a_stored_text_reads_no_variable_but_as_a_whole(text: str, monkeypatch: 
     config = from_yaml(PretrainConfig, stored)
     assert (config.wandb, config.data.root) == ("value-of-mine", text)
     assert to_yaml(from_yaml(PretrainConfig, to_yaml(config))) == to_yaml(config)
+
+
+@pytest.mark.parametrize(
+    ("former", "present", "value"),
+    [
+        ("engine.accumulation", "engine.grad_accum_steps", 4),
+        ("backbone.hidden", "backbone.masked_tokens", "mask_token"),
+        ("mask.predict_ratio", "mask.loss_ratio", 0.5),
+    ],
+)
+def test_a_former_key_is_read_from_the_command_line_and_from_a_stored_configuration(
+    former: str, present: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    section, _, name = present.partition(".")
+    config = compose("pretrain", [f"{former}={value}"])
+    assert getattr(getattr(config, section), name) == value
+    assert f"{former} is now called {present}" in caplog.text
+    text = to_yaml(config)
+    assert f"  {name}: {value}\n" in text
+    before = text.replace(f"  {name}: {value}\n", f"  {former.partition('.')[2]}: {value}\n")
+    assert before != text
+    assert from_yaml(PretrainConfig, before) == config
+
+
+def test_every_former_key_is_gone_and_every_present_one_is_there() -> None:
+    config = compose("pretrain", [])
+    for former, present in RENAMED.items():
+        section, _, name = present.partition(".")
+        assert hasattr(getattr(config, section), name)
+        assert not hasattr(getattr(config, former.partition(".")[0]), former.partition(".")[2])

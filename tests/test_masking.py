@@ -63,8 +63,8 @@ def test_plan_is_mask_plans() -> None:
         pytest.param(
             MaskSpec(views=4, mask_ratio=0.75, regulation="complementary"), (37 / 49, 1), (0.75, 1), id="complementary"
         ),
-        pytest.param(replace(MAE, predict_ratio=0.5), (0.75, 0.5), (0.75, 0.5), id="Fig. 1b"),
-        pytest.param(replace(SIMMIM, predict_ratio=0.9), (30 / 49, 44 / 49), (0.6, 0.9), id="Fig. 1c"),
+        pytest.param(replace(MAE, loss_ratio=0.5), (0.75, 0.5), (0.75, 0.5), id="Fig. 1b"),
+        pytest.param(replace(SIMMIM, loss_ratio=0.9), (30 / 49, 44 / 49), (0.6, 0.9), id="Fig. 1c"),
     ],
 )
 def test_rates(spec: MaskSpec, true: tuple[float, float], nominal: tuple[float, float]) -> None:
@@ -87,11 +87,11 @@ def test_count_is_what_was_asked_for(mask_ratio: float) -> None:
         MaskSpec(views=3, mask_ratio=0.3, pred_ratio=0.7),
         BEIT,
         replace(BEIT, pred_ratio=0.5),
-        replace(BEIT, views=1, predict_ratio=0.2),
-        replace(BEIT, views=1, predict_ratio=0.8),
+        replace(BEIT, views=1, loss_ratio=0.2),
+        replace(BEIT, views=1, loss_ratio=0.8),
         MaskSpec(views=2, mask_ratio=0.75, regulation="complementary"),
-        replace(MAE, predict_ratio=0.31),
-        replace(SIMMIM, predict_ratio=0.83),
+        replace(MAE, loss_ratio=0.31),
+        replace(SIMMIM, loss_ratio=0.83),
     ],
 )
 def test_true_rates_are_those_of_the_drawn_masks(spec: MaskSpec) -> None:
@@ -135,23 +135,23 @@ def test_views_are_those_of_disjoint_masks_whatever_is_predicted() -> None:
     expected = disjoint_masks(
         torch.arange(40), grid=GRID, views=1, mask_ratio=0.6, pattern="block", block=(2, 2), seed=4, epoch=2
     )
-    for predict_ratio in (None, 0.1, 0.5, 0.9, 1.0):
-        views = draw(replace(SIMMIM, predict_ratio=predict_ratio)).views
+    for loss_ratio in (None, 0.1, 0.5, 0.9, 1.0):
+        views = draw(replace(SIMMIM, loss_ratio=loss_ratio)).views
         assert all(torch.equal(left, right) for left, right in zip(views, expected, strict=True))
 
 
 @pytest.mark.parametrize("spec", [MAE, SIMMIM], ids=["tokens", "blocks"])
-@pytest.mark.parametrize("predict_ratio", [0.02, 0.25, 0.51, 0.8, 0.99, 1.0])
-def test_predicted_units_are_a_subset_or_a_superset_of_the_hidden_ones(spec: MaskSpec, predict_ratio: float) -> None:
+@pytest.mark.parametrize("loss_ratio", [0.02, 0.25, 0.51, 0.8, 0.99, 1.0])
+def test_predicted_units_are_a_subset_or_a_superset_of_the_hidden_ones(spec: MaskSpec, loss_ratio: float) -> None:
     side = 2 if spec.pattern == "block" else 1
     units = 196 // side**2
-    views, predicted = draw(replace(spec, predict_ratio=predict_ratio))
+    views, predicted = draw(replace(spec, loss_ratio=loss_ratio))
     chosen, hidden = membership(predicted, 196), views.mask
 
-    assert predicted.shape == (1, 40, round(predict_ratio * units) * side**2)
+    assert predicted.shape == (1, 40, round(loss_ratio * units) * side**2)
     assert predicted.dtype == torch.int64
     assert (predicted.diff(dim=-1) > 0).all(), "ids are unique and ascending"
-    if predict_ratio < spec.mask_ratio:
+    if loss_ratio < spec.mask_ratio:
         assert not (chosen & ~hidden).any()
     else:
         assert not (hidden & ~chosen).any()
@@ -161,13 +161,13 @@ def test_predicted_units_are_a_subset_or_a_superset_of_the_hidden_ones(spec: Mas
 
 def test_predicting_as_much_as_is_hidden_predicts_the_hidden_tokens() -> None:
     for spec in (MAE, SIMMIM):
-        views, predicted = draw(replace(spec, predict_ratio=spec.true_rates(GRID).m_corr))
+        views, predicted = draw(replace(spec, loss_ratio=spec.true_rates(GRID).m_corr))
         assert torch.equal(predicted, views.masked)
 
 
-@pytest.mark.parametrize("predict_ratio", [0.3, 0.9])
-def test_predicted_tokens_are_a_pure_function_of_the_sample(predict_ratio: float) -> None:
-    spec = replace(SIMMIM, predict_ratio=predict_ratio)
+@pytest.mark.parametrize("loss_ratio", [0.3, 0.9])
+def test_predicted_tokens_are_a_pure_function_of_the_sample(loss_ratio: float) -> None:
+    spec = replace(SIMMIM, loss_ratio=loss_ratio)
     ids = torch.tensor([3, 2**32 + 3, 8, 2**40, 3])
     whole = spec.draw(ids, GRID, seed=4, epoch=2).predicted
     parts = [
@@ -194,11 +194,11 @@ def p_law(hidden: Tensor, predicted: Tensor, counts: tuple[int, int]) -> float:
     return float(stats.chisquare(seen.numpy()).pvalue)
 
 
-@pytest.mark.parametrize(("predict_ratio", "count"), [(0.2, 1), (0.4, 2), (0.8, 4)])
-def test_every_choice_of_predicted_units_is_equally_likely(predict_ratio: float, count: int) -> None:
+@pytest.mark.parametrize(("loss_ratio", "count"), [(0.2, 1), (0.4, 2), (0.8, 4)])
+def test_every_choice_of_predicted_units_is_equally_likely(loss_ratio: float, count: int) -> None:
     """The whole law on five units, three hidden: 10 x 3 subsets of one or two, 10 x 2 supersets of four."""
     samples = 200_000
-    spec = MaskSpec(views=1, mask_ratio=0.6, pattern="uniform", predict_ratio=predict_ratio)
+    spec = MaskSpec(views=1, mask_ratio=0.6, pattern="uniform", loss_ratio=loss_ratio)
     views, predicted = draw(spec, samples, (1, 5))
     hidden, chosen = views.mask[0], membership(predicted[0], 5)
     assert p_law(hidden, chosen, (3, count)) > 1e-4
@@ -214,15 +214,15 @@ def test_every_choice_of_predicted_units_is_equally_likely(predict_ratio: float,
 # ---- requests that cannot be met ----
 
 
-@pytest.mark.parametrize("predict_ratio", [0, -0.1, 1.01, float("nan")])
-def test_predict_ratio_outside_zero_and_one(predict_ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"predict_ratio.*\b0\b.*\b1\b"):
-        MaskSpec(views=1, predict_ratio=predict_ratio).plan(GRID)
+@pytest.mark.parametrize("loss_ratio", [0, -0.1, 1.01, float("nan")])
+def test_predict_ratio_outside_zero_and_one(loss_ratio: float) -> None:
+    with pytest.raises(ValueError, match=r"loss_ratio.*\b0\b.*\b1\b"):
+        MaskSpec(views=1, loss_ratio=loss_ratio).plan(GRID)
 
 
 def test_predict_ratio_needs_a_single_view() -> None:
-    with pytest.raises(ValueError, match=r"predict_ratio needs views=1.*pred_ratio"):
-        MaskSpec(views=2, predict_ratio=0.5).plan(GRID)
+    with pytest.raises(ValueError, match=r"loss_ratio needs views=1.*pred_ratio"):
+        MaskSpec(views=2, loss_ratio=0.5).plan(GRID)
 
 
 def test_a_rate_that_cannot_be_met_is_refused_before_anything_is_drawn() -> None:

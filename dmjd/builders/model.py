@@ -8,7 +8,7 @@ from dmjd.builders.data import image_size
 from dmjd.config import BackboneConfig, PretrainConfig
 from dmjd.errors import ConfigError, config_section
 from dmjd.models import convvit, swin
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
@@ -35,7 +35,7 @@ def build_encoder(config: PretrainConfig) -> Encoder:
             num_heads=backbone.num_heads,
             mlp_ratio=backbone.mlp_ratio,
             class_token=backbone.class_token,
-            hidden=backbone.hidden,
+            masked_tokens=backbone.masked_tokens,
             positions=backbone.positions,
             block=backbone.block,
             layer_scale=backbone.layer_scale,
@@ -51,7 +51,7 @@ def build_encoder(config: PretrainConfig) -> Encoder:
             mlp_ratio=backbone.mlp_ratio,
         )
     stages = backbone.conv_stages
-    return ConViTEncoder(
+    return ConvViTEncoder(
         image_size=image_size(config),
         in_chans=channels,
         embed_dims=(*stages.embed_dims, backbone.embed_dim),
@@ -72,9 +72,9 @@ def _refuse_options(backbone: BackboneConfig) -> None:
     plain = BackboneConfig()
     needed = {key: getattr(plain, key) for key in OF_VIT_ALONE} | {"class_token": False}
     if backbone.name == "swin":
-        needed |= {"patch_size": swin.PATCH_SIZE, "hidden": "mask_token", "drop_path": 0.0}
+        needed |= {"patch_size": swin.PATCH_SIZE, "masked_tokens": "mask_token", "drop_path": 0.0}
     else:
-        needed |= {"patch_size": convvit.PATCH_SIZE, "hidden": "drop"}
+        needed |= {"patch_size": convvit.PATCH_SIZE, "masked_tokens": "drop"}
     for key, value in needed.items():
         found = getattr(backbone, key)
         if found != value:

@@ -57,14 +57,14 @@ def build_step(config: PretrainConfig, world: World, initial: Path | None = None
         UserError: for what does not go together, and for weights that do not fit.
     """
     build_mask_spec(config.mask, token_grid(config))  # a wrong mask is found before weights of a target are read
-    tokenizer, processes = build_tokenizer(config), config.engine.accumulation * world.size
+    tokenizer, processes = build_tokenizer(config), config.engine.grad_accum_steps * world.size
     if config.batch_size % processes:
         raise ConfigError(
-            f"batch_size={config.batch_size} is not divisible by engine.accumulation={config.engine.accumulation} "
-            f"times {world.size} process(es)"
+            f"batch_size={config.batch_size} is not divisible by "
+            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {world.size} process(es)"
         )
     objective = build_objective(config, tokenizer.dim)
-    began_from = "" if initial is None else world.together(lambda: load_weights(objective, initial))
+    began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // processes)
     encoder = engine.objective.model.encoder
     ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)

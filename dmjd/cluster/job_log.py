@@ -22,7 +22,7 @@ PATTERNS = (
     (
         r"CUDA out of memory|torch\.OutOfMemoryError",
         "a GPU ran out of memory",
-        "a larger engine.accumulation, engine.activation_checkpointing=full, or more GPUs",
+        "a larger engine.grad_accum_steps, engine.activation_checkpointing=full, or more GPUs",
     ),
     (
         r"oom[-_ ]kill|Out [Oo]f [Mm]emory: Killed|Detected \d+ oom",

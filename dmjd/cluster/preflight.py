@@ -224,7 +224,7 @@ def _warm(config: PretrainConfig, world: World) -> Check:
     began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
     if sharded or world.local_rank == 0:
         step = build_step(config, world if sharded else alone(world.device))
-        part = config.batch_size // world.size // config.engine.accumulation
+        part = config.batch_size // world.size // config.engine.grad_accum_steps
         batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
         with step.engine.micro_batch(last=True):
             step.engine.backward(step.engine.module(*step.prepare(batch, 0).inputs).total)

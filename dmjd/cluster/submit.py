@@ -268,11 +268,12 @@ def _header(template: str) -> dict[str, str | None]:
 
 def _check_batch(config: Any, processes: int) -> None:
     """What the run itself would refuse, after hours in the queue."""
-    parts = config.engine.accumulation * processes
+    parts = config.engine.grad_accum_steps * processes
     if config.batch_size % parts:
         raise ConfigError(
-            f"batch_size={config.batch_size} is not divisible by engine.accumulation={config.engine.accumulation} "
-            f"times {processes} process(es); take other nodes or gpus, or another batch_size"
+            f"batch_size={config.batch_size} is not divisible by "
+            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {processes} process(es); "
+            "take other nodes or gpus, or another batch_size"
         )
 
 

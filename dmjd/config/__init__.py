@@ -7,7 +7,7 @@ Values that depend on each other are checked by :mod:`dmjd.builders`, which has 
 
 from dmjd.config.data import DataConfig
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, ExportConfig, KnnConfig, LinprobeConfig
-from dmjd.config.fields import check_fields, expand_paths, first_difference
+from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
 from dmjd.config.model import (
     BackboneConfig,
     ConvStagesConfig,
@@ -22,6 +22,7 @@ from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 __all__ = [
+    "RENAMED",
     "BackboneConfig",
     "ConsolidateConfig",
     "ConvStagesConfig",

@@ -13,6 +13,13 @@ from dmjd.errors import ConfigError
 from dmjd.files import at_home
 from dmjd.redact import Typed, same_but_secrets, shown
 
+RENAMED = {
+    "engine.accumulation": "engine.grad_accum_steps",
+    "backbone.hidden": "backbone.masked_tokens",
+    "mask.predict_ratio": "mask.loss_ratio",
+}
+"""Former key -> present key. Read for stored configurations and for the command line, and by nothing else."""
+
 
 def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
     """A field that may be one of a few words. ``refused``: others that are asked for -> why they are not here."""

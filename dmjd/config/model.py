@@ -19,7 +19,7 @@ class MaskConfig:
     ``regulation``: disjoint views hide new ground first, none draws each alone, complementary ones keep no token twice.
     ``rounding``: of rates to counts: exact on the decimals that are typed, or as the official code rounds.
     ``count``: hidden units of a view, in place of ``mask_ratio``.
-    ``predict_ratio``: the part of the tokens that the loss is taken on, with one view; left out, those hidden.
+    ``loss_ratio``: the part of the tokens that the loss is taken on, with one view; left out, those hidden.
     """
 
     views: int = positive(2)
@@ -30,7 +30,7 @@ class MaskConfig:
     regulation: str = choice("disjoint", "none", "complementary")
     rounding: str = choice("exact", "official")
     count: int | None = number(None, least=1)
-    predict_ratio: float | None = number(None, above=0, most=1)
+    loss_ratio: float | None = number(None, above=0, most=1)
 
 
 @dataclass
@@ -70,7 +70,7 @@ class BackboneConfig:
     ``num_heads``: heads of attention; those of swin are in ``windows``.
     ``mlp_ratio``: hidden width of an MLP / width.
     ``class_token`` (vit): put a cls token before the others.
-    ``hidden``: leave hidden tokens out, or put a mask token in their place.
+    ``masked_tokens``: leave hidden tokens out, or put a mask token in their place.
     ``drop_path``: the rate at which branches of the last block are left out; it grows with depth (not swin).
     ``positions`` (vit): fixed, learned, or BEiT's bias of attention by relative position, shared by all blocks.
     ``block`` (vit): timm's, or BEiT's, whose keys have no bias and whose branches ``layer_scale`` may scale.
@@ -85,7 +85,7 @@ class BackboneConfig:
     num_heads: int = positive(12)
     mlp_ratio: float = number(4.0, above=0, most=1000)
     class_token: bool = True
-    hidden: str = choice("drop", "mask_token")
+    masked_tokens: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
     positions: str = choice("sincos", "learned", "relative")
     block: str = choice("plain", "beit")

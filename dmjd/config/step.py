@@ -51,7 +51,7 @@ class EngineConfig:
     ``name``: one process; whole copies that average gradients; slices (FSDP2), or copies of them; DeepSpeed's stages.
     ``device``: auto is a GPU where there is one.
     ``precision``: of computation; parameters, gradients and moments are fp32. auto is bf16 on GPUs.
-    ``accumulation``: micro-batches that make one step of ``batch_size`` images.
+    ``grad_accum_steps``: micro-batches that make one step of ``batch_size`` images.
     ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
     matrix products, attention and convolutions, or whole blocks.
     ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
@@ -69,7 +69,7 @@ class EngineConfig:
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16", refused={"fp16": _FP16})
-    accumulation: int = positive(1)
+    grad_accum_steps: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
     cuda_graphs: bool = False

@@ -18,14 +18,14 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConViTEncoder
+from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConvViTEncoder
 from dmjd.models.norm import layer_norm
 from dmjd.models.recompute import recompute
 
 POOLS = ("avg", "")
 
 
-class ConViT(ConViTEncoder):
+class ConViT(ConvViTEncoder):
     """The encoder of whole images with a classifier: mean of the tokens, LayerNorm (``fc_norm``), linear.
 
     Args:
@@ -34,7 +34,7 @@ class ConViT(ConViTEncoder):
         global_pool: "avg", or "" for tokens that the last norm of pre-training normalises.
         drop_path_rate: of the last block; grows linearly from 0 at the first.
         fc_norm: normalise after pooling instead of before; by default where tokens are averaged.
-        The others: see :class:`~dmjd.models.convvit.ConViTEncoder`.
+        The others: see :class:`~dmjd.models.convvit.ConvViTEncoder`.
     """
 
     def __init__(

@@ -115,7 +115,7 @@ class ConvBlock(nn.Module):
         return x + mlp * self.mlp(self.norm2(x))
 
 
-class ConViTEncoder(nn.Module):
+class ConvViTEncoder(nn.Module):
     """ConViT with fixed sine-cosine positions, for any image whose sides are multiples of 16.
 
     Args:

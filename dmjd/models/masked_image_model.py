@@ -7,13 +7,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch, select_tokens
 from dmjd.models.initialisation import INITIALISATIONS
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 
-Encoder = ViTEncoder | ConViTEncoder | SwinEncoder
+Encoder = ViTEncoder | ConvViTEncoder | SwinEncoder
 
 
 class Prediction(NamedTuple):
@@ -27,7 +27,8 @@ class MaskedImageModel(nn.Module):
     """Encoder, optional decoder, linear head on predicted tokens, optional visible branch.
 
     Without a decoder the head reads the encoder's own tokens at the predicted places, so the encoder must keep them
-    (``hidden="mask_token"``). ``initialisation`` is a key of :data:`~dmjd.models.initialisation.INITIALISATIONS`.
+    (``masked_tokens="mask_token"``).
+    ``initialisation`` is a key of :data:`~dmjd.models.initialisation.INITIALISATIONS`.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class MaskedImageModel(nn.Module):
             raise ValueError(f"initialisation must be one of {', '.join(INITIALISATIONS)}, got {initialisation!r}")
         if decoder is None and encoder.mask_token is None:
             raise ValueError(
-                "a linear head on the encoder needs hidden='mask_token'; an encoder that drops tokens needs a decoder"
+                "a linear head on the encoder needs masked_tokens='mask_token'; an encoder that drops tokens needs a "
+                "decoder"
             )
         if decoder is not None and encoder.mask_token is not None:
-            raise ValueError("a decoder fills hidden places itself and needs hidden='drop'")
+            raise ValueError("a decoder fills hidden places itself and needs masked_tokens='drop'")
         self.encoder = encoder
         self.decoder = decoder
         self.head = nn.Linear(encoder.embed_dim if decoder is None else decoder.dim, target_dim)

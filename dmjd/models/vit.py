@@ -13,7 +13,7 @@ from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
-HIDDEN = ("drop", "mask_token")
+MASKED_TOKENS = ("drop", "mask_token")
 POSITIONS = ("sincos", "learned", "relative")
 BLOCKS = ("plain", "beit")
 
@@ -64,8 +64,8 @@ class ViTEncoder(nn.Module):
         patch_size: pixels per token side.
         in_chans: image channels, any number.
         class_token: prepend a learned token that no view hides (``num_prefix_tokens`` is then 1).
-        hidden: "drop" leaves hidden tokens out (MAE); "mask_token" puts a learned token in their place before positions
-            are added (BEiT, SimMIM, MaskFeat).
+        masked_tokens: "drop" leaves masked tokens out (MAE); "mask_token" puts a learned token in their place before
+            positions are added (BEiT, SimMIM, MaskFeat).
         positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
             "relative" BEiT's bias of attention, one table for all blocks. It needs mask tokens: dropped ones leave
             each row with pairs of its own.
@@ -88,21 +88,21 @@ class ViTEncoder(nn.Module):
         num_heads: int,
         mlp_ratio: float = 4.0,
         class_token: bool = True,
-        hidden: str = "drop",
+        masked_tokens: str = "drop",
         positions: str = "sincos",
         block: str = "plain",
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
         for name, value, allowed in (
-            ("hidden", hidden, HIDDEN),
+            ("masked_tokens", masked_tokens, MASKED_TOKENS),
             ("positions", positions, POSITIONS),
             ("block", block, BLOCKS),
         ):
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-        if positions == "relative" and (block, hidden) != ("beit", "mask_token"):
-            raise ValueError("positions='relative' needs block='beit' and hidden='mask_token'")
+        if positions == "relative" and (block, masked_tokens) != ("beit", "mask_token"):
+            raise ValueError("positions='relative' needs block='beit' and masked_tokens='mask_token'")
         if layer_scale is not None and block != "beit":
             raise ValueError(f"layer_scale={layer_scale} needs block='beit'")
         if any(side % patch_size for side in image_size):
@@ -117,7 +117,7 @@ class ViTEncoder(nn.Module):
             img_size=image_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, strict_img_size=False
         )
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
-        self.mask_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if hidden == "mask_token" else None
+        self.mask_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if masked_tokens == "mask_token" else None
         self.positions: Tensor | None
         self.register_buffer(
             "positions", sincos_positions(self.grid, embed_dim) if positions == "sincos" else None, persistent=False

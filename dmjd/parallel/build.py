@@ -76,5 +76,5 @@ def build_engine(
         bucket_mb=engine.bucket_mb,
         cuda_graphs=engine.cuda_graphs,
         # Dropped, they would come outside of the buckets until the last micro-batch, beside those.
-        keep_gradients=engine.accumulation > 1,
+        keep_gradients=engine.grad_accum_steps > 1,
     )

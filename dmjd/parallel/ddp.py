@@ -60,7 +60,7 @@ class DDPEngine(SingleEngine):
         )
         self.module = self._replicas
         self._world = world
-        self._saving = world.apart()
+        self._saving = world.new_group()
 
     def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         # Torch would have each tensor written once all the same, but copied to the host by all of a host's ranks.

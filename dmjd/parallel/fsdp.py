@@ -59,7 +59,7 @@ class FSDPEngine(SingleEngine):
         fully_shard(objective, mesh=mesh, mp_policy=outside)
         super().__init__(objective, config, world.device, precision)
         self._reduces_all = True
-        self._saving = world.apart()
+        self._saving = world.new_group()
         # For what is copied to the host; a slice moves to the device of its mesh, and nothing is sent over this one.
         self._host_mesh = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
 

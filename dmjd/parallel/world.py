@@ -75,7 +75,7 @@ class World:
         result: T = outcome[0]
         return result
 
-    def together(self, act: Callable[[], T]) -> T:
+    def all_or_none(self, act: Callable[[], T]) -> T:
         """What ``act`` returns on this rank, unless it was refused on any: then every rank raises."""
         if self.size == 1:
             return act()
@@ -93,7 +93,7 @@ class World:
             raise refusal
         raise _told(str(sentences[speaker]))
 
-    def bearable(self, seconds: float) -> float:
+    def cap_timeout(self, seconds: float) -> float:
         """``seconds`` of waiting on one rank, or so few of them that the others do not lose patience with it."""
         return seconds if self.size == 1 else min(seconds, self.patience.total_seconds() / 2)
 
@@ -105,7 +105,7 @@ class World:
         dist.all_gather_object(items, item, group=self.group)
         return items
 
-    def apart(self) -> World:
+    def new_group(self) -> World:
         """The same processes over a group of their own, for what another thread does with them. Collective."""
         return self if self.size == 1 else replace(self, group=_patient_group(self.patience))
 

@@ -77,7 +77,7 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
         StorageError: on every rank if it cannot be written; the draft is removed and earlier checkpoints stand.
     """
     try:
-        parts = world.gather(world.together(lambda: _written(draft, write)))
+        parts = world.gather(world.all_or_none(lambda: _written(draft, write)))
         final: Path = world.on_main(
             lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
         )

@@ -231,7 +231,7 @@ def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
 def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
     """The configuration that this launch's engine was made with."""
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
-    micro_batch = config.batch_size // (config.engine.accumulation * world.size)
+    micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
 
 

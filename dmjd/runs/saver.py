@@ -39,7 +39,7 @@ class Saver:
     def __init__(
         self, folder: Path, world: World, *, keep: int, keep_every: int | None, asynchronous: bool = True
     ) -> None:
-        self._folder, self._world, self._beside = folder, world, world.apart()
+        self._folder, self._world, self._beside = folder, world, world.new_group()
         self._keep, self._keep_every = keep, keep_every
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._flight: Future[Saved] | None = None

@@ -37,10 +37,10 @@ class Feed:
 
     def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
-        self._source = world.together(lambda: training_source(config.data))
+        self._source = world.all_or_none(lambda: training_source(config.data))
         self.identity = DataIdentity.of(self._source)
         first = world.on_main(lambda: str(self.identity))
-        world.together(lambda: self._require_those_of(first))
+        world.all_or_none(lambda: self._require_those_of(first))
         self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
             config.data, self._source, config.batch_size, config.seed, world.rank, world.size
@@ -48,7 +48,7 @@ class Feed:
         self.steps_per_epoch = self._batches.steps_per_epoch
         self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
         size = Batch.nbytes(*self._shape)
-        world.together(lambda: check_shared_memory(size, config.workers, world.local_size))
+        world.all_or_none(lambda: check_shared_memory(size, config.workers, world.local_size))
 
     def _require_those_of(self, first: str) -> None:
         """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""

@@ -160,7 +160,7 @@ class Pretraining:
             self.registry.restore(checkpoint.read_loop_state(path), path / checkpoint.LOOP_STATE)
 
         self.saver.wait()
-        self.world.together(load)
+        self.world.all_or_none(load)
 
     def _averages(self) -> Mapping[str, torch.Tensor]:
         return {} if self.ema is None else self.ema.averages
@@ -188,7 +188,7 @@ class Pretraining:
         return self.run.initial_weights(self.config.init)
 
     def _lock(self, stack: ExitStack) -> None:
-        held = only_run_in(self.run.create(), self.world.bearable(self.config.lock_wait))
+        held = only_run_in(self.run.create(), self.world.cap_timeout(self.config.lock_wait))
         self._check_folder = stack.enter_context(held)
 
     def play(self) -> None:
@@ -251,7 +251,7 @@ class Pretraining:
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
         """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
-        epoch, parts = self._epoch(self.position.step), self.config.engine.accumulation
+        epoch, parts = self._epoch(self.position.step), self.config.engine.grad_accum_steps
         seen: list[Losses] = []
         rates = []
         for index, micro in enumerate(batch.split(parts)):

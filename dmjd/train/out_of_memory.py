@@ -56,9 +56,9 @@ def _size(world: World) -> str:
 def _advice(config: PretrainConfig, world: World) -> str:
     engine, images = config.engine, config.batch_size // world.size
     remedies = []
-    more = next((n for n in range(engine.accumulation + 1, images + 1) if images % n == 0), None)
+    more = next((n for n in range(engine.grad_accum_steps + 1, images + 1) if images % n == 0), None)
     if more is not None:
-        remedies.append(f"engine.accumulation={more} (micro-batches of {images // more} images)")
+        remedies.append(f"engine.grad_accum_steps={more} (micro-batches of {images // more} images)")
     if engine.cuda_graphs:
         remedies.append("engine.cuda_graphs=false")
     stronger = MODES[MODES.index(engine.activation_checkpointing) + 1 :]

@@ -193,7 +193,7 @@ class Requests:
 
     def compare(self) -> None:
         """Raise on every rank if one has failed; they all call this at the same step."""
-        self._world.together(self._complain)
+        self._world.all_or_none(self._complain)
 
     def _complain(self) -> None:
         if self._error is not None:

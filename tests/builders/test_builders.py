@@ -79,7 +79,7 @@ def test_a_convvit_has_the_stages_that_the_configuration_names() -> None:
 
 
 def test_a_linear_head_reads_mask_tokens() -> None:
-    config = configure(*SMALL, "method.decoder.name=linear", "backbone.hidden=mask_token")
+    config = configure(*SMALL, "method.decoder.name=linear", "backbone.masked_tokens=mask_token")
     build(config)
     model = build_objective(config, 36).model
     assert model.decoder is None
@@ -100,7 +100,7 @@ def test_initialisation_depends_on_the_seed_alone() -> None:
         (("optim.base_lr=6e-4", "optim.lr_rates=exact"), 1.96e-3),
         (("optim.base_lr=6e-4", "optim.lr_rule=classic"), 2.4e-3),
         (("optim.base_lr=6e-4", "optim.lr_rule=classic", "optim.lr_rates=exact"), 2.4e-3),
-        (("optim.base_lr=6e-4", "engine.accumulation=4"), 2.0e-3),
+        (("optim.base_lr=6e-4", "engine.grad_accum_steps=4"), 2.0e-3),
         # 40 of the 49 blocks supervised: Eq. 4 with m_pred = 40/49, asked for as .81.
         (("optim.base_lr=6e-4", "mask.pred_ratio=.81"), 6e-4 * 512 * 0.81 / 0.6 / 256),
         (("optim.base_lr=6e-4", "mask.pred_ratio=.81", "optim.lr_rates=exact"), 6e-4 * 2 * 40 / 30),
@@ -129,7 +129,7 @@ IMPOSSIBLE = {
     "mask.pred_ratio=0.1": ["mask", "pred_ratio=0.1", "between 0.6875 and 1"],
     "mask.pred_ratio=2": ["mask", "pred_ratio", "at most 1"],
     "mask.count=16": ["mask", "count=16", "between 1 and 15"],
-    "mask.predict_ratio=0.3": ["mask", "predict_ratio", "views=1"],
+    "mask.loss_ratio=0.3": ["mask", "loss_ratio", "views=1"],
     "mask.regulation=complementary mask.views=3": ["mask", "2 <= views <= 2", "views=3"],
     "mask=beit mask.views=2 mask.regulation=complementary": ["mask", "pattern='beit'", "'disjoint' or 'none'"],
     "mask.regulation=none mask.pred_ratio=.8": ["mask", "pred_ratio", "disjoint"],
@@ -145,9 +145,9 @@ IMPOSSIBLE = {
     "backbone.embed_dim=34 backbone.num_heads=2": ["backbone", "multiple of 4", "34"],
     "method.decoder.num_heads=5": ["method.decoder.dim=32", "num_heads=5"],
     "method.decoder.dim=30": ["method.decoder", "multiple of 4", "30"],
-    "backbone.hidden=mask_token": ["backbone", "method.decoder", "hidden='drop'"],
-    "method.decoder.name=linear": ["backbone", "method.decoder", "hidden='mask_token'"],
-    "backbone.positions=relative": ["backbone", "positions='relative'", "block='beit'", "hidden='mask_token'"],
+    "backbone.masked_tokens=mask_token": ["backbone", "method.decoder", "masked_tokens='drop'"],
+    "method.decoder.name=linear": ["backbone", "method.decoder", "masked_tokens='mask_token'"],
+    "backbone.positions=relative": ["backbone", "positions='relative'", "block='beit'", "masked_tokens='mask_token'"],
     "backbone.layer_scale=.1": ["backbone", "layer_scale=0.1", "block='beit'"],
     "method.mim_loss=cross_entropy": ["target.name=hog", "vectors", "method.mim_loss", "cosine", "cross_entropy"],
     "target=dvae": ["target.name=dvae", "codes", "method.mim_loss must be cross_entropy", "mse"],
@@ -190,7 +190,7 @@ IMPOSSIBLE_IN_COLOUR = {
 IMPOSSIBLE_FOR_CONVVIT = {
     "backbone.patch_size=8": ["backbone.patch_size must be 16", "backbone.name=convvit", "8"],
     "backbone.class_token=true": ["backbone.class_token must be False", "backbone.name=convvit", "True"],
-    "backbone.hidden=mask_token": ["backbone.hidden must be drop", "backbone.name=convvit", "mask_token"],
+    "backbone.masked_tokens=mask_token": ["backbone.masked_tokens must be drop", "backbone.name=convvit", "mask_token"],
     "data.image_size=[64,72]": ["data.image_size", "64x72", "backbone.patch_size=16"],
     "data.image_size=[64,48]": ["mask", "block 2x2", "4x3"],
     "data.image_size=[32,32] mask.mask_ratio=.5": ["mask", "grid", "at least 2 units", "(2, 2) in units of (2, 2)"],
@@ -200,7 +200,7 @@ IMPOSSIBLE_FOR_CONVVIT = {
     "backbone.conv_stages.depths=[-1,2]": ["backbone.conv_stages.depths", "at least 0", "-1"],
     "backbone.conv_stages.mlp_ratios=[4,0]": ["backbone.conv_stages.mlp_ratios", "above 0", "0"],
     "backbone.conv_stages.embed_dims=[8,0]": ["backbone.conv_stages.embed_dims", "above 0", "0"],
-    "method.decoder.name=linear": ["backbone", "method.decoder", "hidden='mask_token'"],
+    "method.decoder.name=linear": ["backbone", "method.decoder", "masked_tokens='mask_token'"],
     "backbone.positions=learned": ["backbone.positions must be sincos", "backbone.name=convvit", "learned"],
     "backbone.block=beit": ["backbone.block must be plain", "backbone.name=convvit", "beit"],
 }

@@ -108,7 +108,7 @@ VARIANTS = {
     "no cls token, tall": ("backbone.class_token=false", "data.image_size=[32,24]"),
     "mask token": (
         "backbone.class_token=true",
-        "backbone.hidden=mask_token",
+        "backbone.masked_tokens=mask_token",
         "method.decoder.name=linear",
         "data.image_size=[24,16]",
     ),
@@ -146,7 +146,7 @@ def check_rebuilt(run: Path) -> None:
     card = card_of(path)
     assert preprocessing["mean"] == card["mean"] == config.data.mean
     assert preprocessing["std"] == card["std"] == config.data.std
-    assert card["left_out"] == (["mask_token"] if config.backbone.hidden == "mask_token" else [])
+    assert card["left_out"] == (["mask_token"] if config.backbone.masked_tokens == "mask_token" else [])
 
 
 def test_file_and_sidecar_are_enough_to_rebuild(variant: Path) -> None:

@@ -372,7 +372,7 @@ def test_beits_public_variant_has_positions_alone_and_fits_a_plain_vit() -> None
     with_free_cls(state)
     weights = LAYOUTS["beit"].read(state)
     expected = F.layer_norm(beit_of_transformers(state), (DIM,), state["norm.weight"], state["norm.bias"], 1e-6)
-    agree(encoder_of(weights, hidden="mask_token")(IMAGES), expected)
+    agree(encoder_of(weights, masked_tokens="mask_token")(IMAGES), expected)
     agree(timm_model("vit_base_patch16_224", LAYOUTS["timm"].write(weights).state).forward_features(IMAGES), expected)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dmjd.builders import build_objective
 from dmjd.compose import compose
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.vit import ViTEncoder
@@ -157,7 +157,7 @@ def make_model(kind: str) -> MaskedImageModel:
     if kind == "mae":
         encoder = ViTEncoder(image_size=(32, 48), patch_size=16, in_chans=3, embed_dim=24, depth=2, num_heads=3)
     else:
-        encoder = ConViTEncoder(
+        encoder = ConvViTEncoder(
             image_size=(32, 48),
             in_chans=3,
             embed_dims=(8, 12, 24),

@@ -77,14 +77,20 @@ def test_other_shapes_take_the_nearest_name(shape: tuple[int, int, int, int], na
     assert nearest_architecture(backbone).name == name
 
 
-@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
+@pytest.mark.parametrize("masked_tokens", ["drop", "mask_token"])
 @pytest.mark.parametrize("class_token", [True, False])
 @pytest.mark.parametrize(("sides", "channels", "ratio"), [([32, 48], 1, 2.3), ([64, 16], 5, 4.0)], ids=["wide", "tall"])
 def test_state_has_the_names_and_shapes_of_the_model_that_is_called(
-    hidden: str, class_token: bool, sides: list[int], channels: int, ratio: float
+    masked_tokens: str, class_token: bool, sides: list[int], channels: int, ratio: float
 ) -> None:
     backbone = BackboneConfig(
-        patch_size=8, embed_dim=24, depth=2, num_heads=3, mlp_ratio=ratio, class_token=class_token, hidden=hidden
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        mlp_ratio=ratio,
+        class_token=class_token,
+        masked_tokens=masked_tokens,
     )
     data = DataConfig(image_size=sides, channels=channels, mean=[0.1] * channels, std=[0.2] * channels)
     encoder = ViTEncoder(
@@ -96,7 +102,7 @@ def test_state_has_the_names_and_shapes_of_the_model_that_is_called(
         num_heads=3,
         mlp_ratio=ratio,
         class_token=class_token,
-        hidden=hidden,
+        masked_tokens=masked_tokens,
     )
     call = timm_call(backbone, data)
     wanted = on_meta(call.architecture, **json.loads(json.dumps(call.arguments))).state_dict()

@@ -21,7 +21,12 @@ SIZE, GRID = (32, 48), (4, 6)
 
 
 def vit(**options: Any) -> ViTEncoder:
-    arguments: dict[str, Any] = {"hidden": "mask_token", "block": "beit", "positions": "relative", "layer_scale": 0.1}
+    arguments: dict[str, Any] = {
+        "masked_tokens": "mask_token",
+        "block": "beit",
+        "positions": "relative",
+        "layer_scale": 0.1,
+    }
     return ViTEncoder(
         image_size=SIZE, patch_size=8, in_chans=3, embed_dim=64, depth=2, num_heads=4, **(arguments | options)
     )
@@ -112,7 +117,7 @@ def test_dropping_hidden_tokens_leaves_learned_positions_where_they_were() -> No
 
 
 def initialised_dropping() -> Encoder:
-    encoder = vit(positions="learned", block="plain", layer_scale=None, hidden="drop")
+    encoder = vit(positions="learned", block="plain", layer_scale=None, masked_tokens="drop")
     for parameter in encoder.parameters():
         nn.init.normal_(parameter, std=0.02)
     return encoder
@@ -195,7 +200,7 @@ def test_maskfeats_biases_start_at_002() -> None:
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"hidden": "drop"}, "hidden='mask_token'"),
+        ({"masked_tokens": "drop"}, "masked_tokens='mask_token'"),
         ({"block": "plain", "layer_scale": None}, "block='beit'"),
         ({"block": "plain", "positions": "learned"}, "layer_scale=0.1 needs block='beit'"),
         ({"positions": "rotary"}, "positions must be one of sincos, learned, relative"),

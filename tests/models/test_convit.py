@@ -9,7 +9,7 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 import dmjd.models.convit  # noqa: F401  # registers the models
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 
 DIMS, DEPTHS = (8, 12, 24), (1, 1, 2)
 SMALL: dict[str, Any] = {"embed_dims": DIMS, "depths": DEPTHS, "num_heads": 3, "img_size": (64, 64), "num_classes": 5}
@@ -69,7 +69,7 @@ def test_the_models_are_registered_and_described(name: str) -> None:
 
 @torch.no_grad()
 def test_tokens_are_the_encoders() -> None:
-    encoder = ConViTEncoder(
+    encoder = ConvViTEncoder(
         image_size=(64, 64), in_chans=3, embed_dims=DIMS, depths=DEPTHS, mlp_ratios=(8, 8, 4), num_heads=3
     )
     model = create(num_classes=0, global_pool="").eval()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmjd.masking import MaskSpec
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.ops.views import Views
@@ -34,9 +34,9 @@ L_LIKE = Layout((12, 24, 32), (2, 2, 4), (8, 8, 4), 4)
 LAYOUTS = pytest.mark.parametrize("layout", [B_LIKE, L_LIKE], ids=["base", "large"])
 
 
-def make_encoder(layout: Layout, grid: Grid, *, in_chans: int = 3, multi_scale: bool = True) -> ConViTEncoder:
+def make_encoder(layout: Layout, grid: Grid, *, in_chans: int = 3, multi_scale: bool = True) -> ConvViTEncoder:
     """Weights that keep activations near 1, and gains and biases that matter."""
-    encoder = ConViTEncoder(
+    encoder = ConvViTEncoder(
         image_size=(16 * grid[0], 16 * grid[1]), in_chans=in_chans, multi_scale=multi_scale, **layout._asdict()
     )
     generator = torch.Generator().manual_seed(0)
@@ -186,12 +186,12 @@ def gradients(tokens: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor
     return {name: gradient for name, gradient in zip(weights, found, strict=True) if gradient is not None}
 
 
-def copied(encoder: ConViTEncoder) -> dict[str, Tensor]:
+def copied(encoder: ConvViTEncoder) -> dict[str, Tensor]:
     return {name: value.detach().clone().requires_grad_() for name, value in encoder.named_parameters()}
 
 
 def check_against_dense(
-    encoder: ConViTEncoder, layout: Layout, images: Tensor, views: Views | None = None, scales: Tensor | None = None
+    encoder: ConvViTEncoder, layout: Layout, images: Tensor, views: Views | None = None, scales: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Every stage, the tokens and all gradients, which come back."""
     weights = copied(encoder)
@@ -355,7 +355,7 @@ def test_attributes_and_what_a_checkpoint_holds() -> None:
 def test_weights_start_as_convmaes() -> None:
     torch.manual_seed(0)
     layout = Layout((16, 24, 48), (1, 1, 1), (4, 4, 4), 4)
-    encoder = ConViTEncoder(image_size=(32, 32), in_chans=3, **layout._asdict())
+    encoder = ConvViTEncoder(image_size=(32, 32), in_chans=3, **layout._asdict())
     decoder = MAEDecoder(
         encoder_dim=48, grid=(2, 2), prefix_tokens=0, dim=32, depth=1, num_heads=4, mlp_ratio=layout.mlp_ratios[0]
     )
@@ -380,7 +380,7 @@ def test_weights_start_as_convmaes() -> None:
 def test_sides_must_be_multiples_of_16(size: tuple[int, int]) -> None:
     message = f"image size {size[0]}x{size[1]} is not divisible by ConViT's patch size of 16"
     with pytest.raises(ValueError, match=message):
-        ConViTEncoder(image_size=size, in_chans=3, **B_LIKE._asdict())
+        ConvViTEncoder(image_size=size, in_chans=3, **B_LIKE._asdict())
     encoder = make_encoder(B_LIKE, (4, 4))
     with pytest.raises(ValueError, match=message):
         encoder(torch.zeros(1, 3, *size))
@@ -401,7 +401,7 @@ def test_views_of_another_batch_or_grid_are_refused(images: int, grid: Grid) -> 
 def test_there_are_three_stages(field: str, count: int) -> None:
     arguments = B_LIKE._asdict() | {field: (4,) * count}
     with pytest.raises(ValueError, match=f"{field} must hold one value for each of the 3 stages, got .4, 4"):
-        ConViTEncoder(image_size=(64, 64), in_chans=3, **arguments)
+        ConvViTEncoder(image_size=(64, 64), in_chans=3, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def timm_block(block: nn.Module) -> Block:
 def draw(views: int, batch: int, kind: str = "hidden") -> MaskedViews:
     """``kind``, what is predicted: "hidden" tokens, a "subset", "visible" ones too, or "any" in any order."""
     ratio = {"subset": 0.3, "visible": 0.9}.get(kind)
-    spec = MaskSpec(views=views, mask_ratio=0.6, pattern="uniform", predict_ratio=ratio)
+    spec = MaskSpec(views=views, mask_ratio=0.6, pattern="uniform", loss_ratio=ratio)
     drawn = spec.draw(torch.arange(batch), GRID, seed=0, epoch=0)
     if kind != "any":
         return drawn

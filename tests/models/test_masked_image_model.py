@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews, MaskSpec
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.vit import ViTEncoder
@@ -16,7 +16,7 @@ DIM, PATCH, GRID, TARGET_DIM = 32, 4, (4, 4), 7
 N = GRID[0] * GRID[1]
 
 
-def make_encoder(*, class_token: bool = True, hidden: str = "drop") -> ViTEncoder:
+def make_encoder(*, class_token: bool = True, masked_tokens: str = "drop") -> ViTEncoder:
     return ViTEncoder(
         image_size=(GRID[0] * PATCH, GRID[1] * PATCH),
         patch_size=PATCH,
@@ -25,7 +25,7 @@ def make_encoder(*, class_token: bool = True, hidden: str = "drop") -> ViTEncode
         depth=1,
         num_heads=4,
         class_token=class_token,
-        hidden=hidden,
+        masked_tokens=masked_tokens,
     )
 
 
@@ -44,7 +44,7 @@ def make_decoder(encoder: Encoder) -> MAEDecoder:
 def make_model(kind: str, *, class_token: bool = True, visible: bool = True, seed: int = 0) -> MaskedImageModel:
     """``kind`` "decoder" is MAE's or DMJD's layout, "linear" SimMIM's or MaskFeat's."""
     torch.manual_seed(seed)
-    encoder = make_encoder(class_token=class_token, hidden="drop" if kind == "decoder" else "mask_token")
+    encoder = make_encoder(class_token=class_token, masked_tokens="drop" if kind == "decoder" else "mask_token")
     branch = VisibleBranch(encoder_dim=DIM, width=40, target_dim=TARGET_DIM) if visible else None
     return MaskedImageModel(encoder, make_decoder(encoder) if kind == "decoder" else None, branch, TARGET_DIM)
 
@@ -239,19 +239,19 @@ def test_every_parameter_learns(kind: str, class_token: bool) -> None:
 
 
 def test_a_linear_head_needs_the_encoder_to_keep_hidden_tokens() -> None:
-    with pytest.raises(ValueError, match="needs hidden='mask_token'"):
-        MaskedImageModel(make_encoder(hidden="drop"), None, None, TARGET_DIM)
+    with pytest.raises(ValueError, match="needs masked_tokens='mask_token'"):
+        MaskedImageModel(make_encoder(masked_tokens="drop"), None, None, TARGET_DIM)
 
 
 def test_a_decoder_needs_the_encoder_to_drop_hidden_tokens() -> None:
-    encoder = make_encoder(hidden="mask_token")
-    with pytest.raises(ValueError, match="needs hidden='drop'"):
+    encoder = make_encoder(masked_tokens="mask_token")
+    with pytest.raises(ValueError, match="needs masked_tokens='drop'"):
         MaskedImageModel(encoder, make_decoder(encoder), None, TARGET_DIM)
 
 
 def make_convvit(*, multi_scale: bool = True) -> MaskedImageModel:
     torch.manual_seed(0)
-    encoder = ConViTEncoder(
+    encoder = ConvViTEncoder(
         image_size=(GRID[0] * 16, GRID[1] * 16),
         in_chans=3,
         embed_dims=(8, 12, DIM),

@@ -87,9 +87,9 @@ def test_losses_equal_loops_over_tokens(mim_loss: str, views: int, mim_weight: f
     assert all(loss.shape == () for loss in losses)
 
 
-@pytest.mark.parametrize("predict_ratio", [0.3, 0.9])
-def test_predicting_less_or_more_than_is_hidden(predict_ratio: float) -> None:
-    masked_views, targets = draw(1, predict_ratio=predict_ratio), random(B, N, TARGET_DIM)
+@pytest.mark.parametrize("loss_ratio", [0.3, 0.9])
+def test_predicting_less_or_more_than_is_hidden(loss_ratio: float) -> None:
+    masked_views, targets = draw(1, loss_ratio=loss_ratio), random(B, N, TARGET_DIM)
     assert masked_views.predicted.shape[-1] != masked_views.views.masked.shape[-1]
     masked, visible = predictions(masked_views)
     losses = make_objective(masked, visible)(torch.empty(0), masked_views, targets)

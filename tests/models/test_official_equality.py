@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from dmjd.builders.schedules import adaptive_lr, cosine
 from dmjd.config import OptimConfig
 from dmjd.masking import MaskedViews
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Losses, Objective
@@ -53,7 +53,7 @@ def build(case: Case) -> Objective:
             mlp_ratio=case.mlp_ratios[0],
         )
     else:
-        encoder = ConViTEncoder(
+        encoder = ConvViTEncoder(
             image_size=(IMAGE, IMAGE),
             in_chans=3,
             embed_dims=case.embed_dims,
@@ -108,7 +108,7 @@ def observe(objective: Objective) -> dict[str, Tensor]:
 
         return hook
 
-    if isinstance(model.encoder, ConViTEncoder):
+    if isinstance(model.encoder, ConvViTEncoder):
         model.encoder.blocks1[-1].register_forward_hook(keep("stage1"))
         model.encoder.blocks2[-1].register_forward_hook(keep("stage2"))
     model.encoder.blocks[-1].register_forward_hook(keep("stage3"))

@@ -107,10 +107,10 @@ def test_mlp_ratio_is_timms() -> None:
     assert encoder.blocks[0].mlp.fc1.weight.shape == (80, DIM)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
+@pytest.mark.parametrize("masked_tokens", ["drop", "mask_token"])
 @torch.no_grad()
-def test_without_views_the_mask_token_plays_no_part(hidden: str) -> None:
-    encoder = make_encoder(hidden=hidden)
+def test_without_views_the_mask_token_plays_no_part(masked_tokens: str) -> None:
+    encoder = make_encoder(masked_tokens=masked_tokens)
     images = make_images(2, 3, (16, 16))
     expected = timm_twin(encoder, (16, 16)).forward_features(images)
     torch.testing.assert_close(encoder(images), expected, rtol=1e-5, atol=1e-5)
@@ -118,7 +118,7 @@ def test_without_views_the_mask_token_plays_no_part(hidden: str) -> None:
 
 @pytest.mark.parametrize("class_token", [True, False])
 def test_attributes_and_what_a_checkpoint_holds(class_token: bool) -> None:
-    encoder = make_encoder((8, 20), class_token=class_token, hidden="mask_token")
+    encoder = make_encoder((8, 20), class_token=class_token, masked_tokens="mask_token")
     assert encoder.embed_dim == DIM
     assert encoder.patch_size == PATCH
     assert encoder.grid == (2, 5)
@@ -156,7 +156,7 @@ def test_drop_encodes_each_view_as_if_alone(class_token: bool, views: int, size:
 def test_mask_token_takes_the_place_of_a_patch_before_positions(
     class_token: bool, views: int, size: tuple[int, int]
 ) -> None:
-    encoder = make_encoder(class_token=class_token, hidden="mask_token")
+    encoder = make_encoder(class_token=class_token, masked_tokens="mask_token")
     assert encoder.mask_token is not None
     grid = (size[0] // PATCH, size[1] // PATCH)
     images, drawn = make_images(3, 3, size), draw_views(3, grid, views)
@@ -172,11 +172,11 @@ def test_mask_token_takes_the_place_of_a_patch_before_positions(
             torch.testing.assert_close(result[k * 3 + b], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
+@pytest.mark.parametrize("masked_tokens", ["drop", "mask_token"])
 @pytest.mark.parametrize("value", [1e6, float("nan")])
 @torch.no_grad()
-def test_hidden_pixels_do_not_reach_their_view(hidden: str, value: float) -> None:
-    encoder = make_encoder(hidden=hidden)
+def test_hidden_pixels_do_not_reach_their_view(masked_tokens: str, value: float) -> None:
+    encoder = make_encoder(masked_tokens=masked_tokens)
     images, drawn = make_images(3, 3, (16, 16)), draw_views(3, (4, 4))
     clean = encoder(images, drawn).unflatten(0, (2, 3))
     for k in range(2):
@@ -185,9 +185,9 @@ def test_hidden_pixels_do_not_reach_their_view(hidden: str, value: float) -> Non
         assert not torch.equal(painted[1 - k], clean[1 - k])  # the other view sees some of these pixels
 
 
-@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
-def test_hidden_pixels_do_not_reach_a_gradient(hidden: str) -> None:
-    encoder = make_encoder(hidden=hidden)
+@pytest.mark.parametrize("masked_tokens", ["drop", "mask_token"])
+def test_hidden_pixels_do_not_reach_a_gradient(masked_tokens: str) -> None:
+    encoder = make_encoder(masked_tokens=masked_tokens)
     drawn = draw_views(3, (4, 4), views=1)
     images = make_images(3, 3, (16, 16)).requires_grad_()
     (encoder(images, drawn) ** 2).sum().backward()
@@ -196,10 +196,10 @@ def test_hidden_pixels_do_not_reach_a_gradient(hidden: str) -> None:
     assert torch.equal(influence.flatten(1) == 0, drawn.mask[0])
 
 
-@pytest.mark.parametrize("hidden", ["", "keep", "DROP"])
-def test_unknown_way_to_hide_is_refused(hidden: str) -> None:
-    with pytest.raises(ValueError, match=f"hidden must be one of drop, mask_token, got '{hidden}'"):
-        make_encoder(hidden=hidden)
+@pytest.mark.parametrize("masked_tokens", ["", "keep", "DROP"])
+def test_unknown_way_to_hide_is_refused(masked_tokens: str) -> None:
+    with pytest.raises(ValueError, match=f"masked_tokens must be one of drop, mask_token, got '{masked_tokens}'"):
+        make_encoder(masked_tokens=masked_tokens)
 
 
 @pytest.mark.parametrize("size", [(16, 18), (15, 16)])
@@ -211,12 +211,12 @@ def test_sides_must_be_multiples_of_the_patch(size: tuple[int, int]) -> None:
         make_encoder()(make_images(1, 3, size))
 
 
-@pytest.mark.parametrize("hidden", ["drop", "mask_token"])
+@pytest.mark.parametrize("masked_tokens", ["drop", "mask_token"])
 @pytest.mark.parametrize(("images", "grid"), [(2, (4, 4)), (1, (4, 4)), (3, (2, 4))])
-def test_views_of_another_batch_or_grid_are_refused(hidden: str, images: int, grid: tuple[int, int]) -> None:
+def test_views_of_another_batch_or_grid_are_refused(masked_tokens: str, images: int, grid: tuple[int, int]) -> None:
     # One image would broadcast against three views, and ids of a smaller grid would gather the wrong places.
     with pytest.raises(ValueError, match="do not fit"):
-        make_encoder(hidden=hidden)(make_images(images, 3, (16, 16)), draw_views(3, grid))
+        make_encoder(masked_tokens=masked_tokens)(make_images(images, 3, (16, 16)), draw_views(3, grid))
 
 
 def test_attention_is_torch_s_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def make_objective(kind: str = "decoder", depth: int = 2) -> Objective:
     torch.manual_seed(0)
-    hidden = "drop" if kind == "decoder" else "mask_token"
+    masked_tokens = "drop" if kind == "decoder" else "mask_token"
     encoder = ViTEncoder(
-        image_size=(16, 16), patch_size=4, in_chans=3, embed_dim=32, depth=depth, num_heads=4, hidden=hidden
+        image_size=(16, 16),
+        patch_size=4,
+        in_chans=3,
+        embed_dim=32,
+        depth=depth,
+        num_heads=4,
+        masked_tokens=masked_tokens,
     )
     decoder = MAEDecoder(
         encoder_dim=32, grid=encoder.grid, prefix_tokens=1, dim=32, depth=1, num_heads=4, mlp_ratio=2.0

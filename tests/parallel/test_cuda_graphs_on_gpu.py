@@ -118,7 +118,7 @@ def test_a_run_with_graphs_is_the_run_without(
     for graphs in ("false", "true"):
         run = tmp_path / graphs
         words = tiny(run, "engine=ddp", "engine.device=cuda", "engine.compile=block", f"engine.cuda_graphs={graphs}")
-        words += ["batch_size=64", "engine.accumulation=2", "log_every=1", "checkpoint_every=5", "workers=1"]
+        words += ["batch_size=64", "engine.grad_accum_steps=2", "log_every=1", "checkpoint_every=5", "workers=1"]
         processes = launch_world(size, ["pretrain", *words])
         for process in processes:
             process.join(300)

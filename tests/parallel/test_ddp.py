@@ -67,7 +67,7 @@ def test_what_one_rank_writes_no_other_copies(
 def test_micro_batches_add_up_inside_the_buckets(parts: int, lone_group: None) -> None:
     """Beside buckets that are empty until the last of them, gradients would be there twice."""
     built = build_engine(
-        make_objective(), replace(engine("ddp"), accumulation=parts), OptimConfig(), World(0, 2, 0, CPU)
+        make_objective(), replace(engine("ddp"), grad_accum_steps=parts), OptimConfig(), World(0, 2, 0, CPU)
     )
     seen = []
     for step in range(3):

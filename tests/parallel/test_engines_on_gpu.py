@@ -40,7 +40,7 @@ def test_two_gpus_follow_one(
 ) -> None:
     for world in (1, 2):
         words = tiny(tmp_path / str(world), *WORDS, f"engine={'single' if world == 1 else engine}")
-        words += ["engine.device=cuda", f"engine.accumulation={accumulation}"]
+        words += ["engine.device=cuda", f"engine.grad_accum_steps={accumulation}"]
         processes = launch_world(world, ["pretrain", *words])
         for process in processes:
             process.join(300)

@@ -24,7 +24,7 @@ MODELS = {
     "mae": ("method=mae", "target=pixels", "target.norm=patch", *VIT),
     "dmjd": VIT,
     "convvit": CONVVIT,
-    "linear": ("method.decoder.name=linear", "backbone.hidden=mask_token", "backbone.drop_path=0.1", *VIT),
+    "linear": ("method.decoder.name=linear", "backbone.masked_tokens=mask_token", "backbone.drop_path=0.1", *VIT),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmjd.config import EngineConfig
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.objective import Objective
@@ -36,7 +36,7 @@ class CountOps(TorchDispatchMode):
 
 def convvit() -> Objective:
     torch.manual_seed(0)
-    encoder = ConViTEncoder(
+    encoder = ConvViTEncoder(
         image_size=(64, 64), in_chans=3, embed_dims=(8, 16, 32), depths=(1, 1, 1), mlp_ratios=(4, 4, 4), num_heads=4
     )
     decoder = MAEDecoder(encoder_dim=32, grid=(4, 4), prefix_tokens=0, dim=32, depth=2, num_heads=4, mlp_ratio=4.0)

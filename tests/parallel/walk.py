@@ -22,7 +22,7 @@ from dmjd.builders.average import EncoderEma
 from dmjd.builders.schedules import cosine
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.masking import MaskedViews, MaskSpec
-from dmjd.models.convvit import ConViTEncoder
+from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 def engine(name: str, **options: Any) -> EngineConfig:
-    return EngineConfig(name=name, device="cpu", precision="fp32", accumulation=PARTS, **options)
+    return EngineConfig(name=name, device="cpu", precision="fp32", grad_accum_steps=PARTS, **options)
 
 
 ENGINES = {
@@ -86,7 +86,7 @@ def make_objective(convolutional: bool = False) -> Objective:
     torch.manual_seed(0)
     encoder: Encoder
     if convolutional:
-        encoder = ConViTEncoder(
+        encoder = ConvViTEncoder(
             image_size=(64, 64), in_chans=3, embed_dims=(8, 12, 32), depths=(1, 1, 1), mlp_ratios=(2, 2, 2), num_heads=4
         )
     else:

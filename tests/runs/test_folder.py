@@ -154,7 +154,8 @@ def test_another_experiment_may_not_move_in(tmp_path: Path, words: list[str], pa
 
 
 @pytest.mark.parametrize(
-    "word", ["log_every=3", "checkpoint_every=9", "keep_checkpoints=1", "workers=0", "engine.accumulation=2", "run=x"]
+    "word",
+    ["log_every=3", "checkpoint_every=9", "keep_checkpoints=1", "workers=0", "engine.grad_accum_steps=2", "run=x"],
 )
 def test_the_same_experiment_may_go_on_under_other_orchestration(tmp_path: Path, word: str) -> None:
     started(tmp_path).check(configure(word))

@@ -18,7 +18,7 @@ WORDS = (
     "keep_every=12",
     "backbone.drop_path=0.2",
     "ema_decay=0.9",
-    "engine.accumulation=2",
+    "engine.grad_accum_steps=2",
 )
 LAST = "checkpoints/step-00000022"
 

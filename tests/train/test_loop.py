@@ -222,7 +222,7 @@ def test_accumulation_gives_the_step_of_the_whole_batch(words: Words, no_picture
     # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
     common = ("optim.eps=1e-2", "optim.base_lr=1e-1", "log_every=1")
     whole = pretrain(words("whole", *common))
-    split = pretrain(words("split", *common, f"engine.accumulation={parts}"))
+    split = pretrain(words("split", *common, f"engine.grad_accum_steps={parts}"))
     for one, other in zip(rows(whole), rows(split), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
     before, after, accumulated = (
@@ -270,7 +270,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     last: int | None,
     accumulation: int,
 ) -> None:
-    command = words("run", f"engine.accumulation={accumulation}", *AT_ONCE)
+    command = words("run", f"engine.grad_accum_steps={accumulation}", *AT_ONCE)
     run = Path(configure(command).run)
     with pytest.MonkeyPatch.context() as patch:
         ids = poison(patch, configure(command), step)
@@ -329,7 +329,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
 @pytest.mark.parametrize(
     "word",
     [
-        "batch_size=7 engine.accumulation=2",
+        "batch_size=7 engine.grad_accum_steps=2",
         "seed=-1",
         "seed=4294967296",
         "workers=-1",

@@ -29,14 +29,14 @@ def said(*words: str) -> str:
 
 
 def test_the_next_smaller_micro_batch_and_the_next_mode_are_what_to_try() -> None:
-    sentence = said("batch_size=96", "engine.accumulation=4", "engine.activation_checkpointing=selective")
-    assert "engine.accumulation=6 (micro-batches of 16 images)" in sentence
+    sentence = said("batch_size=96", "engine.grad_accum_steps=4", "engine.activation_checkpointing=selective")
+    assert "engine.grad_accum_steps=6 (micro-batches of 16 images)" in sentence
     assert "engine.activation_checkpointing=mlp" in sentence
     assert "dmjd plan" in sentence
 
 
 def test_where_one_image_is_too_much_more_gpus_are_the_advice() -> None:
-    sentence = said("batch_size=2", "engine.accumulation=2", "engine.activation_checkpointing=full")
+    sentence = said("batch_size=2", "engine.grad_accum_steps=2", "engine.activation_checkpointing=full")
     assert "use more GPUs, or an engine that shards" in sentence
 
 
@@ -62,7 +62,7 @@ def test_a_run_ends_with_one_sentence_and_an_intact_checkpoint(
     assert main(["pretrain", *tiny(run, "checkpoint_every=4")]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1
-    assert lines[0].startswith("error: rank 0 ran out of the memory in a step; try engine.accumulation=")
+    assert lines[0].startswith("error: rank 0 ran out of the memory in a step; try engine.grad_accum_steps=")
     newest = checkpoint.newest(run / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000004"

@@ -29,7 +29,7 @@ WORDS = (
     "optim.eps=1e-2",
     "optim.base_lr=1e-2",
     "online_knn.every_epochs=1",
-    "engine.accumulation=2",
+    "engine.grad_accum_steps=2",
 )
 
 

@@ -19,7 +19,7 @@ ENGINES = ("fsdp", "zero2")
 BAD = (9, 10)
 WORDS = (
     *("batch_size=64", "log_every=5", "checkpoint_every=8", "ema_decay=0.9", "backbone.drop_path=0.2"),
-    *("guard.max_skips=1", "guard.window=10", "guard.margin=1", "engine.accumulation=2"),
+    *("guard.max_skips=1", "guard.window=10", "guard.margin=1", "engine.grad_accum_steps=2"),
 )
 
 

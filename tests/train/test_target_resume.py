@@ -15,7 +15,7 @@ from tests.train.shrunken import CODES, write_clip, write_dvae
 
 Words = Callable[..., list[str]]
 
-WORDS = ("batch_size=16", "log_every=1", "checkpoint_every=4", "engine.accumulation=2", "backbone.drop_path=0.2")
+WORDS = ("batch_size=16", "log_every=1", "checkpoint_every=4", "engine.grad_accum_steps=2", "backbone.drop_path=0.2")
 
 KILLED = """
 import os

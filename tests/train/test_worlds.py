@@ -50,9 +50,9 @@ def alone(curves: Callable[..., list[dict[str, float]]]) -> list[dict[str, float
 @pytest.mark.parametrize(
     ("world", "words"),
     [
-        (1, ("engine.accumulation=4", "workers=2")),
+        (1, ("engine.grad_accum_steps=4", "workers=2")),
         (2, ("workers=1",)),
-        (2, ("engine.accumulation=2",)),
+        (2, ("engine.grad_accum_steps=2",)),
         (4, ()),
     ],
 )

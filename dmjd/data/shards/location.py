@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from dmjd.data.shards.network import PATIENCE, download, persist
+from dmjd.data.shards.network import PATIENCE, download, retry
 from dmjd.errors import DataError
 from dmjd.files import open_regular
 
@@ -116,7 +116,7 @@ def local_copy(location: str, limit: int = MOST_BYTES) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copy"
-        persist(location, lambda: download(location, path, PATIENCE, limit), PATIENCE)
+        retry(location, lambda: download(location, path, PATIENCE, limit), PATIENCE)
         yield path
 
 

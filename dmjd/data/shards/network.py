@@ -55,7 +55,7 @@ class PassingFault(Exception):
     """What another attempt may mend, in words."""
 
 
-def persist(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Result:
+def retry(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Result:
     """What ``attempt`` returns, at the first time that it raises no :class:`PassingFault`.
 
     Raises:
@@ -86,14 +86,14 @@ def read(url: str, patience: Patience, limit: int) -> bytes:
         DataError: if it is longer, may not be read, or every attempt failed.
     """
     try:
-        return persist(url, lambda: _read_once(url, patience, limit), patience)
+        return retry(url, lambda: _read_once(url, patience, limit), patience)
     except _TooLong as error:
         raise DataError(f"{url} has more than the {limit} bytes that are read of it") from error
 
 
 def read_range(url: str, patience: Patience, start: int, end: int) -> bytes:
     """Bytes ``start .. end - 1`` of the file at ``url``, as far as there are any; raises as :func:`read` does."""
-    data = persist(url, lambda: _read_once(url, patience, end, (start, end)), patience)
+    data = retry(url, lambda: _read_once(url, patience, end, (start, end)), patience)
     return data[start:end] if len(data) > end - start else data  # a server need not know of ranges
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dmjd.data.shards.index import Shard
 from dmjd.data.shards.location import sha256
-from dmjd.data.shards.network import PassingFault, Patience, download, persist
+from dmjd.data.shards.network import PassingFault, Patience, download, retry
 from dmjd.errors import DataError
 
 
@@ -17,7 +17,7 @@ def fetch(url: str, shard: Shard, path: Path, patience: Patience) -> None:
         DataError: if it is not there, or may not be read, or every attempt failed or brought other bytes; or if the
             disk is full.
     """
-    persist(url, lambda: _fetch_once(url, shard, path, patience), patience)
+    retry(url, lambda: _fetch_once(url, shard, path, patience), patience)
 
 
 def _fetch_once(url: str, shard: Shard, path: Path, patience: Patience) -> None:

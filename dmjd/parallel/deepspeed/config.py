@@ -20,9 +20,9 @@ with zero gradients when it is made, so Adam's count starts at 1; engine=ddp is 
 
 _OWNED = {
     "train_batch_size": "batch_size",
-    "train_micro_batch_size_per_gpu": "batch_size and engine.accumulation",
-    "gradient_accumulation_steps": "engine.accumulation",
-    "managed_gradient_accumulation": "engine.accumulation",
+    "train_micro_batch_size_per_gpu": "batch_size and engine.grad_accum_steps",
+    "gradient_accumulation_steps": "engine.grad_accum_steps",
+    "managed_gradient_accumulation": "engine.grad_accum_steps",
     "gradient_clipping": "optim.clip_grad",
     "fp16": "engine.precision",
     "bf16": "engine.precision",

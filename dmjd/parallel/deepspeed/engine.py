@@ -53,9 +53,9 @@ class DeepSpeedEngine:
         self.objective, self.device = objective, world.device
         self.stage = STAGES[engine.name]
         self._bare, self._world, self._precision = bare, world, precision
-        self._saving = world.apart()
+        self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
-        settings = world.together(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
+        settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
         groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
         betas = (optim.betas[0], optim.betas[1])
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)

@@ -23,7 +23,7 @@ STAGE_3 = {
 
 
 def generate(name: str, clip_grad: float | None = None, bf16: bool = False, **options: Any) -> dict[str, Any]:
-    engine = EngineConfig(name=name, device="cuda", accumulation=4, **options)
+    engine = EngineConfig(name=name, device="cuda", grad_accum_steps=4, **options)
     return deepspeed_config(engine, OptimConfig(clip_grad=clip_grad), bf16=bf16, micro_batch=16)
 
 
@@ -88,7 +88,7 @@ def test_a_file_adds_to_ours_and_may_repeat_it(tmp_path: Path) -> None:
     ("theirs", "sentence"),
     [
         ({"train_batch_size": 64}, "sets train_batch_size=64; that is for batch_size"),
-        ({"gradient_accumulation_steps": 2}, "sets gradient_accumulation_steps=2; that is for engine.accumulation"),
+        ({"gradient_accumulation_steps": 2}, "sets gradient_accumulation_steps=2; that is for engine.grad_accum_steps"),
         ({"gradient_clipping": 1.0}, "sets gradient_clipping=1.0; that is for optim.clip_grad"),
         ({"bf16": {"enabled": True}}, "sets bf16.enabled=true; that is for engine.precision"),
         ({"optimizer": {"type": "Adam"}}, 'sets optimizer.type="Adam"; that is for optim'),
