@@ -20,7 +20,7 @@ import torch
 from dmjd.accelerators import accelerator_of
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
 from dmjd.builders.preparation import Preparation
-from dmjd.builders.rehearsal import flops_per_image
+from dmjd.builders.step import flops_per_image
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import permutations
-
 import torch
 from torch import Tensor
 
@@ -11,8 +9,8 @@ from dmjd.ops import Domain, keyed_bits, keyed_uniform
 from dmjd.ops.images import horizontal_flip
 
 _LUMA = (0.2989, 0.587, 0.114)
-ORDERS = torch.tensor(list(permutations(range(3))))
-"""``[6, 3]``: in which order brightness (0), contrast (1) and saturation (2) may follow each other."""
+ORDERS = 6
+"""Of brightness (0), contrast (1) and saturation (2): permutations in lexicographic order."""
 
 
 def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
@@ -23,20 +21,28 @@ def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
     Args:
         images: uint8 ``[B, H, W, 3]``.
         factors: float ``[B, 3]``, at least 0; 1 leaves a property as it is.
-        order: int64 ``[B]``, rows of :data:`ORDERS`.
+        order: int64 ``[B]``, below :data:`ORDERS`.
 
     Returns:
         uint8 ``[B, H, W, 3]``.
     """
     x = images.float()
     wide = factors.float()[:, :, None, None, None]
-    for which in ORDERS.to(order.device)[order].T:  # [B], the change whose turn it is
+    for which in _changes(order):
         grey = _grey(x)
         blends = torch.stack((torch.zeros_like(grey), grey.mean((1, 2, 3), keepdim=True).expand_as(grey), grey))
         rows = torch.arange(len(which), device=which.device)
         ratio = wide[rows, which]
         x = (ratio * x + (1 - ratio) * blends[which, rows]).clamp(0, 255).floor()
     return x.to(torch.uint8)
+
+
+def _changes(order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The first, second and third change of each permutation, int64 ``[B]``. Arithmetic, for a table would have to be
+    copied to the device, and the host would wait for it."""
+    first = order // 2
+    second = torch.where(order % 2 == 0, (first == 0).long(), 2 - (first == 2).long())
+    return first, second, 3 - first - second
 
 
 def _grey(x: Tensor) -> Tensor:
@@ -61,5 +67,5 @@ def jitter_colours(images: Tensor, sample_ids: Tensor, key: Tensor, strength: fl
     BEiT does this to the whole image before cropping, which only the mean grey of a change of contrast can tell.
     """
     uniform = keyed_uniform(sample_ids, 4, key=key, domain=Domain.FLIP, lane=_COLOURS)
-    order = (uniform[:, 3] * len(ORDERS)).long()
+    order = (uniform[:, 3] * ORDERS).long()
     return colour_jitter(images, 1 + strength * (2 * uniform[:, :3] - 1), order)

@@ -1,37 +1,150 @@
-"""One step of a configuration, assembled in one place: for the loop, and for preflight's warm-up."""
+"""One training step of a configuration: engine, preparation, target and average, put together here and nowhere else."""
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.random import fork_rng
+
+from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, check_target, target_dim, token_grid
 from dmjd.builders.average import EmaTeacher, EncoderEma
-from dmjd.builders.preparation import Preparation
+from dmjd.builders.data import image_size
+from dmjd.builders.preparation import Preparation, Prepared
+from dmjd.builders.targets import CODES
 from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
+from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError
-from dmjd.parallel.build import build_engine
-from dmjd.parallel.engine import Engine
-from dmjd.parallel.world import World
+from dmjd.masking import measured_rates
+from dmjd.models.flops import count_flops
+from dmjd.models.objective import Losses, Objective, mean_losses
+from dmjd.parallel.build import build_engine, select_device
+from dmjd.parallel.engine import Engine, StepResult
+from dmjd.parallel.world import World, alone
 from dmjd.targets import TeacherTarget, Tokenizer
 
 
 @dataclass(frozen=True)
 class Step:
-    """``engine`` trains on the ``inputs`` of ``prepare(batch, epoch)``; ``ema`` follows, where the run keeps one.
+    """One optimizer step is ``forward_backward(batch, epoch)``, then ``update(lr)``. The host does not wait for the
+    device in either.
 
-    began_from: the initial weights that were read, and those that were not, in a few words; empty without any.
+    engine: owns parameters, gradients and optimizer state; ``engine.objective`` is the model with its losses.
+    prepare: batch to inputs of the objective; ``prepare.tokenizer`` makes the targets.
+    ema: moving average of the encoder; None without ``ema_decay``.
+    began_from: the initial weights that were read, and those that were not; empty without any.
     """
 
+    config: PretrainConfig
     engine: Engine
     prepare: Preparation
     ema: EncoderEma | None
     began_from: str = ""
 
+    def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> tuple[Losses, Tensor]:
+        """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches. Collective where the engine is.
 
-def build_preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Preparation:
-    """From a batch to an objective's inputs, as ``config`` says; ``depth`` is the encoder's."""
+        Args:
+            batch: this process's images of one step, on the engine's device.
+            epoch: keys the random draws.
+            skip: make the loss NaN, so that :meth:`update` changes nothing on any rank.
+
+        Returns:
+            Means over the micro-batches: the losses, and the measured m_corr and m_pred, float32 ``[2]``.
+        """
+        parts = self.config.engine.grad_accum_steps
+        losses: list[Losses] = []
+        rates: list[Tensor] = []
+        for index, micro in enumerate(batch.split(parts)):
+            prepared = self.prepare(micro, epoch)
+            with self.engine.micro_batch(last=index + 1 == parts):
+                losses.append(self.engine.module(*prepared.inputs))
+                total = losses[-1].total * math.nan if skip else losses[-1].total
+                self.engine.backward(trapped(total) / parts)
+            rates.append(measured_rates(prepared.masked_views))
+        return mean_losses(losses), torch.stack(rates).mean(dim=0)
+
+    def update(self, lr: float) -> StepResult:
+        """One optimizer step, then one of the average. Gradients are dropped."""
+        result = self.engine.step(lr, self.config.optim.weight_decay)
+        if self.ema is not None:
+            self.ema.update(result.applied)
+        return result
+
+
+def trapped(loss: Tensor) -> Tensor:
+    """``loss``, with a gradient that is not finite where the loss is not: engines check gradients alone.
+
+    The L1 distance to an infinite target has a gradient of +-1, and the step would move the parameters.
+    """
+    value = loss.detach()
+    return loss * (1 + (value - value))
+
+
+def build_step(config: PretrainConfig, world: World | None = None, initial: Path | None = None) -> Step:
+    """Model, engine, target and average of ``config``. Collective where the engine is.
+
+    Args:
+        world: one process on ``engine.device`` if left out.
+        initial: weights to begin with, as :func:`~dmjd.builders.weights.load_weights` takes them.
+
+    Raises:
+        UserError: for parts that do not fit each other, and for weights that do not fit the model.
+    """
+    world = alone(select_device(config.engine.device)) if world is None else world
+    build_mask_spec(config.mask, token_grid(config))  # a wrong mask is found before weights of a target are read
+    tokenizer, processes = build_tokenizer(config), config.engine.grad_accum_steps * world.size
+    if config.batch_size % processes:
+        raise ConfigError(
+            f"batch_size={config.batch_size} is not divisible by "
+            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {world.size} process(es)"
+        )
+    objective = build_objective(config, tokenizer.dim)
+    began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
+    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // processes)
+    encoder = engine.objective.model.encoder
+    ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
+    if ema is not None and isinstance(tokenizer, TeacherTarget):
+        tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
+    return Step(config, engine, _preparation(config, tokenizer, len(encoder.blocks)), ema, began_from)
+
+
+def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
+    """The objective of a step before any engine transforms it, and its inputs for ``images`` black images, to be
+    counted: no weights of a target are read.
+
+    Tensors are made on the default device and under the active mode: on "meta" or under FakeTensorMode they have shapes
+    and take no memory. The state of torch's CPU generator stays as it is.
+    """
+    check_target(config)
+    dim = target_dim(config)
+    # Under a fake mode it is made on "meta" first: some initialisations, and timm's Swin, read numbers.
+    with fork_rng(devices=()), unset_fake_temporarily() as fake, torch.device("meta") if fake else nullcontext():
+        objective = build_objective(config, dim)
+    if fake:
+        objective._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
+    height, width = token_grid(config)
+    target = _BlankTarget(dim, config.target.name in CODES, config.backbone.patch_size, height * width)
+    prepare = _preparation(config, target, len(objective.model.encoder.blocks))
+    return objective, prepare(Batch.empty(images, [image_size(config)], config.data.channels), 0)
+
+
+def flops_per_image(config: PretrainConfig) -> int:
+    """Model FLOPs of one image with all its views, forward and backward; nothing is computed."""
+    with torch.device("meta"):
+        objective, prepared = objective_and_inputs(config, 1)
+        return count_flops(objective, prepared.inputs)
+
+
+def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Preparation:
     grid, data = token_grid(config), config.data
     return Preparation(
         build_mask_spec(config.mask, grid),
@@ -47,27 +160,18 @@ def build_preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) 
     )
 
 
-def build_step(config: PretrainConfig, world: World, initial: Path | None = None) -> Step:
-    """Model, engine, target and average. Collective where the engine is.
+@dataclass(frozen=True)
+class _BlankTarget:
+    """Zeros in the shape of the targets, in place of a frozen network or a teacher, whose work is not counted."""
 
-    Args:
-        initial: weights to begin with, as :func:`~dmjd.builders.weights.load_weights` takes them.
+    dim: int
+    codes: bool
+    patch: int
+    tokens: int
 
-    Raises:
-        UserError: for what does not go together, and for weights that do not fit.
-    """
-    build_mask_spec(config.mask, token_grid(config))  # a wrong mask is found before weights of a target are read
-    tokenizer, processes = build_tokenizer(config), config.engine.grad_accum_steps * world.size
-    if config.batch_size % processes:
-        raise ConfigError(
-            f"batch_size={config.batch_size} is not divisible by "
-            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {world.size} process(es)"
-        )
-    objective = build_objective(config, tokenizer.dim)
-    began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
-    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // processes)
-    encoder = engine.objective.model.encoder
-    ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
-    if ema is not None and isinstance(tokenizer, TeacherTarget):
-        tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-    return Step(engine, build_preparation(config, tokenizer, len(encoder.blocks)), ema, began_from)
+    def __call__(self, images: Tensor) -> Tensor:
+        kind = torch.int64 if self.codes else torch.float32
+        return torch.zeros(images.shape[0], self.tokens, 1 if self.codes else self.dim, dtype=kind)
+
+    def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
+        raise NotImplementedError

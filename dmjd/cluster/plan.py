@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dmjd.accelerators import ACCELERATORS, Accelerator
-from dmjd.builders.rehearsal import flops_per_image, rehearse
+from dmjd.builders.step import flops_per_image, objective_and_inputs
 from dmjd.config import PlanConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
@@ -94,7 +94,7 @@ class Plan:
         self.gpu: Accelerator = ACCELERATORS[config.gpu]
         self.images_per_gpu = config.batch_size // config.gpus
         with torch.device("meta"):
-            objective, _ = rehearse(config, 1)
+            objective, _ = objective_and_inputs(config, 1)
         self._model = objective.model
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
         self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
@@ -173,7 +173,7 @@ def trace(config: PlanConfig, mode: str) -> Activations:
     inputs: list[int] = []
     for images in TRACED:
         with FakeTensorMode():
-            objective, prepared = rehearse(config, images)
+            objective, prepared = objective_and_inputs(config, images)
             apply(objective.model, replace(config.engine, activation_checkpointing=mode, compile="none"))
             steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
             inputs.append(sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None))

@@ -224,9 +224,8 @@ def _warm(config: PretrainConfig, world: World) -> Check:
     began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
     if sharded or world.local_rank == 0:
         step = build_step(config, world if sharded else alone(world.device))
-        part = config.batch_size // world.size // config.engine.grad_accum_steps
-        batch = Batch.empty(part, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
-        with step.engine.micro_batch(last=True):
-            step.engine.backward(step.engine.module(*step.prepare(batch, 0).inputs).total)
+        images = config.batch_size // world.size
+        batch = Batch.empty(images, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
+        step.forward_backward(batch, 0)
     world.gather(None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, kept for the runs that follow")

@@ -105,15 +105,6 @@ class PendingStep:
         return Reading(numbers, own_loss, asked)
 
 
-def trapped(loss: Tensor) -> Tensor:
-    """``loss``, whose gradient is not finite where it is not itself: engines look at gradients alone.
-
-    The L1 distance to an infinite target has a gradient of +-1, and the step would move the parameters.
-    """
-    value = loss.detach()
-    return loss * (1 + (value - value))
-
-
 class Guard:
     """Counts what went wrong in the last ``window`` steps, and lists it in ``guard.jsonl``.
 

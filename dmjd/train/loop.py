@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -21,8 +20,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
 from dmjd.data.detour import passing_over
 from dmjd.errors import Alarm, StoppedBefore, UserError
-from dmjd.masking import measured_rates
-from dmjd.models.objective import Losses, Objective, mean_losses
+from dmjd.models.objective import Losses, Objective
 from dmjd.parallel.build import select_device
 from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
@@ -36,7 +34,7 @@ from dmjd.runs.lock import only_run_in
 from dmjd.runs.paths import CONFIG
 from dmjd.runs.saver import Saver
 from dmjd.train.feed import Feed
-from dmjd.train.guard import Guard, PendingStep, trapped
+from dmjd.train.guard import Guard, PendingStep
 from dmjd.train.journal import Journal
 from dmjd.train.judge import Judge, Jury, on_view
 from dmjd.train.out_of_memory import explained
@@ -84,10 +82,10 @@ class Pretraining:
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(self._initial_weights)
-        step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
-        self.engine, self.prepare, self.ema = step.engine, step.prepare, step.ema
-        if step.began_from and world.is_main:
-            logger.info("beginning from %s", step.began_from)
+        self.step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
+        self.engine, self.prepare, self.ema = self.step.engine, self.step.prepare, self.step.ema
+        if self.step.began_from and world.is_main:
+            logger.info("beginning from %s", self.step.began_from)
         self.feed = Feed(config, run.quarantine, world)
         self.steps_per_epoch = self.feed.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
@@ -250,28 +248,12 @@ class Pretraining:
                     return
 
     def _forward_backward(self, batch: Batch) -> tuple[Losses, torch.Tensor]:
-        """Accumulate gradients of one step; losses and rates are means over its micro-batches."""
-        epoch, parts = self._epoch(self.position.step), self.config.engine.grad_accum_steps
-        seen: list[Losses] = []
-        rates = []
-        for index, micro in enumerate(batch.split(parts)):
-            prepared = self.prepare(micro, epoch)
-            with self.engine.micro_batch(last=index + 1 == parts):
-                losses = self.engine.module(*prepared.inputs)
-                # Without a batch the step is to move nothing, on any rank.
-                total = losses.total * math.nan if self.requests.lacks_batch else losses.total
-                self.engine.backward(trapped(total) / parts)
-            seen.append(losses)
-            rates.append(measured_rates(prepared.masked_views))
-        return mean_losses(seen), torch.stack(rates).mean(dim=0)
+        """Accumulate the gradients of one step, which moves nothing if a rank has no batch."""
+        return self.step.forward_backward(batch, self._epoch(self.position.step), skip=self.requests.lacks_batch)
 
     def _update(self) -> StepResult:
-        """One optimizer step, and one of the average behind it."""
         self.journal.clock.enter("step")
-        result = self.engine.step(self._lr(self.position.step), self.config.optim.weight_decay)
-        if self.ema is not None:
-            self.ema.update(result.applied)
-        return result
+        return self.step.update(self._lr(self.position.step))
 
     def _observe(self, batch: Batch, losses: Losses, rates: torch.Tensor, result: StepResult) -> None:
         """Queue this step's numbers and take in those of the step before."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from dmjd.accelerators import accelerator_of
-from dmjd.builders.rehearsal import flops_per_image
+from dmjd.builders.step import flops_per_image
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dmjd.builders import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
-from dmjd.masking import measured_rates
+from dmjd.builders.step import build_step
 from dmjd.resources import configs_dir
-from tests.train.shrunken import CODES, Training, configure, shrink, write_clip, write_dvae
+from tests.train.shrunken import CODES, configure, gradient, shrink, smooth_batch, write_clip, write_dvae
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
 
@@ -159,19 +159,17 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_a_shrunken_copy_takes_a_step(experiment: str, weights: dict[str, str]) -> None:
     config = shrink(configure(experiment), weights)
-    training, grid = Training.of(config), token_grid(config)
-    codes = training.prepare.tokenizer.codes
-    prepared = training.prepare(training.batch(2), epoch=0)
-    assert prepared.targets.shape == (2, grid[0] * grid[1], 1 if codes else target_dim(config))
-    rates, expected = measured_rates(prepared.masked_views), training.prepare.mask_spec.true_rates(grid)
-    assert rates.tolist() == pytest.approx([expected.m_corr, expected.m_pred])
-    model = training.engine.objective.model
+    step, grid = build_step(config), token_grid(config)
+    codes, batch = step.prepare.tokenizer.codes, smooth_batch(step, 2)
+    assert step.prepare(batch, epoch=0).targets.shape == (2, grid[0] * grid[1], 1 if codes else target_dim(config))
+    model = step.engine.objective.model
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    losses = training.forward_backward(prepared)
+    losses, rates = step.forward_backward(batch, epoch=0)
+    assert rates.tolist() == pytest.approx(step.prepare.mask_spec.true_rates(grid))
     assert losses.total.isfinite()
     if codes:  # of small random weights, nearly uniform over the codes
         assert losses.masked.item() == pytest.approx(math.log(CODES), rel=0.2)
-    assert training.gradient().isfinite().all()
-    assert training.update(1e-2).applied == 1
+    assert gradient(step).isfinite().all()
+    assert step.update(1e-2).applied == 1
     moved = [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
     assert all(moved)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dmjd.builders.rehearsal import flops_per_image, rehearse
+from dmjd.builders.step import flops_per_image, objective_and_inputs
 from dmjd.parallel.apply import apply
 from dmjd.parallel.memory import trace_step
 from tests.train.shrunken import configure, shrink
@@ -18,9 +18,9 @@ def test_a_step_is_counted_without_the_weights_or_the_teacher_of_its_target(expe
     config = shrink(configure(experiment), {})
     assert flops_per_image(config) > 0
     with FakeTensorMode():
-        objective, prepared = rehearse(config, 2)
+        objective, prepared = objective_and_inputs(config, 2)
         apply(objective.model, config.engine)
         assert trace_step(objective, prepared.inputs).saved > 0
     counted = sum(parameter.numel() for parameter in objective.parameters())
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in rehearse(config, 1)[0].parameters()) == counted
+        assert sum(parameter.numel() for parameter in objective_and_inputs(config, 1)[0].parameters()) == counted

@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.builders.preparation import Preparation, Prepared
+from dmjd.builders.step import Step, build_step
 from dmjd.compose import compose
-from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.build import build_engine
-from dmjd.parallel.engine import Engine
 from dmjd.parallel.world import alone
-from dmjd.train.guard import PendingStep, trapped
+from dmjd.train.guard import PendingStep
 from dmjd.train.stop import ASKS, Requests
 from dmjd.train.upload import Uploader
+from tests.train.shrunken import train
 
 pytestmark = pytest.mark.gpu
 
-
-def configured(*words: str) -> PretrainConfig:
-    config = compose("pretrain", ["experiment=demo", "data=fashion_mnist", *words])
-    assert isinstance(config, PretrainConfig)
-    return config
+LR = 1e-3
 
 
-def cast(config: PretrainConfig) -> tuple[Engine, Preparation]:
-    grid = token_grid(config)
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
-    data = config.data
-    statistics = tuple(data.mean), tuple(data.std)
-    depth, drop_path = config.backbone.depth, config.backbone.drop_path
-    return engine, Preparation(spec, grid, tokenizer, *statistics, True, config.seed, depth, drop_path)
+def build(*words: str) -> Step:
+    return build_step(compose("pretrain", ["experiment=demo", "data=fashion_mnist", *words]))
 
 
-def random_batch(size: int = 16) -> Batch:
+def random_batch(size: int = 16, channels: int = 1) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (size, 32, 32, 1), generator=generator, dtype=torch.uint8)
+    images = torch.randint(0, 256, (size, 32, 32, channels), generator=generator, dtype=torch.uint8)
     return Batch(images, torch.arange(size), torch.zeros(size, dtype=torch.int64))
 
 
-def train(engine: Engine, prepared: Prepared, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        with engine.micro_batch(last=True):
-            loss = engine.module(*prepared.inputs)
-            engine.backward(loss.total)
-        engine.step(1e-3, 0.05)
-        losses.append(loss.total.detach())
-    return torch.stack(losses).tolist()
-
-
 def test_masks_and_targets_are_those_of_the_cpu() -> None:
-    _, prepare = cast(configured("engine.device=cpu"))
+    prepare = build("engine.device=cpu").prepare
     batch = random_batch(64)
     on_cpu, on_gpu = prepare(batch, 3), prepare(batch.to(torch.device("cuda")), 3)
     assert torch.equal(on_cpu.crops, on_gpu.crops.cpu())
@@ -73,8 +50,8 @@ def test_float32_losses_equal_the_cpu_s() -> None:
     try:
         curves = []
         for device in ("cpu", "cuda"):
-            engine, prepare = cast(configured(f"engine.device={device}", "engine.precision=fp32"))
-            curves.append(train(engine, prepare(random_batch().to(torch.device(device)), 0), steps=10))
+            step = build(f"engine.device={device}", "engine.precision=fp32")
+            curves.append(train(step, random_batch().to(step.engine.device), 10, LR))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
     assert curves[0] == pytest.approx(curves[1], abs=2e-4)
@@ -90,33 +67,33 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
         "model compiled": ["engine.precision=bf16", "engine.compile=model"],
         "recomputed": ["engine.precision=bf16", "engine.activation_checkpointing=full"],
     }.items():
-        engine, prepare = cast(configured("engine.device=cuda", *words))
-        curves[name] = train(engine, prepare(random_batch().to(engine.device), 0), steps=10)
+        step = build("engine.device=cuda", *words)
+        curves[name] = train(step, random_batch().to(step.engine.device), 10, LR)
     assert curves["recomputed"] == curves["bf16"]
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=0.02)
     for compiled in ("blocks compiled", "model compiled"):
         assert curves[compiled] == pytest.approx(curves["bf16"], rel=0.02)
 
 
+COLOUR = ("data.channels=3", "data.mean=[.5,.5,.5]", "data.std=[.2,.2,.2]", "data.jitter=.4")
+
+
 def test_a_step_never_waits_for_the_device(tmp_path: Path) -> None:
-    engine, prepare = cast(configured("engine.device=cuda", "optim.clip_grad=1.0", "backbone.drop_path=0.1"))
-    upload = Uploader(engine.device)
-    batch = Batch(*(field.pin_memory() for field in random_batch()))
+    accumulated = ("engine.grad_accum_steps=2", "optim.clip_grad=1.0", "backbone.drop_path=0.1", "ema_decay=.9")
+    step = build("engine.device=cuda", *accumulated, *COLOUR)
+    device = step.engine.device
+    upload = Uploader(device)
+    batch = Batch(*(field.pin_memory() for field in random_batch(channels=3)))
     pending = None
-    requests = Requests(tmp_path, alone(engine.device), deadline=0.0)  # which has passed, so that something is asked
-    for step in range(4):
-        if step:  # the first builds the optimizer's state
+    requests = Requests(tmp_path, alone(device), deadline=0.0)  # which has passed, so that something is asked
+    for number in range(4):
+        if number:  # the first builds the optimizer's state
             torch.cuda.set_sync_debug_mode("error")
         try:
-            prepared = prepare(upload(batch), epoch=0)
-            with engine.micro_batch(last=True):
-                losses = engine.module(*prepared.inputs)
-                engine.backward(trapped(losses.total))
-            result = engine.step(1e-3, 0.05)
-            rates = torch.zeros(2, device=engine.device)
-            pending = PendingStep(
-                step, batch.sample_ids, losses, rates, result, requests.asks(step), alone(engine.device)
-            )
+            losses, rates = step.forward_backward(upload(batch), 0)
+            result = step.update(LR)
+            asked = requests.asks(number)
+            pending = PendingStep(number, batch.sample_ids, losses, rates, result, asked, alone(device))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert pending is not None
@@ -126,17 +103,17 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path) -> None:
 
 
 def test_a_non_finite_gradient_moves_nothing() -> None:
-    engine, prepare = cast(configured("engine.device=cuda", "engine.precision=fp32"))
-    batch = random_batch()
-    prepared = prepare(batch.to(engine.device), 0)
-    train(engine, prepared, steps=2)
+    step = build("engine.device=cuda", "engine.precision=fp32")
+    engine, batch = step.engine, random_batch()
+    on_device = batch.to(engine.device)
+    train(step, on_device, 2, LR)
     before = copy.deepcopy(engine.full_state_dict())
+    prepared = step.prepare(on_device, 0)
     poisoned = prepared._replace(targets=prepared.targets.clone().fill_(float("nan")))
-    with engine.micro_batch(last=True):
-        losses = engine.module(*poisoned.inputs)
-        engine.backward(losses.total)
-    result = engine.step(1e-3, 0.05)
-    rates, asks = torch.zeros(2, device=engine.device), torch.zeros(len(ASKS), device=engine.device)
+    spoiled = replace(step, prepare=lambda *_: poisoned)  # type: ignore[arg-type]
+    losses, rates = spoiled.forward_backward(on_device, 0)
+    result = step.update(LR)
+    asks = torch.zeros(len(ASKS), device=engine.device)
     pending = PendingStep(7, batch.sample_ids, losses, rates, result, asks, alone(engine.device))
     after = engine.full_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

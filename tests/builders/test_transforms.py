@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dmjd.builders.step import Step, build_step
 from dmjd.parallel.apply import blocks
-from tests.train.shrunken import Training, configure, shrink, write_clip, write_dvae
+from tests.train.shrunken import configure, gradient, shrink, smooth_batch, write_clip, write_dvae
 
 WINDOWS, BIAS, CODES, CLIP = "simmim_swin_base", "simmim_dm_vit_base", "beit_dm_vit_base", "mvp_vit_base"
 TEACHER, TEACHER_AND_DECODER = "data2vec_vit_base", "dmjd_vit_base_teacher"
@@ -22,17 +23,17 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"clip": write_clip(folder), "dvae": write_dvae(folder / "dvae.pt")}
 
 
-def training(experiment: str, weights: dict[str, str], **engine: str) -> Training:
-    return Training.of(shrink(configure(experiment), weights, **engine))
+def build(experiment: str, weights: dict[str, str], **engine: str) -> Step:
+    return build_step(shrink(configure(experiment), weights, **engine))
 
 
-def steps(training: Training) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def steps(step: Step) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Loss and gradient of each of a few steps; the teacher's targets of the second follow the first."""
-    batch, seen = training.batch(2), []
+    batch, seen = smooth_batch(step, 2), []
     for _ in range(STEPS):
-        losses = training.forward_backward(training.prepare(batch, 0))
-        seen.append((losses.total.detach(), training.gradient()))
-        training.update(LR)
+        losses, _ = step.forward_backward(batch, 0)
+        seen.append((losses.total, gradient(step)))
+        step.update(LR)
     return seen
 
 
@@ -47,7 +48,7 @@ def steps(training: Training) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ],
 )
 def test_recomputation_changes_no_bit(experiment: str, mode: str, weights: dict[str, str]) -> None:
-    plain, recomputed = training(experiment, weights), training(experiment, weights, activation_checkpointing=mode)
+    plain, recomputed = build(experiment, weights), build(experiment, weights, activation_checkpointing=mode)
     runs = 0
 
     def count(*_: Any) -> None:
@@ -56,9 +57,9 @@ def test_recomputation_changes_no_bit(experiment: str, mode: str, weights: dict[
 
     first = next(blocks(recomputed.engine.objective.model))
     first.norm1.register_forward_pre_hook(count)  # type: ignore[union-attr]
-    for (loss, gradient), (found, found_gradient) in zip(steps(plain), steps(recomputed), strict=True):
+    for (loss, expected), (found, found_gradient) in zip(steps(plain), steps(recomputed), strict=True):
         assert torch.equal(found, loss)
-        assert torch.equal(found_gradient, gradient)
+        assert torch.equal(found_gradient, expected)
     assert runs == STEPS * (1 if mode == "mlp" else 2), "a block runs again in the backward pass"
 
 
@@ -87,8 +88,8 @@ def test_compilation_changes_no_gradient(
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
     torch._dynamo.reset()
-    plain = training(experiment, weights)
-    compiled = training(experiment, weights, compile=unit, activation_checkpointing=mode)
-    for (loss, gradient), (found, found_gradient) in zip(steps(plain), steps(compiled), strict=True):
+    plain = build(experiment, weights)
+    compiled = build(experiment, weights, compile=unit, activation_checkpointing=mode)
+    for (loss, expected), (found, found_gradient) in zip(steps(plain), steps(compiled), strict=True):
         torch.testing.assert_close(found, loss, rtol=1e-5, atol=0)
-        torch.testing.assert_close(found_gradient, gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(found_gradient, expected, rtol=1e-4, atol=1e-6)

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.builders.preparation import Preparation
+from dmjd.builders.step import Step, build_step
 from dmjd.compose import compose
-from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.build import build_engine
-from dmjd.parallel.engine import Engine
 from tests.compare import rows
 
 pytestmark = pytest.mark.gpu
@@ -32,38 +28,26 @@ def compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
 
 
-def cast(*words: str) -> tuple[Engine, Preparation]:
-    config = compose("pretrain", [*WORDS, "engine.device=cuda", *words])
-    assert isinstance(config, PretrainConfig)
-    torch.manual_seed(0)
-    grid, data = token_grid(config), config.data
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
-    depth, drop_path = config.backbone.depth, config.backbone.drop_path
-    statistics = tuple(data.mean), tuple(data.std)
-    return engine, Preparation(spec, grid, tokenizer, *statistics, data.flip, config.seed, depth, drop_path)
+def build(*words: str) -> Step:
+    accumulated = f"engine.grad_accum_steps={PARTS}"
+    return build_step(compose("pretrain", [*WORDS, "engine.device=cuda", accumulated, *words]))
 
 
-def micro_batch(step: int, part: int, size: int = 16) -> Batch:
-    generator = torch.Generator().manual_seed(PARTS * step + part)
+def numbered_batch(number: int, size: int = 16 * PARTS) -> Batch:
+    generator = torch.Generator().manual_seed(number)
     images = torch.randint(0, 256, (size, 32, 32, 1), generator=generator, dtype=torch.uint8)
-    ids = torch.arange(size) + size * (PARTS * step + part)
+    ids = torch.arange(size) + size * number
     return Batch(images, ids, ids).to(CUDA)
 
 
-def train(engine: Engine, prepare: Preparation, steps: range) -> tuple[list[float], list[int]]:
+def train(step: Step, numbers: range) -> tuple[list[float], list[int]]:
     """Losses and gradient norms, and the bytes that torch holds after each step."""
-    numbers, held = [], []
-    for step in steps:
-        for part in range(PARTS):
-            prepared = prepare(micro_batch(step, part), 0)
-            with engine.micro_batch(last=part + 1 == PARTS):
-                loss = engine.module(*prepared.inputs).total
-                engine.backward(loss / PARTS)
-            numbers.append(loss.detach())
-        numbers.append(engine.step(1e-3, 0.05).grad_norm)
+    seen, held = [], []
+    for number in numbers:
+        losses, _ = step.forward_backward(numbered_batch(number), 0)
+        seen += [losses.total, step.update(1e-3).grad_norm]
         held.append(torch.cuda.memory_reserved())
-    return torch.stack(numbers).tolist(), held
+    return torch.stack(seen).tolist(), held
 
 
 @pytest.mark.parametrize(
@@ -72,21 +56,20 @@ def train(engine: Engine, prepare: Preparation, steps: range) -> tuple[list[floa
 def test_graphs_change_no_bit(unit: str, mode: str, tmp_path: Path) -> None:
     words = (f"engine.compile={unit}", f"engine.activation_checkpointing={mode}")
     torch._dynamo.reset()
-    engine, prepare = cast(*words)
-    expected, _ = train(engine, prepare, range(STEPS))
+    expected, _ = train(build(*words), range(STEPS))
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    engine, prepare = cast(*words, "engine.cuda_graphs=true")
-    found, _ = train(engine, prepare, range(SETTLED))
-    engine.save(tmp_path, {})()
-    rest, held = train(engine, prepare, range(SETTLED, STEPS))
+    step = build(*words, "engine.cuda_graphs=true")
+    found, _ = train(step, range(SETTLED))
+    step.engine.save(tmp_path, {})()
+    rest, held = train(step, range(SETTLED, STEPS))
     assert found + rest == expected
     assert len(set(held)) == 1, "graphs are recorded once"
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
 
-    engine.load(tmp_path, {})  # as the guard does, into parameters that graphs know
-    assert train(engine, prepare, range(SETTLED, STEPS))[0] == rest
+    step.engine.load(tmp_path, {})  # as the guard does, into parameters that graphs know
+    assert train(step, range(SETTLED, STEPS))[0] == rest
 
 
 def test_graphs_take_less_of_the_host() -> None:
@@ -95,11 +78,11 @@ def test_graphs_take_less_of_the_host() -> None:
     for graphs in ("false", "true"):
         torch._dynamo.reset()
         words = ("backbone.depth=12", "engine.compile=block", f"engine.cuda_graphs={graphs}")
-        engine, prepare = cast(*words)
-        train(engine, prepare, range(STEPS))
+        step = build(*words)
+        train(step, range(STEPS))
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        train(engine, prepare, range(20))
+        train(step, range(20))
         end.record()
         torch.cuda.synchronize()
         milliseconds.append(begin.elapsed_time(end))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from dmjd.builders.rehearsal import rehearse
+from dmjd.builders.step import objective_and_inputs
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.parallel.apply import apply
@@ -36,7 +36,7 @@ def config(model: str, mode: str) -> PretrainConfig:
 
 def planned(made: PretrainConfig, images: int, **options: Any) -> Any:
     with FakeTensorMode():
-        objective, prepared = rehearse(made, images)
+        objective, prepared = objective_and_inputs(made, images)
         apply(objective.model, made.engine)
         return trace_step(objective, prepared.inputs, **options)
 
@@ -64,7 +64,7 @@ def bytes_seen_by_hooks(objective: nn.Module, inputs: tuple[Any, ...]) -> int:
 @pytest.mark.parametrize("mode", ["none", "mlp", "full"])
 def test_planned_activations_are_those_that_autograd_saves(model: str, mode: str) -> None:
     made = config(model, mode)
-    objective, prepared = rehearse(made, 3)
+    objective, prepared = objective_and_inputs(made, 3)
     apply(objective.model, made.engine)
     assert planned(made, 3).saved == bytes_seen_by_hooks(objective, prepared.inputs)
 
@@ -80,7 +80,7 @@ def test_planned_activations_are_those_that_autograd_saves(model: str, mode: str
 )
 def test_a_real_step_holds_what_a_fake_one_does(model: str, mode: str, options: dict[str, Any]) -> None:
     made = config(model, mode)
-    objective, prepared = rehearse(made, 2)
+    objective, prepared = objective_and_inputs(made, 2)
     apply(objective.model, made.engine)
     real, fake = trace_step(objective, prepared.inputs, **options), planned(made, 2, **options)
     assert fake.saved == real.saved
@@ -103,7 +103,7 @@ def test_less_is_kept_the_more_is_recomputed() -> None:
 def test_gradients_count_apart() -> None:
     made = config("mae", "none")
     with FakeTensorMode():
-        objective, prepared = rehearse(made, 1)
+        objective, prepared = objective_and_inputs(made, 1)
         memory = trace_step(objective, prepared.inputs)
         gradients = 4 * sum(parameter.numel() for parameter in objective.parameters())
         assert all(parameter.grad is None for parameter in objective.parameters())
@@ -129,5 +129,5 @@ def test_rehearsing_leaves_the_generator_alone() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    rehearse(config("mae", "none"), 1)
+    objective_and_inputs(config("mae", "none"), 1)
     assert torch.equal(torch.rand(3), expected)

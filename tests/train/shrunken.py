@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from dmjd.builders.average import EncoderEma
-from dmjd.builders.preparation import Preparation, Prepared
-from dmjd.builders.step import build_step
+from dmjd.builders.step import Step
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.models.objective import Losses
-from dmjd.parallel.build import select_device
-from dmjd.parallel.engine import Engine, StepResult
-from dmjd.parallel.world import alone
 from dmjd.targets.codebook import DVaeEncoder
 
 CODES = 32
@@ -72,59 +66,32 @@ def shrink(config: PretrainConfig, weights: dict[str, str], **engine: Any) -> Pr
     return replace(config, backbone=backbone, method=method, target=target, engine=on)
 
 
-@dataclass
-class Training:
-    """What of a run takes a step, without data, journal or disk."""
+def smooth_batch(step: Step, images: int) -> Batch:
+    """Smooth random images on the device of ``step``, the same for every step of one experiment."""
+    data, ids = step.config.data, torch.arange(images)
+    coarse = torch.rand(images, data.channels, 16, 16, generator=torch.Generator().manual_seed(0))
 
-    config: PretrainConfig
-    engine: Engine
-    prepare: Preparation
-    ema: EncoderEma | None
+    def of_size(size: list[int]) -> torch.Tensor:
+        fine = F.interpolate(coarse, size, mode="bicubic", antialias=True).clamp(0, 1)
+        return (fine * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
-    @classmethod
-    def of(cls, config: PretrainConfig) -> Training:
-        """As the loop builds it."""
-        step = build_step(config, alone(select_device(config.engine.device)))
-        return cls(config, step.engine, step.prepare, step.ema)
+    second = {} if data.second_size is None else {"second": of_size(data.second_size)}
+    return Batch(of_size(data.image_size), ids, torch.zeros_like(ids), **second).to(step.engine.device)
 
-    def batch(self, images: int) -> Batch:
-        """Smooth random images on the device, the same for every training of one experiment."""
-        coarse = torch.rand(images, self.config.data.channels, 16, 16, generator=torch.Generator().manual_seed(0))
 
-        def of_size(size: list[int]) -> torch.Tensor:
-            fine = F.interpolate(coarse, size, mode="bicubic", antialias=True).clamp(0, 1)
-            return (fine * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+def gradient(step: Step) -> torch.Tensor:
+    """The accumulated gradient of all parameters in one vector, on the CPU."""
+    parameters = step.engine.objective.named_parameters()
+    gradients = {name: parameter.grad for name, parameter in parameters if parameter.requires_grad}
+    idle = [name for name, gradient in gradients.items() if gradient is None]
+    assert not idle, f"{idle} take no part"
+    return torch.cat([gradient.flatten().cpu() for gradient in gradients.values() if gradient is not None])
 
-        data, ids = self.config.data, torch.arange(images)
-        second = {} if data.second_size is None else {"second": of_size(data.second_size)}
-        return Batch(of_size(data.image_size), ids, torch.zeros_like(ids), **second).to(self.engine.device)
 
-    def forward_backward(self, prepared: Prepared) -> Losses:
-        """Losses of one micro-batch, whose gradients wait for :meth:`update`."""
-        with self.engine.micro_batch(last=True):
-            losses: Losses = self.engine.module(*prepared.inputs)
-            self.engine.backward(losses.total)
-        return losses
-
-    def gradient(self) -> torch.Tensor:
-        """What waits for :meth:`update`, of all parameters in one vector, on the CPU."""
-        parameters = self.engine.objective.named_parameters()
-        gradients = {name: parameter.grad for name, parameter in parameters if parameter.requires_grad}
-        idle = [name for name, gradient in gradients.items() if gradient is None]
-        assert not idle, f"{idle} take no part"
-        return torch.cat([gradient.flatten().cpu() for gradient in gradients.values() if gradient is not None])
-
-    def update(self, lr: float) -> StepResult:
-        """One step of the optimizer, and of the average behind it."""
-        result = self.engine.step(lr, self.config.optim.weight_decay)
-        if self.ema is not None:
-            self.ema.update(result.applied)
-        return result
-
-    def losses(self, batch: Batch, steps: int, lr: float) -> list[float]:
-        """Of ``steps`` steps over one batch in one epoch, with targets made anew in each."""
-        seen = []
-        for _ in range(steps):
-            seen.append(self.forward_backward(self.prepare(batch, 0)).total.detach())
-            self.update(lr)
-        return torch.stack(seen).tolist()
+def train(step: Step, batch: Batch, steps: int, lr: float) -> list[float]:
+    """Losses of ``steps`` steps on one batch in one epoch; targets are made anew in each."""
+    losses = []
+    for _ in range(steps):
+        losses.append(step.forward_backward(batch, 0)[0].total)
+        step.update(lr)
+    return torch.stack(losses).tolist()

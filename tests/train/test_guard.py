@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmjd.builders.step import trapped
 from dmjd.config import GuardConfig
 from dmjd.errors import Alarm, Diverged, StorageError
 from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World, alone
-from dmjd.train.guard import Guard, PendingStep, Reading, StepNumbers, trapped
+from dmjd.train.guard import Guard, PendingStep, Reading, StepNumbers
 
 NAN, INF = float("nan"), float("inf")
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from tests.train.shrunken import Training, configure, shrink, write_dvae
+from dmjd.builders.step import build_step
+from tests.train.shrunken import configure, gradient, shrink, smooth_batch, train, write_dvae
 
 pytestmark = pytest.mark.gpu
 
@@ -38,20 +39,21 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_family_learns_in_bfloat16_and_compiled_as_on_the_cpu(family: str, weights: dict[str, str]) -> None:
     torch._dynamo.reset()  # families share classes, and a class is compiled for eight shapes at most
     config = configure(FAMILIES[family])
-    plain = Training.of(shrink(config, weights, precision="fp32"))
-    compiled = Training.of(shrink(config, weights, device="cuda", precision="bf16", compile="block"))
-    expected, found = (training.prepare(training.batch(IMAGES), 0) for training in (plain, compiled))
-    check_targets(expected.targets, found.targets.cpu(), exact=config.target.name != "teacher")
+    plain = build_step(shrink(config, weights, precision="fp32"))
+    compiled = build_step(shrink(config, weights, device="cuda", precision="bf16", compile="block"))
+    batch, on_gpu = (smooth_batch(step, IMAGES) for step in (plain, compiled))
+    expected, found = plain.prepare(batch, 0).targets, compiled.prepare(on_gpu, 0).targets
+    check_targets(expected, found.cpu(), exact=config.target.name != "teacher")
 
-    for training, prepared in ((plain, expected), (compiled, found)):
-        training.forward_backward(prepared)
-    gradient = plain.gradient()
-    assert (compiled.gradient() - gradient).norm() < GRADIENT_BOUND * gradient.norm()
+    plain.forward_backward(batch, 0)
+    compiled.forward_backward(on_gpu, 0)
+    difference, norm = gradient(compiled) - gradient(plain), gradient(plain).norm()
+    assert difference.norm() < GRADIENT_BOUND * norm
 
-    for training in (plain, compiled):
-        training.engine.discard()
-    losses = compiled.losses(compiled.batch(IMAGES), STEPS, LR)
-    assert losses[:COMPARED] == pytest.approx(plain.losses(plain.batch(IMAGES), COMPARED, LR), rel=LOSS_BOUND)
+    for step in (plain, compiled):
+        step.engine.discard()
+    losses = train(compiled, on_gpu, STEPS, LR)
+    assert losses[:COMPARED] == pytest.approx(train(plain, batch, COMPARED, LR), rel=LOSS_BOUND)
     assert all(map(math.isfinite, losses))
     assert losses[-1] < 0.97 * losses[0]
 

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,14 +49,14 @@ def live(rank: int, lives: list[Life]) -> None:
         def spoiled(self: Any, batch: Any, one: Life = one) -> Any:
             with pytest.MonkeyPatch.context() as within:
                 if rank == 1 and self.position.batch(self.position.step) in one.bad:
-                    prepare = self.prepare
+                    prepare = self.step.prepare
 
                     def spoil(*arguments: Any) -> Any:
                         prepared = prepare(*arguments)
                         prepared.targets[-1] = float("nan")
                         return prepared
 
-                    within.setattr(self, "prepare", spoil)
+                    within.setattr(self, "step", replace(self.step, prepare=spoil))
                 return forward_backward(self, batch)
 
         os.environ.update(
