@@ -1,4 +1,4 @@
-"""One engine with one model on batches of one size: how fast it steps, what it holds, how long saves keep it."""
+"""One engine with one model at one batch size: step times, peak memory, checkpoint stalls."""
 
 from __future__ import annotations
 
@@ -17,61 +17,55 @@ from inputs import batches, uploader
 from simulated_world import SimulatedWorld, answer_buckets
 from step_times import StepTimes, spread
 
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, token_grid
-from dmjd.builders.preparation import Preparation
+from dmjd.builders.step import build_step
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.build import build_engine
-from dmjd.parallel.engine import Engine
 from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
 
 WARMUP, STEPS, IDLE_STEPS, BESIDE_SAVE = 10, 40, 10, 5
-LR, WEIGHT_DECAY = 1e-4, 0.05
+LR = 1e-4
 
 
 class Cell:
-    """The engine, ready to step, and what it is measured with.
+    """The training step of ``config``, as :func:`~dmjd.builders.step.build_step` makes it, and its measurements.
 
     Args:
-        config: whose ``data`` are the shards, where batches are to come from some.
-        micro: images of a GPU.
+        config: ``config.data`` names the shards for batches of kind "shards".
+        micro: images per GPU and step.
         throughput: of the model on these GPUs.
     """
 
     def __init__(self, config: PretrainConfig, world: World, micro: int, throughput: Throughput) -> None:
-        torch.manual_seed(0)
-        torch._dynamo.reset()  # else a second batch size would compile for sizes in general
+        torch._dynamo.reset()  # otherwise a second batch size compiles with dynamic shapes
         self._config, self._world, self._micro, self._throughput = config, world, micro, throughput
-        self._clock = Stopwatch()
-        grid, data = token_grid(config), config.data
-        spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-        self._engine: Engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
+        self._clock, self._times = Stopwatch(), StepTimes(world.device)
+        self._step = build_step(config, world)
+        self._step.engine.module.register_forward_hook(lambda *_: self._times.forward())
         if isinstance(world, SimulatedWorld):
-            answer_buckets(self._engine)
+            answer_buckets(self._step.engine)
         self._gathers = config.engine.name in (*SHARDED, "zero3")
-        self._prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
 
     def measure(self, kind: str, save: Path | None = None) -> dict[str, Any]:
         """Losses of some steps, and the speed and memory of those after the warm-up. Collective.
 
         Args:
             kind: of the batches, one of ``INPUTS``.
-            save: a folder for the checkpoints of :func:`measure_saves`.
+            save: folder for the checkpoints of :func:`measure_saves`.
         """
         world, cuda = self._world, self._world.device.type == "cuda"
         count = WARMUP + STEPS + IDLE_STEPS + (SAVES * BESIDE_SAVE if save else 0)
         upload = uploader(kind, world.device)
         with closing(batches(kind, self._config, world, self._micro, count)) as feed:
             steps = partial(self._steps, feed, upload)
-            losses = steps(WARMUP, StepTimes(world.device))
+            losses = steps(WARMUP)
             started, _ = self._clock.lap()
             if cuda:
                 torch.cuda.reset_peak_memory_stats()
-            times = StepTimes(world.device)
-            losses += steps(STEPS, times)
+            losses += steps(STEPS)
+            times = self._times
             seconds, waited = self._clock.lap()
             peaks = world.gather(self._peak_bytes() / 2**30 if cuda else None)
             speed = self._throughput.row(self._micro * world.size * STEPS, seconds, waited)
@@ -86,49 +80,43 @@ class Cell:
                 "start_seconds": started,
             }
             if save is not None:
-                train = partial(steps, BESIDE_SAVE, StepTimes(world.device))
-                result["save"] = measure_saves(self._engine, world, save, train)
+                result["save"] = measure_saves(self._step, world, save, partial(steps, BESIDE_SAVE))
         curve = world.mean(torch.stack(losses)).tolist()
         self._clock.lap()
         return result if isinstance(world, SimulatedWorld) else result | {"losses": curve}
 
     def close(self) -> None:
         """Release the engine. Collective."""
-        self._engine.close()
+        self._step.engine.close()
 
     def _peak_bytes(self) -> int:
         # What a graph works in counts as allocated while it is recorded, and not when it is replayed.
         graphs = self._config.engine.cuda_graphs
         return torch.cuda.max_memory_reserved() if graphs else torch.cuda.max_memory_allocated()
 
-    def _steps(
-        self, feed: Iterator[Batch], upload: Callable[[Batch], Batch], count: int, times: StepTimes
-    ) -> list[torch.Tensor]:
-        """Losses of ``count`` further steps, which the device has done by then."""
-        losses = [self._step(upload(batch), times) for batch in islice(self._clock.waiting(feed), count)]
+    def _steps(self, feed: Iterator[Batch], upload: Callable[[Batch], Batch], count: int) -> list[torch.Tensor]:
+        """Losses of ``count`` further steps; the device has finished them."""
+        self._times = StepTimes(self._world.device)
+        losses = [self._train(upload(batch)) for batch in islice(self._clock.waiting(feed), count)]
         synchronize(self._world.device)
         return losses
 
     def _host_seconds(self, feed: Iterator[Batch], upload: Callable[[Batch], Batch]) -> Iterator[float]:
-        """Seconds until the host has told an idle device all of a step."""
+        """Seconds in which the host launches a whole step on an idle device."""
         for batch in islice(feed, IDLE_STEPS):
             uploaded = upload(batch)
             synchronize(self._world.device)
             begin = time.perf_counter()
-            self._step(uploaded, StepTimes(self._world.device))
+            self._train(uploaded)
             yield time.perf_counter() - begin
         synchronize(self._world.device)
 
-    def _step(self, batch: Batch, times: StepTimes) -> torch.Tensor:
-        times.begin()
-        prepared = self._prepare(batch, 0)
-        with self._engine.micro_batch(last=True):
-            losses = self._engine.module(*prepared.inputs)
-            times.forward()
-            self._engine.backward(losses.total)
-        self._engine.step(LR, WEIGHT_DECAY)
-        times.end()
-        return losses.total.detach()
+    def _train(self, batch: Batch) -> torch.Tensor:
+        self._times.begin()
+        losses, _ = self._step.forward_backward(batch, 0)
+        self._step.update(LR)
+        self._times.end()
+        return losses.total
 
 
 def synchronize(device: torch.device) -> None:

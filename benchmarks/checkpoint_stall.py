@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from dmjd.builders.step import Step
 from dmjd.errors import UserError
-from dmjd.parallel.engine import Engine
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
 from dmjd.runs.saver import Saver
@@ -19,7 +19,7 @@ from dmjd.runs.saver import Saver
 SAVES = 4
 
 
-def measure_saves(engine: Engine, world: World, parent: Path, train: Callable[[], object]) -> dict[str, Any]:
+def measure_saves(step: Step, world: World, parent: Path, train: Callable[[], object]) -> dict[str, Any]:
     """Save :data:`SAVES` times below ``parent``, where nothing stays. Collective.
 
     ``async``: files are written beside further steps; ``sync``: nothing else is done meanwhile. Of either the first
@@ -32,11 +32,11 @@ def measure_saves(engine: Engine, world: World, parent: Path, train: Callable[[]
     folder = Path(world.on_main(lambda: _scratch(parent)))
     saves: dict[str, Any] = {}
     try:
-        for way, step in (("async", 1), ("sync", 3)):
-            forget_copies(engine)
+        for way, number in (("async", 1), ("sync", 3)):
+            forget_copies(step.engine)
             saver = Saver(folder, world, keep=1, keep_every=None, asynchronous=way == "async")
             try:
-                saves[way] = [_save(engine, world, saver, step, train), _save(engine, world, saver, step + 1, train)]
+                saves[way] = [_save(step, world, saver, number + index, train) for index in range(2)]
             finally:
                 saver.close()
         saves["gib"] = (
@@ -54,8 +54,8 @@ def _scratch(parent: Path) -> str:
     return tempfile.mkdtemp(prefix="engines-", dir=parent)
 
 
-def _save(engine: Engine, world: World, saver: Saver, step: int, train: Callable[[], object]) -> dict[str, float]:
-    stall = saver.save(step, lambda draft: engine.save(draft, {}), {})
+def _save(step: Step, world: World, saver: Saver, number: int, train: Callable[[], object]) -> dict[str, float]:
+    stall = saver.save(number, lambda draft: step.engine.save(draft, step.averages), {})
     train()
     saver.wait()
     saved = saver.finished()
@@ -66,7 +66,7 @@ def _save(engine: Engine, world: World, saver: Saver, step: int, train: Callable
     }
 
 
-def forget_copies(engine: Engine) -> None:
+def forget_copies(engine: Any) -> None:
     """Have the next save be the first: engines keep the memory of a copy, and torch what was pinned for another."""
     engine._copies = HostCopies(engine.device)
     if engine.device.type == "cuda":

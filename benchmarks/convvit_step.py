@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy
 import torch
-from pretrain_step import BATCHES, STEPS, WARMUP, measure
+from inputs import DIFFERENT
+from pretrain_step import STEPS, WARMUP, measure
 
 from dmjd.compose import compose
 
@@ -52,16 +53,16 @@ def official_step(folder: Path, size: str, batch: int) -> Callable[[int], None]:
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler("cuda")
     torch.backends.cudnn.benchmark = True
-    crops = [torch.randint(0, 256, (batch, 224, 224, 3), dtype=torch.uint8, device="cuda") for _ in range(BATCHES)]
+    crops = [torch.randint(0, 256, (batch, 224, 224, 3), dtype=torch.uint8, device="cuda") for _ in range(DIFFERENT)]
     images = [crop.permute(0, 3, 1, 2).float().div(255).sub(0.45).div(0.22) for crop in crops]
 
     def step(index: int) -> None:
-        cells = whitening(hog_torch(crops[index % BATCHES].permute(0, 3, 1, 2)))
+        cells = whitening(hog_torch(crops[index % DIFFERENT].permute(0, 3, 1, 2)))
         batch, channels, *_, bins = cells.shape
         patches = cells.reshape(batch, channels, 14, 2, 14, 2, bins).permute(0, 2, 4, 3, 5, 6, 1)
         with torch.autocast("cuda", torch.float16):
             loss, *_ = model(
-                images[index % BATCHES],
+                images[index % DIFFERENT],
                 target=patches.reshape(batch, 196, -1),
                 mask_ratio=0.6,
                 mask_type="block",

@@ -9,10 +9,9 @@ from pathlib import Path
 import torch
 from photographs import write_shards
 
-from dmjd.builders import image_size
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import fetch_ahead, training_batches, training_source
+from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.loader import make_loader
 from dmjd.parallel.world import World
 from dmjd.train.upload import Uploader
@@ -31,7 +30,7 @@ def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: 
         ahead = fetch_ahead(source, config.batch_size, config.seed, *ranks, world.local_rank, world.local_size)
         yield from make_loader(parts, 0, steps, config.workers, world.device.type == "cuda", ahead=ahead)
         return
-    pool = [synthetic(config, world, micro, index) for index in range(DIFFERENT)]
+    pool = [synthetic(config, micro, micro * (world.rank + world.size * index)) for index in range(DIFFERENT)]
     if kind == "device":
         pool = [batch.to(world.device) for batch in pool]
     elif world.device.type == "cuda":
@@ -44,14 +43,16 @@ def uploader(kind: str, device: torch.device) -> Callable[[Batch], Batch]:
     return (lambda batch: batch) if kind == "device" else Uploader(device)
 
 
-def synthetic(config: PretrainConfig, world: World, micro: int, index: int) -> Batch:
-    """Smooth noise: there is something to learn, and HOG of white noise would be the same everywhere."""
-    generator = torch.Generator().manual_seed(1000 * index + world.rank)
-    height, width = image_size(config)
-    coarse = torch.rand(micro, config.data.channels, height // 16, width // 16, generator=generator)
-    images = torch.nn.functional.interpolate(coarse, (height, width), mode="bilinear")
-    ids = torch.arange(micro) + micro * (world.rank + world.size * index)
-    return Batch((255 * images).byte().permute(0, 2, 3, 1).contiguous(), ids, ids)
+def synthetic(config: PretrainConfig, images: int, first: int = 0) -> Batch:
+    """Samples ``first`` to ``first + images - 1``, with the second crop where the target reads one. Smooth noise: a
+    model can learn from it, and HOG of white noise would be the same everywhere."""
+    coarse = torch.rand(images, config.data.channels, 14, 14, generator=torch.Generator().manual_seed(first))
+    crops = [
+        (255 * torch.nn.functional.interpolate(coarse, size, mode="bilinear")).byte().permute(0, 2, 3, 1).contiguous()
+        for size in training_crop(config.data).sizes
+    ]
+    ids = first + torch.arange(images)
+    return Batch(crops[0], ids, ids, *crops[1:])
 
 
 def provide_shards(folder: Path, images: int, world: World) -> None:

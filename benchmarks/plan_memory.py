@@ -1,4 +1,4 @@
-"""Does `dmjd plan` say how much memory a step takes? Allocated peaks of steps on one GPU, for the plan to be held to.
+"""Peak memory of training steps on one GPU, to compare with the estimates of `dmjd plan`.
 
     python benchmarks/plan_memory.py [benchmarks/results/plan_memory_h200.json]
 
@@ -15,19 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from inputs import synthetic
 
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
-from dmjd.builders.preparation import Preparation
+from dmjd.builders.step import build_step
 from dmjd.compose import compose
-from dmjd.data.batch import Batch
-from dmjd.parallel.build import build_engine
 
 MAE_B = ("experiment=mae_vit_base",)
 MAE_L = ("experiment=mae_vit_base", "backbone=vit_large")
 CONVIT_B = ("experiment=dmjd_convvit_base_hog",)
 MODES = ("none", "mlp", "selective", "full")
 
-# (words, images of a step, mode, compile); graphs are compiled anew for each case, so there are few of those.
+# (arguments, images of a step, mode, compile); each compiled case compiles anew, so there are few.
 CASES = [
     *((words, images, mode, False) for words in (MAE_B, CONVIT_B) for images in (64, 128) for mode in MODES),
     *((MAE_L, images, mode, False) for images in (64, 128) for mode in ("none", "selective", "full")),
@@ -44,22 +42,14 @@ def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> d
     options = (f"engine.activation_checkpointing={mode}", f"engine.compile={'block' if compiled else 'none'}")
     config = compose("pretrain", [*words, f"batch_size={images}", *options])
     torch._dynamo.reset()
-    grid, data = token_grid(config), config.data
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
-    prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
-    ids = torch.arange(images, device="cuda")
-    pixels = torch.randint(0, 256, (images, *image_size(config), 3), dtype=torch.uint8, device="cuda")
-    for step in range(STEPS):
-        if step == 1:
+    step = build_step(config)
+    batch = synthetic(config, images).to(step.engine.device)
+    for number in range(STEPS):
+        if number == 1:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        prepared = prepare(Batch(pixels, ids, ids), step)
-        with engine.micro_batch(last=True):
-            losses = engine.module(*prepared.inputs)
-            engine.backward(losses.total)
-        engine.step(1e-4, 0.05)
-        del losses, prepared
+        step.forward_backward(batch, number)
+        step.update(1e-4)
     torch.cuda.synchronize()
     return {
         "words": list(words),

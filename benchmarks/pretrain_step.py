@@ -1,9 +1,9 @@
-"""How long is a training step, and where does it go? Synthetic uint8 batches, already on the device.
+"""Duration of a training step and of its parts, on one GPU; synthetic uint8 batches that are on the device.
 
     python benchmarks/pretrain_step.py experiment=mae_dm_vit_base batch_size=256 [engine.compile=block] ...
 
-Takes the words of `dmjd pretrain`. Prints the median step, its parts, images and views a second, peak memory and the
-share of the device's bf16 peak that the counted FLOPs reach; --json FILE keeps them with card, versions and date.
+Takes the arguments of `dmjd pretrain` and times the step that it trains. Prints the median step, its parts, images and
+views per second, peak memory and MFU (bf16); --json FILE appends them with card, versions and date.
 """
 
 from __future__ import annotations
@@ -16,60 +16,53 @@ from statistics import median
 from typing import Any
 
 import torch
+from inputs import DIFFERENT, synthetic
 
 from dmjd.accelerators import accelerator_of
-from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, image_size, token_grid
-from dmjd.builders.preparation import Preparation
-from dmjd.builders.step import flops_per_image
+from dmjd.builders.step import build_step, flops_per_image
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.build import build_engine
 
-WARMUP, STEPS, BATCHES = 5, 20, 4
+WARMUP, STEPS = 5, 20
 
 
 def measure(config: PretrainConfig) -> dict[str, Any]:
-    grid = token_grid(config)
-    spec, tokenizer = build_mask_spec(config.mask, grid), build_tokenizer(config)
-    engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim)
-    device, data = engine.device, config.data
+    assert config.engine.grad_accum_steps == 1, "parts of a step are timed; set engine.grad_accum_steps=1"
+    step = build_step(config)
+    device, module = step.engine.device, step.engine.module
     assert device.type == "cuda", "step times of a CPU say nothing about training; run this on a GPU"
-    prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
-    shape = (config.batch_size, *image_size(config), data.channels)
-    ids = torch.arange(config.batch_size, device=device)
-    # Several batches in turn: one alone would sit in the L2 cache.
-    pool = [Batch(torch.randint(0, 256, shape, dtype=torch.uint8, device=device), ids, ids) for _ in range(BATCHES)]
+    pool = [synthetic(config, config.batch_size, config.batch_size * index).to(device) for index in range(DIFFERENT)]
+    marks: list[torch.cuda.Event] = []
 
-    def step(batch: Batch, marks: list[torch.cuda.Event]) -> None:
-        def mark() -> None:
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
+    def mark(*_: Any) -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
 
+    module.register_forward_pre_hook(mark)
+    module.register_forward_hook(mark)
+
+    def train(batch: Batch) -> list[torch.cuda.Event]:
+        """Events around the parts of a step."""
+        marks.clear()
         mark()
-        prepared = prepare(batch, 0)
+        step.forward_backward(batch, 0)
         mark()
-        with engine.micro_batch(last=True):
-            losses = engine.module(prepared.images, prepared.masked_views, prepared.targets)
-            mark()
-            engine.backward(losses.total)
+        step.update(1e-4)
         mark()
-        engine.step(1e-4, 0.05)
-        mark()
+        return list(marks)
 
     for index in range(WARMUP):
-        step(pool[index % BATCHES], [])
+        train(pool[index % DIFFERENT])
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    timed: list[list[torch.cuda.Event]] = [[] for _ in range(STEPS)]
-    for index, marks in enumerate(timed):
-        step(pool[index % BATCHES], marks)
+    timed = [train(pool[index % DIFFERENT]) for index in range(STEPS)]
     torch.cuda.synchronize()
     parts = {
-        name: median(marks[at].elapsed_time(marks[at + 1]) for marks in timed)
+        name: median(events[at].elapsed_time(events[at + 1]) for events in timed)
         for at, name in enumerate(("prepare", "forward", "backward", "optimizer"))
     }
-    total = median(marks[0].elapsed_time(marks[-1]) for marks in timed)
+    total = median(events[0].elapsed_time(events[-1]) for events in timed)
     peak = torch.cuda.max_memory_allocated() / 2**30
     flops = flops_per_image(config)
     images = config.batch_size / total * 1000
@@ -79,7 +72,7 @@ def measure(config: PretrainConfig) -> dict[str, Any]:
         "step_ms": total,
         **{f"{name}_ms": value for name, value in parts.items()},
         "images_per_second": images,
-        "views_per_second": images * spec.views,
+        "views_per_second": images * config.mask.views,
         "peak_gib": peak,
         "tflop_per_image": flops / 1e12,
         "mfu_percent": 100 * flops * images / (gpu.tflops * 1e12) if gpu else None,

@@ -14,9 +14,9 @@ Moment = float | torch.cuda.Event
 
 
 class StepTimes:
-    """Moments of a row of steps on the device's own clock, which the host notes without waiting for them.
+    """Times of consecutive steps by the device's clock, recorded as events: the host does not wait.
 
-    A step is from one end to the next, so that whatever keeps the device idle between two of them counts.
+    A step lasts from one end to the next, so time in which the device is idle between steps counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,15 +33,15 @@ class StepTimes:
         return event
 
     def begin(self) -> None:
-        """The batch is there."""
+        """The batch has arrived."""
         self._begins.append(self._now())
 
     def forward(self) -> None:
-        """The losses are computed."""
-        self._forwards.append(self._now())
+        """The losses of a micro-batch are computed; the last of a step counts."""
+        self._forwards[len(self._begins) - 1 :] = [self._now()]
 
     def end(self) -> None:
-        """The weights have moved."""
+        """The weights are updated."""
         self._ends.append(self._now())
 
     def milliseconds(self) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ class Step:
     prepare: Preparation
     ema: EncoderEma | None
     began_from: str = ""
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """For the engine's ``save`` and ``load``; empty without ``ema_decay``."""
+        return {} if self.ema is None else self.ema.averages
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> tuple[Losses, Tensor]:
         """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches. Collective where the engine is.
