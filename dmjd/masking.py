@@ -1,4 +1,4 @@
-"""Method-level mask choices: how many views, which pattern and rates, and which tokens the loss is taken on."""
+"""Masking of a method: number of views, pattern, rates, and the tokens that the loss is taken on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmjd.ops.views import Views
 
 
 class Rates(NamedTuple):
-    """m_corr: share of tokens a view hides. m_pred: share of tokens that L_mim supervises over all views."""
+    """m_corr: share of tokens that a view masks. m_pred: share of tokens that L_mim supervises over all views."""
 
     m_corr: float
     m_pred: float
@@ -30,11 +30,11 @@ class MaskedViews(NamedTuple):
 
 @dataclass(frozen=True)
 class MaskSpec:
-    """What a method masks and predicts; :meth:`draw` makes it happen for a batch.
+    """Masks and predicted tokens of a method; :meth:`draw` draws them for a batch.
 
     ``loss_ratio`` is the paper's Fig. 1 (b, c) and needs a single view: below m_corr the loss is taken on a random
-    subset of the hidden units, above it on all hidden and some visible units. None predicts exactly what is hidden.
-    The other fields are those of :func:`dmjd.ops.mask_plan.mask_plan`.
+    subset of the masked units, above it on all masked and some visible units; None takes it on the masked tokens. The
+    other fields are the arguments of :func:`dmjd.ops.mask_plan.mask_plan`.
     """
 
     views: int = 2
@@ -57,22 +57,13 @@ class MaskSpec:
 
     def plan(self, grid: tuple[int, int]) -> MaskPlan:
         """Exact counts on a token grid. Raises ValueError where the rates cannot be met."""
-        return mask_plan(
-            grid,
-            views=self.views,
-            mask_ratio=self.mask_ratio,
-            pred_ratio=self.pred_ratio,
-            pattern=self.pattern,
-            block=self.block,
-            regulation=self.regulation,
-            count=self.count,
-            rounding=self.rounding,
-        )
+        requested = {name: value for name, value in vars(self).items() if name != "loss_ratio"}
+        return mask_plan(grid, **requested)
 
     def predicted_units(self, plan: MaskPlan) -> int:
         """Units per view on which L_mim is taken."""
         if self.loss_ratio is None or self.loss_ratio == self.mask_ratio:
-            return plan.hidden  # equal rates mean exactly what is hidden, however the two counts would round
+            return plan.hidden  # equal rates mean the masked units, even if the two counts would round differently
         return max(1, nearest_count(self.loss_ratio, plan.units))
 
     def true_rates(self, grid: tuple[int, int]) -> Rates:
@@ -83,7 +74,7 @@ class MaskSpec:
         return Rates(plan.m_corr, plan.m_pred)
 
     def nominal_rates(self, grid: tuple[int, int]) -> Rates:
-        """The rates as asked for, before rounding to whole units: .6 and 1 where 30 of 49 units are hidden."""
+        """The rates as configured, before rounding to whole units: .6 and 1 where 30 of 49 units are masked."""
         true = self.true_rates(grid)
         if self.count is not None:
             return true
@@ -111,18 +102,18 @@ class MaskSpec:
         key = make_key(seed, epoch)
         words = keyed_bits(sample_ids, plan.units, key=key, domain=Domain.PREDICT)
         rows, columns = plan.block
-        shown = ~views.mask[0].unflatten(-1, plan.grid)[:, ::rows, ::columns].flatten(-2)
-        # Hidden units rank first, so one rule gives a subset of them or all of them plus some visible ones.
+        visible = ~views.mask[0].unflatten(-1, plan.grid)[:, ::rows, ::columns].flatten(-2)
+        # Masked units rank first, so one rule gives a subset of them, or all of them and some visible ones.
         count = self.predicted_units(plan)
-        chosen = (words + shown * WORD_RANGE).argsort(dim=-1, stable=True)[:, :count]
-        units = torch.zeros_like(shown).scatter(-1, chosen, True)
+        chosen = (words + visible * WORD_RANGE).argsort(dim=-1, stable=True)[:, :count]
+        units = torch.zeros_like(visible).scatter(-1, chosen, True)
         tokens = units_to_tokens(units, plan.unit_grid, plan.block)
         predicted = (~tokens).long().argsort(dim=-1, stable=True)[:, : count * plan.tokens_per_unit]
         return MaskedViews(views, predicted.unsqueeze(0))
 
 
 def measured_rates(masked_views: MaskedViews) -> Tensor:
-    """float32 ``[2]`` on the device: the m_corr and m_pred that this very batch has."""
+    """float32 ``[2]`` on the device: m_corr and m_pred of this batch."""
     mask = masked_views.views.mask
     supervised = torch.zeros_like(mask).scatter(-1, masked_views.predicted, True).any(dim=0)
     return torch.stack((mask.float().mean(), supervised.float().mean()))

@@ -1,10 +1,9 @@
-"""From a configuration to the objects of a run, refusing combinations that cannot be before any data is read.
+"""From a configuration to the objects of a run. Combinations that cannot work are rejected before data is read.
 
-One file per object; what others use of them is named here.
+``step.py`` puts a training step together; the other files build its parts.
 """
 
-from dmjd.builders.data import check_data, check_data_timeout, image_size, token_grid
-from dmjd.builders.masks import build_mask_spec
+from dmjd.builders.data import build_mask_spec, check_data, check_data_timeout, image_size, token_grid
 from dmjd.builders.model import build_encoder, build_objective
 from dmjd.builders.schedules import build_schedule, peak_lr
 from dmjd.builders.targets import build_tokenizer, check_target, target_dim

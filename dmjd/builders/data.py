@@ -1,10 +1,11 @@
-"""What a configuration says of images: their size, the tokens they are cut into, and what of it cannot be."""
+"""Images of a configuration: their size, the token grid, the masks on it, and checks of ``data``."""
 
 from __future__ import annotations
 
-from dmjd.config import DataConfig, PretrainConfig
+from dmjd.config import DataConfig, MaskConfig, PretrainConfig
 from dmjd.data.build import training_crop
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, config_section
+from dmjd.masking import MaskSpec
 
 
 def image_size(config: PretrainConfig) -> tuple[int, int]:
@@ -22,8 +23,16 @@ def token_grid(config: PretrainConfig) -> tuple[int, int]:
     return height // patch, width // patch
 
 
+def build_mask_spec(config: MaskConfig, grid: tuple[int, int]) -> MaskSpec:
+    """The mask specification. Raises ConfigError if ``grid`` does not allow it."""
+    with config_section("mask"):
+        spec = MaskSpec(**vars(config) | {"block": tuple(config.block)})
+        spec.plan(grid)
+    return spec
+
+
 def check_data(data: DataConfig) -> None:
-    """Refuse statistics and crop ranges that cannot be."""
+    """Raise ConfigError for statistics, crop ranges and jitter that do not fit the channels."""
     for name, values in (("mean", data.mean), ("std", data.std)):
         if len(values) != data.channels:
             raise ConfigError(f"data.{name} needs one value for each of {data.channels} channels, got {list(values)}")
@@ -33,7 +42,7 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_data_timeout(config: PretrainConfig, processes: int) -> None:
-    """Raise ConfigError where a rank that waits for data would be given up by the others first."""
+    """Raise ConfigError if the time-outs of the other ranks end before ``data.timeout``."""
     engine, minutes = config.engine, config.data.timeout
     for key in ("step_timeout", "start_timeout"):
         if processes > 1 and minutes >= getattr(engine, key):

@@ -19,7 +19,6 @@ from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, che
 from dmjd.builders.average import EmaTeacher, EncoderEma
 from dmjd.builders.data import image_size
 from dmjd.builders.preparation import Preparation, Prepared
-from dmjd.builders.targets import CODES
 from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
@@ -138,7 +137,7 @@ def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective
     if fake:
         objective._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
     height, width = token_grid(config)
-    target = _BlankTarget(dim, config.target.name in CODES, config.backbone.patch_size, height * width)
+    target = _BlankTarget(dim, config.method.mim_loss == "cross_entropy", config.backbone.patch_size, height * width)
     prepare = _preparation(config, target, len(objective.model.encoder.blocks))
     return objective, prepare(Batch.empty(images, [image_size(config)], config.data.channels), 0)
 
