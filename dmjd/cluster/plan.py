@@ -1,7 +1,7 @@
-"""What a run will take, before it is submitted: parameters, FLOPs, memory of each engine, GPU hours.
+"""Estimates for a run before it is submitted: parameters, FLOPs, memory per GPU under each engine, GPU hours.
 
-Parameters and FLOPs are counted; activations are counted by :mod:`dmjd.parallel.memory` for one GPU at three sizes of a
-micro-batch, between which and beyond which they grow along straight lines. What an engine adds or shards is arithmetic.
+Parameters and FLOPs are counted on meta tensors. Activations are counted by :mod:`dmjd.parallel.memory` for one GPU at
+three micro-batch sizes, and interpolated and extrapolated linearly. Memory that an engine adds or shards is arithmetic.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from dmjd.parallel.memory import StepMemory, trace_step
 from dmjd.parallel.sharding import ENGINES, FLOAT, SHARDED, StateBytes, replicas, state_bytes
 
 TRACED = (32, 64, 256)
-"""Images of the micro-batches that are traced. A peak is the greatest of several moments of a step, of which some grow
-with the batch and some, as when all gradients have come, do not; large batches know of the former alone."""
+"""Micro-batch sizes that are traced, in images. A peak is the maximum over moments of a step; some moments grow with
+the batch and some, as the end of the backward pass, do not. Beyond the last size the former decide."""
 
 RESERVE_GIB = 2.0
-"""Of a GPU's memory, for the CUDA context, workspaces of libraries, and fragmentation."""
-
+"""Memory of a GPU that the CUDA context, workspaces of libraries and fragmentation take."""
 
 GRAPHS = 0.06
-"""So much more CUDA graphs take, since their memory and that of all else cannot lend each other anything: the most of
-eight cells of engines_h200.json."""
+"""Relative increase of the peak with CUDA graphs, whose memory pool is separate: the maximum over eight cells of
+engines_h200.json."""
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes by the images of a micro-batch: straight between the traced sizes, and on beyond them."""
+    """Bytes as a function of the images of a micro-batch: linear between the traced sizes and beyond them."""
 
     traced: Sequence[float]
 
@@ -48,7 +47,7 @@ class Growth:
 
     @property
     def of_large_batches(self) -> tuple[float, float]:
-        """Fixed bytes, and bytes of each image."""
+        """Fixed bytes, and bytes per image."""
         return self._line(-1)
 
     def _line(self, end: int) -> tuple[float, float]:
@@ -69,15 +68,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class Fit:
-    """The largest micro-batch that fits: images of one GPU, how many of them make a step, and the peak in bytes."""
+    """The largest micro-batch that fits, in images per GPU; micro-batches per step; peak memory in bytes."""
 
     micro_batch: int
-    accumulation: int
+    grad_accum_steps: int
     peak: float
 
 
 class Plan:
-    """The numbers of one configuration on one cluster.
+    """Estimates for one configuration on one cluster.
 
     Raises:
         ConfigError: if the batch cannot be divided among the GPUs.
@@ -105,7 +104,7 @@ class Plan:
 
     @cached_property
     def activations(self) -> dict[str, Activations]:
-        """By mode."""
+        """By mode of activation checkpointing."""
         return {mode: trace(self.config, mode) for mode in MODES}
 
     def state(self, engine: str) -> StateBytes:
@@ -119,7 +118,7 @@ class Plan:
         return state_bytes(engine, self.parameters, largest, shards)
 
     def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
-        """The most bytes that a GPU holds in a step of ``accumulation`` micro-batches of ``images``."""
+        """Peak bytes of a GPU in a step of ``accumulation`` micro-batches of ``images``."""
         state, some = self.state(engine), self.activations[mode]
         graphs = self.config.engine.cuda_graphs and engine in ("single", "ddp")
         come = engine in SHARDED or engine == "single"
@@ -145,29 +144,29 @@ class Plan:
         return precision.itemsize * sum(p.numel() for block in blocks(self._model) for p in block.parameters())
 
     def fit(self, engine: str, mode: str) -> Fit | None:
-        """The largest micro-batch that fits a GPU and divides its part of the batch; None if one image is too much."""
-        room = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
+        """The largest micro-batch that fits and divides the GPU's share of the batch; None if no image fits."""
+        available = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
         for accumulation in _divisors(self.images_per_gpu):
             images = self.images_per_gpu // accumulation
             peak = self.peak(engine, mode, images, accumulation)
-            if peak <= room:
+            if peak <= available:
                 return Fit(images, accumulation, peak)
         return None
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Those that make sense for so many GPUs."""
+        """Engines for this number of GPUs."""
         return ENGINES[:1] if self.config.gpus == 1 else ENGINES[1:]
 
     @property
     def gpu_hours(self) -> float:
-        """Of the whole run at the stated MFU."""
+        """GPU hours of the whole run at ``config.mfu``."""
         flops = self.flops_per_image * self.config.images * self.config.epochs
         return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
 
 
 def trace(config: PlanConfig, mode: str) -> Activations:
-    """Count the bytes of a step under ``mode``, in the precision that ``config`` would have on CUDA."""
+    """Bytes of a step under ``mode``, in the precision that ``config`` selects on CUDA."""
     precision = select_precision(config.engine.precision, torch.device("cuda"))
     steps: list[StepMemory] = []
     inputs: list[int] = []

@@ -1,9 +1,9 @@
-"""How much memory a step takes, found by running it on tensors that have shapes and no bytes.
+"""Memory of a training step, measured on fake tensors, which have shapes and no bytes.
 
-The step is the real one, forward and backward through autograd, under torch's FakeTensorMode; every storage that comes
-to life is counted until it dies. So activation checkpointing, autocast's copies of weights, views that share a storage
-and what lives for a moment in the backward pass all count as they do on a device. Not counted: what kernels and
-libraries allocate inside (cuBLAS and NCCL workspaces), fragmentation, and what a compiler's fusion saves.
+The step is the real one, forward and backward through autograd, under torch's FakeTensorMode; every storage counts from
+its allocation until it is freed. So activation checkpointing, autocast's copies of weights, views that share a storage
+and temporaries of the backward pass count as on a device. Not counted: allocations inside kernels and libraries (cuBLAS
+and NCCL workspaces), fragmentation, and the savings of fused kernels.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _BLOCK = 512
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made under this mode, while they live.
+    """Bytes of the storages that are allocated under this mode, until they are freed.
 
     Args:
-        block: each storage counts as a multiple of this many bytes.
+        block: the size of each storage is rounded up to a multiple of this many bytes.
 
     Attributes:
-        live: bytes now, without those set aside.
-        peak: the most that ``live`` was.
-        aside: bytes of storages that :meth:`set_aside` was told of, while they live.
-        peak_total: the most that ``live + aside`` was.
+        live: current bytes, without those set aside.
+        peak: maximum of ``live``.
+        aside: current bytes of the storages passed to :meth:`set_aside`.
+        peak_total: maximum of ``live + aside``.
     """
 
     def __init__(self, block: int = 1) -> None:
@@ -44,11 +44,11 @@ class LiveBytes(TorchDispatchMode):
         self.live = self.peak = self.aside = self.peak_total = 0
 
     def size(self, tensor: Tensor) -> int:
-        """Bytes that the storage of ``tensor`` counts as."""
+        """Rounded bytes of the storage of ``tensor``."""
         return -(-tensor.untyped_storage().nbytes() // self._block) * self._block
 
     def set_aside(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` under ``aside``, whether or not it was made under this mode."""
+        """Count the storage of ``tensor`` in ``aside``, whether or not it was allocated under this mode."""
         self._enter(tensor, aside=True)
 
     def _enter(self, tensor: Tensor, aside: bool) -> None:
@@ -98,12 +98,11 @@ class _AutocastAsOnCuda(TorchFunctionMode):
 
 
 class StepMemory(NamedTuple):
-    """Bytes that one forward and backward pass takes beside parameters and optimizer state.
+    """Bytes of one forward and backward pass, without parameters, optimizer state and inputs.
 
-    saved: what is held at the end of the forward pass: activations that the backward pass needs, and autocast's copies
-        of weights. The objective's inputs, which are there anyway, do not count.
-    transient: the most that is held at any time beyond parameters, their gradients and inputs; at least ``saved``.
-    with_gradients: the most that is held at any time beyond parameters and inputs, gradients as they come.
+    saved: at the end of the forward pass: activations for the backward pass, and autocast's copies of weights.
+    transient: the peak without gradients; at least ``saved``.
+    with_gradients: the peak with gradients, each from the moment it is computed.
     """
 
     saved: int
@@ -118,15 +117,13 @@ def trace_step(
     precision: torch.dtype = torch.float32,
     as_on_cuda: bool = False,
 ) -> StepMemory:
-    """Run one forward and backward pass of ``objective(*inputs).total`` and count.
-
-    Objective and inputs are fake tensors on the "cpu" device, made under the FakeTensorMode that is active (see
-    :func:`dmjd.builders.rehearsal.rehearse`). With real tensors it counts as well, and computes.
+    """Run one forward and backward pass of ``objective(*inputs).total`` and count its bytes.
 
     Args:
-        objective: a transformed one (:func:`dmjd.parallel.apply.apply`) that has no gradients; left without.
-        as_on_cuda: promote and round up as CUDA does. Otherwise bytes are those of the CPU: exactly in float32; in
-            bfloat16 torch's fake LayerNorm counts its statistics at half their size.
+        objective: transformed by :func:`dmjd.parallel.apply.apply`, without gradients; they are dropped afterwards.
+            It and ``inputs`` are fake tensors on "cpu" of the active FakeTensorMode, or real tensors, which compute.
+        as_on_cuda: cast and round up as CUDA does. Otherwise bytes are those of the CPU: exact in float32; in bfloat16
+            torch's fake LayerNorm counts its statistics at half their size.
     """
     count = LiveBytes(_BLOCK if as_on_cuda else 1)
     for held in (*objective.parameters(), *objective.buffers(), *_tensors(inputs)):

@@ -1,4 +1,4 @@
-"""What `dmjd plan` says, against arithmetic and against stored measurements."""
+"""Estimates of `dmjd plan` against arithmetic and against stored measurements."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     fit = plan.fit("ddp", "none")
     assert fit is not None
     # 37 GiB, less 1.7 of weights, gradients and moments, hold 35; of the divisors of 96 the next below is 32.
-    assert (fit.micro_batch, fit.accumulation) == (32, 3)
+    assert (fit.micro_batch, fit.grad_accum_steps) == (32, 3)
     assert fit.peak == plan.peak("ddp", "none", 32)
     assert with_activations(plan, 40 * GIB).fit("ddp", "none") is None
 
