@@ -27,15 +27,15 @@ def _pretrain(words: Sequence[str]) -> None:
     config = compose("pretrain", words)
     from dmjd.train.loop import pretrain  # torch takes seconds to come: a typo need not wait for it
 
-    judges = []
+    callbacks = []
     if config.online_knn.every_epochs:
         from dmjd.data.build import resolve_auto
         from dmjd.evaluate.online import OnlineKnn
 
         config.data = resolve_auto(config.data)
-        judges.append(OnlineKnn(config))
+        callbacks.append(OnlineKnn(config))
     atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
-    run = pretrain(config, judges)
+    run = pretrain(config, callbacks)
     if _rank() != 0:
         return
     ending = run.read_stop_reason()
