@@ -24,6 +24,7 @@ INSTALLED := $(VENV)/.installed
 NATIVE := build/.native
 CMAKE_BUILD := build/cmake
 SOURCES := $(shell find csrc -type f)
+XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SELECTED := not gpu and not slurm and not long
 # Of tests/ops those that come out otherwise without the native kernels of the CPU.
 REFERENCES := $(addprefix tests/ops/test_,$(addsuffix .py,arguments hog hog_flavours masked_depthwise_conv2d masks \
@@ -59,9 +60,9 @@ demo: install
 
 test: install
 	$(call timed,CTest,$(MAKE) --no-print-directory ctest)
-	$(call timed,pytest with $(WORKERS) workers,$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations=20 -m "$(SELECTED) and not alone")
+	$(call timed,pytest with $(WORKERS) workers,$(BIN)/python -m pytest $(XDIST) --durations=20 -m "$(SELECTED) and not alone")
 	$(call timed,pytest of tests marked alone,$(BIN)/python -m pytest --durations=5 -m "$(SELECTED) and alone")
-	$(call timed,pytest without native kernels,DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(REFERENCES))
+	$(call timed,pytest without native kernels,DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest $(XDIST) $(REFERENCES))
 
 ctest:
 	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \

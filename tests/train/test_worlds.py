@@ -12,6 +12,8 @@ import torch
 from dmjd.parallel import store
 from tests.compare import rows, telling
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     "batch_size=64",
     "log_every=1",
