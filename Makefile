@@ -1,7 +1,7 @@
 # make install   .venv with everything, native libraries built; does nothing when nothing changed
 # make native    rebuild the native libraries after an edit in csrc/ (only what changed is compiled)
 # make demo      pre-trains a small DMJD model on the CPU, scores it and writes runs/demo/report.html; RUN=FOLDER names another
-# make test      CTest, then pytest, then the op tests once more without the native kernels
+# make test      CTest, then pytest, then the tests of the CPU kernels once more without them; WORKERS pytest processes
 # make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
 # make lint      ruff and mypy
 # make clean     removes what was built; keeps .venv
@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN ?= runs/demo
 MAX_JOBS ?= 2
+WORKERS ?= 2
 # Where a compiler is at hand, a kernel that does not build is an error and not a fallback.
 DMJD_EXT ?= $(if $(shell command -v c++),force,auto)
 DMJD_CUDA ?= $(if $(shell command -v nvcc),force,auto)
@@ -23,8 +24,15 @@ INSTALLED := $(VENV)/.installed
 NATIVE := build/.native
 CMAKE_BUILD := build/cmake
 SOURCES := $(shell find csrc -type f)
+XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+SELECTED := not gpu and not slurm and not long
+# Of tests/ops those that come out otherwise without the native kernels of the CPU.
+REFERENCES := $(addprefix tests/ops/test_,$(addsuffix .py,arguments hog hog_flavours masked_depthwise_conv2d masks \
+    masks_beit philox tokens transforms))
+# $(call timed,NAME,COMMAND) runs it and prints how long it took.
+timed = @began=$$(date +%s); $(2) || exit 1; echo "$(1) took $$(($$(date +%s) - began)) s"
 
-.PHONY: install native demo test test-slurm lint clean
+.PHONY: install native demo test ctest test-slurm lint clean
 
 install: $(INSTALLED) $(NATIVE)
 
@@ -51,16 +59,20 @@ demo: install
 	@$(BIN)/dmjd demo run=$(RUN)
 
 test: install
+	$(call timed,CTest,$(MAKE) --no-print-directory ctest)
+	$(call timed,pytest with $(WORKERS) workers,$(BIN)/python -m pytest $(XDIST) --durations=20 -m "$(SELECTED) and not alone")
+	$(call timed,pytest of tests marked alone,$(BIN)/python -m pytest --durations=5 -m "$(SELECTED) and alone")
+	$(call timed,pytest without native kernels,DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest $(XDIST) $(REFERENCES))
+
+ctest:
 	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \
 	    && cmake --build $(CMAKE_BUILD) --parallel $(MAX_JOBS) >> build/cmake.log 2>&1 \
 	    || { cat build/cmake.log; exit 1; }
 	@ctest --test-dir $(CMAKE_BUILD) --output-on-failure
-	@$(BIN)/python -m pytest
-	@DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest tests/ops
 
 # -rs: where this machine does not allow it, the reason is all there is to see.
 test-slurm: install
-	@$(BIN)/python -m pytest -m slurm -rs tests/cluster
+	$(call timed,pytest of tests marked slurm,$(BIN)/python -m pytest -m slurm -rs tests/cluster)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import random
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -51,12 +51,23 @@ GPU_TESTS = pytest.StashKey[list[str]]()
 @pytest.hookimpl(tryfirst=True)  # before the GPU tests are deselected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[GPU_TESTS] = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+    # Files with slow tests first: of two workers neither is left with one when the other has nothing to do.
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_configure() -> None:
     """What nohup, or a shell for its background, has ignored would be ignored by every process that is signalled."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Names that are not UTF-8 may be in what a test logs; a worker of xdist cannot send them to its parent."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")

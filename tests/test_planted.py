@@ -16,7 +16,7 @@ import shutil
 import signal
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -222,8 +222,18 @@ def test_a_trap_springs_where_it_is_loaded_as_it_should_not_be(kind: str, tmp_pa
     assert mark.exists()
 
 
-@pytest.mark.parametrize("kind", ["pickle", "zip", "legacy"])
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "loop.pt", "config.yaml", MANIFEST])
+def every(kinds: Iterable[str], names: Iterable[str], always: str) -> list[Any]:
+    """All pairs, of which those of another kind than the first are long, but for the name ``always``."""
+    first, *others = kinds
+    quick = [(name, first) for name in names] + [(always, kind) for kind in others]
+    rest = [pytest.param(name, kind, marks=pytest.mark.long) for name in names for kind in others if name != always]
+    return quick + rest
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    every(("zip", "pickle", "legacy"), (".metadata", "__0_0.distcp", "loop.pt", "config.yaml", MANIFEST), "loop.pt"),
+)
 def test_in_a_checkpoint(name: str, kind: str, run: Path, tmp_path: Path, trials: Trials) -> None:
     folder = copy(run, tmp_path)
     plant(folder / CHECKPOINT / name, kind, trials.mark)
@@ -246,7 +256,7 @@ def test_beside_the_files_of_a_checkpoint(run: Path, tmp_path: Path, trials: Tri
             trials.tried(name, "pretrain", *TINY, f"run={folder}")
 
 
-@pytest.mark.parametrize("kind", ["pickle", "zip"])
+@pytest.mark.parametrize("kind", ["pickle", pytest.param("zip", marks=pytest.mark.long)])
 def test_in_a_run_folder(kind: str, run: Path, tmp_path: Path, trials: Trials) -> None:
     names = [path.relative_to(run) for path in run.rglob("*") if path.is_file()]
     names = [name for name in names if not name.is_relative_to("checkpoints")]
@@ -317,8 +327,9 @@ def test_named_pipes_in_a_run_folder_are_not_waited_for(run: Path, tmp_path: Pat
         on_run(trials, "pipes", folder)
 
 
-@pytest.mark.parametrize("kind", PLANTS)
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".bin", ".safetensors", ".pkl", ".tar", ".npz"])
+@pytest.mark.parametrize(
+    ("suffix", "kind"), every(PLANTS, (".pth", ".pt", ".bin", ".safetensors", ".pkl", ".tar", ".npz"), ".pth")
+)
 def test_in_a_file_of_weights(suffix: str, kind: str, tmp_path: Path, trials: Trials) -> None:
     file = tmp_path / f"weights{suffix}"
     plant(file, kind, trials.mark)
@@ -362,8 +373,17 @@ def test_in_a_shard_set(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.distributed:FutureWarning")  # DeepSpeed's calls, as in zero_files.py
-@pytest.mark.parametrize("engine", [pytest.param("zero2", marks=pytest.mark.long), "zero3"])
-def test_in_a_run_of_deepspeed(engine: str, tmp_path: Path, trials: Trials, dmjd: Command) -> None:
+@pytest.mark.parametrize(
+    ("engine", "kinds"),
+    [
+        ("zero3", ("zip",)),
+        pytest.param("zero3", ("pickle", "zip"), marks=pytest.mark.long),
+        pytest.param("zero2", ("pickle", "zip"), marks=pytest.mark.long),
+    ],
+)
+def test_in_a_run_of_deepspeed(
+    engine: str, kinds: tuple[str, ...], tmp_path: Path, trials: Trials, dmjd: Command
+) -> None:
     words = (f"engine={engine}", "epochs=1", "ema_decay=0.9")
     made = tmp_path / "run"
     code, _, err = dmjd("pretrain", *TINY, f"run={made}", *words)
@@ -371,7 +391,7 @@ def test_in_a_run_of_deepspeed(engine: str, tmp_path: Path, trials: Trials, dmjd
     names = [path.relative_to(made / CHECKPOINT) for path in (made / CHECKPOINT).rglob("*") if path.is_file()]
     assert sum(name.suffix == ".pt" for name in names) == 3
     for name in names:
-        for kind in ("pickle", "zip") if name.suffix == ".pt" else ("pickle",):
+        for kind in kinds if name.suffix == ".pt" else ("pickle",):
             folder = copy(made, tmp_path)
             plant(folder / CHECKPOINT / name, kind, trials.mark)
             trials.tried(f"{name} as {kind}", "knn", str(folder), *SMALL)

@@ -493,6 +493,7 @@ def test_no_record_of_a_job_is_read_without_a_limit(run: Path, name: str, monkey
     assert examine(run)
 
 
+@pytest.mark.alone
 def test_a_log_of_one_long_line_is_searched_in_time(run: Path) -> None:
     (run / "slurm" / "job.out").write_text("CUDA out of memory\n" + "Xid" * 60_000)
     before = time.perf_counter()

@@ -305,6 +305,7 @@ def test_torchvisions_checksums_are_heeded(
     assert_nothing_left(cache)
 
 
+@pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_server_that_does_not_answer_has_a_time_limit(
     cache: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -395,6 +395,7 @@ def test_a_failure_of_a_feeder_thread_is_one_line_with_its_cure(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.alone
 def test_a_stopped_worker_keeps_nobody_for_longer_than_the_limit(capfd: pytest.CaptureFixture[str]) -> None:
     loader = iter(BatchLoader(Slow(30), 0, 2, workers=1, pin_memory=False, limit=Limit(minutes=0.02)))
     worker = int(next(loader).sample_ids)

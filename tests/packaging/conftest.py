@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -19,8 +20,20 @@ def build(command: list[str], cwd: Path, **environment: str) -> None:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sdist, then wheel, both outside the checkout. From the sdist, so that a file missing there fails here."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """The wheel, built outside the checkout by the first of the workers that asks for it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "wheel"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("dmjd-*.whl")):
+            build_wheel(folder)
+    (built,) = folder.glob("dmjd-*.whl")
+    return built
+
+
+def build_wheel(folder: Path) -> None:
+    """Sdist, then wheel. From the sdist, so that a file missing there fails here."""
     # An egg-info of its own: setuptools adds to the sdist whatever an older one lists.
     build(
         [sys.executable, "setup.py", "-q", "egg_info", "-e", str(folder), "sdist", "-d", str(folder)],
@@ -32,5 +45,3 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (sdist,) = folder.glob("dmjd-*.tar.gz")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "-w", str(folder)]
     build([*pip, str(sdist)], folder, DMJD_EXT="force", DMJD_CUDA="off")
-    (built,) = folder.glob("dmjd-*.whl")
-    return built

@@ -142,6 +142,7 @@ def test_other_commands_do_not_read_what_launchers_left(
     assert dmjd("doctor", str(finished_run))[0] == 0
 
 
+@pytest.mark.alone
 def test_an_error_of_one_rank_is_printed_at_once(launched: Callable[..., None], dmjd: Command) -> None:
     for variables in ({**PAIR, "WORLD_SIZE": "16", "RANK": "9"}, {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}):
         launched(**variables)

@@ -48,10 +48,11 @@ def assert_as_undisturbed(run: Path, undisturbed: Path, assert_same_run: Callabl
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize(("seed", "workers"), [(0, 0), (1, 2)])
+@pytest.mark.parametrize(("seed", "workers", "kills"), [pytest.param(0, 0, 5, marks=pytest.mark.long), (1, 2, 2)])
 def test_random_kills(
     seed: int,
     workers: int,
+    kills: int,
     tmp_path: Path,
     undisturbed: Path,
     tiny: Callable[..., list[str]],
@@ -61,7 +62,7 @@ def test_random_kills(
 ) -> None:
     # Workers outlive their killed parent by seconds, and must not keep its folder from the next launch.
     command = ["pretrain", *tiny(tmp_path / "run", *WORDS, f"workers={workers}")]
-    finish_through_kills(lambda: launch(command), seed, 0.3, 1.5, 5)
+    finish_through_kills(lambda: launch(command), seed, 0.3, 1.5, kills)
     assert_as_undisturbed(tmp_path / "run", undisturbed, assert_same_run)
 
 

@@ -17,6 +17,8 @@ from dmjd.runs.checkpoint import newest
 from tests.compare import KILL, NO_PICTURES, rows, telling
 from tests.parallel.walk import CPU, engine
 
+pytestmark = pytest.mark.slow
+
 Words = Callable[..., list[str]]
 Launch = Callable[..., Any]
 

@@ -12,6 +12,8 @@ import torch
 from dmjd.parallel import store
 from tests.compare import rows, telling
 
+pytestmark = pytest.mark.slow
+
 WORDS = (
     "batch_size=64",
     "log_every=1",
@@ -53,7 +55,7 @@ def alone(curves: Callable[..., list[dict[str, float]]]) -> list[dict[str, float
         (1, ("engine.grad_accum_steps=4", "workers=2")),
         (2, ("workers=1",)),
         (2, ("engine.grad_accum_steps=2",)),
-        (4, ()),
+        pytest.param(4, (), marks=pytest.mark.long),
     ],
 )
 def test_the_curve_is_that_of_one_process(

@@ -146,16 +146,17 @@ def assert_nothing_left(folder: Path) -> None:
     assert not (folder / "run" / "quarantine.jsonl").exists()
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("seed", "kills"), [(0, 2), pytest.param(1, 6, marks=pytest.mark.long)])
 def test_random_kills(
     seed: int,
+    kills: int,
     start: Callable[..., Any],
     undisturbed: Path,
     tmp_path: Path,
     finish_through_kills: Callable[..., None],
     assert_same_run: Callable[..., None],
 ) -> None:
-    finish_through_kills(start, seed, 0.1, 0.6, 6)
+    finish_through_kills(start, seed, 0.1, 0.6, kills)
     assert_same_run(tmp_path / "run", undisturbed, "data")
     assert_nothing_left(tmp_path)
 

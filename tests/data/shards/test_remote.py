@@ -69,6 +69,7 @@ def test_a_fault_that_passes_costs_another_attempt_and_nothing_else(
     assert server.requests["a"] == 1 + len(faults)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
