@@ -23,7 +23,7 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.parallel.build import build_engine
 from dmjd.parallel.engine import Engine
-from dmjd.parallel.sharding import SHARDED
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.world import World
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
@@ -51,7 +51,7 @@ class Cell:
         self._engine: Engine = build_engine(build_objective(config, tokenizer.dim), config.engine, config.optim, world)
         if isinstance(world, SimulatedWorld):
             answer_buckets(self._engine)
-        self._gathers = config.engine.name in (*SHARDED, "zero3")
+        self._gathers = ENGINES[config.engine.name].divided.weights
         self._prepare = Preparation(spec, grid, tokenizer, tuple(data.mean), tuple(data.std), flip=data.flip, seed=0)
 
     def measure(self, kind: str, save: Path | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dmjd.builders.data import check_data, image_size, token_grid
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, config_section
+from dmjd.parallel.engines import ENGINES
 from dmjd.targets import ClipTarget, CodebookTarget, HogTarget, PixelTarget, TeacherTarget, Tokenizer
 from dmjd.targets.clip import clip_patch, load_clip
 from dmjd.targets.codebook import DVAE_PATCH, load_dvae, load_vqkd
@@ -88,9 +89,10 @@ def check_target(config: PretrainConfig) -> None:
             raise ConfigError("target.name=teacher needs ema_decay, of the average that teaches, such as .9998")
         if backbone.name == "swin":
             raise ConfigError("target.name=teacher needs backbone.name=vit or convvit, whose last blocks share a grid")
-        if config.engine.name not in ("single", "ddp"):
+        if not ENGINES[config.engine.name].teacher:
+            whole = " or ".join(name for name, spec in ENGINES.items() if spec.teacher)
             raise ConfigError(
-                f"target.name=teacher needs a whole average on every process: engine=single or ddp, got "
+                f"target.name=teacher needs a whole average on every process: engine={whole}, got "
                 f"engine.name={config.engine.name}"
             )
         if target.layers > backbone.depth:

@@ -17,8 +17,9 @@ from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
 from dmjd.parallel.deepspeed import files as zero_files
-from dmjd.parallel.deepspeed.config import STAGES, deepspeed_config
+from dmjd.parallel.deepspeed.config import deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fsdp import filled, sharded_frozen
 from dmjd.parallel.optimizer import parameter_groups
 from dmjd.parallel.staging import HostCopies
@@ -51,7 +52,7 @@ class DeepSpeedEngine:
     ) -> None:
         assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
         self.objective, self.device = objective, world.device
-        self.stage = STAGES[engine.name]
+        self.stage = ENGINES[engine.name].stage
         self._bare, self._world, self._precision = bare, world, precision
         self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
