@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dmjd.builders import build_objective, check_target, image_size, target_dim, token_grid
 from dmjd.builders.preparation import Prepared
 from dmjd.builders.step import build_preparation
-from dmjd.builders.targets import CODES
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.models.flops import count_flops
 from dmjd.models.objective import Objective
+from dmjd.targets import TARGETS
 
 
 def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
@@ -31,7 +31,7 @@ def rehearse(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
     check_target(config)
     grid = token_grid(config)
     dim = target_dim(config)
-    tokenizer = _Blank(dim, config.target.name in CODES, config.backbone.patch_size, grid[0] * grid[1])
+    tokenizer = _Blank(dim, TARGETS[config.target.name].codes, config.backbone.patch_size, grid[0] * grid[1])
     objective = _objective(config, dim)
     data = config.data
     prepare = build_preparation(config, tokenizer, len(objective.model.encoder.blocks))

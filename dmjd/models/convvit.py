@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.models.mlp import Pointwise, PointwiseMlp
 from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.vit import EncoderBlock
@@ -115,7 +116,7 @@ class ConvBlock(nn.Module):
         return x + mlp * self.mlp(self.norm2(x))
 
 
-class ConvViTEncoder(nn.Module):
+class ConvViTEncoder(Encoder):
     """ConViT with fixed sine-cosine positions, for any image whose sides are multiples of 16.
 
     Args:

@@ -9,6 +9,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.ops.views import Views
 
 EMBED_SIDE = 4
@@ -20,7 +21,7 @@ PATCH_SIZE = 32
 _FINE = PATCH_SIZE // EMBED_SIDE
 
 
-class SwinEncoder(SwinTransformer):
+class SwinEncoder(SwinTransformer, Encoder):
     """Swin over images of one size; a hidden token's 8 x 8 first patches are replaced by a mask token.
 
     Args:
@@ -37,6 +38,7 @@ class SwinEncoder(SwinTransformer):
     num_prefix_tokens = 0
     patch_size = PATCH_SIZE
     positions = None
+    mask_token: nn.Parameter
 
     def __init__(
         self,

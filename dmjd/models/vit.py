@@ -8,6 +8,7 @@ from timm.models import beit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
@@ -56,7 +57,7 @@ class BeitBlock(beit.Block):
         return x + mlp * self.mlp(self.norm2(x))
 
 
-class ViTEncoder(nn.Module):
+class ViTEncoder(Encoder):
     """ViT for any image whose sides are multiples of the patch (of one size only with relative positions).
 
     Args:
@@ -76,6 +77,9 @@ class ViTEncoder(nn.Module):
     buffer outside the state dict, since they are a function of the grid (and a frozen parameter inside a checkpointed
     block breaks ZeRO-3).
     """
+
+    blocks: nn.ModuleList
+    mask_token: nn.Parameter | None
 
     def __init__(
         self,

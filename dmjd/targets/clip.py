@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.files import obstacle, read_file
 from dmjd.ops.images import normalise
 from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
+from dmjd.targets.tokenizer import TargetSpec, check_grid, input_size, register
 from dmjd.targets.weights import weights_file
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -173,3 +175,18 @@ class ClipTarget:
                 f"got {list(values.shape)}"
             )
         return render_features(values, grid, self.patch)
+
+
+def _build(config: PretrainConfig) -> ClipTarget:
+    target, patch = config.target, config.backbone.patch_size
+    tower = load_clip(target.model, target.weights, input_size(config))
+    check_grid(config, clip_patch(tower))
+    height, width = config.data.image_size
+    grid = height // patch, width // patch
+    return ClipTarget(tower, patch, grid, target.dim, target.layer, target.ln_post, target.projected, target.norm)
+
+
+register(
+    "clip",
+    TargetSpec(_build, norms=NORMS, colour=True, second_size=True, dim=lambda config: config.target.dim),
+)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, Flavour, Norm, hog
+from dmjd.targets.tokenizer import TargetSpec, register
 
 _SHORTEST_CELL = 12  # pixels; below it nine orientations are not told apart by eye
 
@@ -114,3 +116,12 @@ def _strokes(bins: int, side: int) -> NDArray[np.float32]:
     along = np.abs(row * np.cos(angle) - column * np.sin(angle))
     strokes: NDArray[np.float32] = (np.clip(1.5 - across, 0, 1) * np.clip(side / 2 - along, 0, 1)).astype(np.float32)
     return strokes
+
+
+def _build(config: PretrainConfig) -> HogTarget:
+    target = config.target
+    channels = config.data.channels
+    return HogTarget(config.backbone.patch_size, channels, target.cell, target.bins, target.flavour, target.norm)
+
+
+register("hog", TargetSpec(_build, norms=("layernorm", "l2", "none")))

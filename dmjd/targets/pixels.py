@@ -10,7 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.ops.images import normalise, patchify, unpatchify
+from dmjd.targets.tokenizer import TargetSpec, register
 
 NORMS = ("none", "patch")
 """Normalisations of a patch that :class:`PixelTarget` knows."""
@@ -98,3 +100,12 @@ class PixelTarget:
             image = image / (2 * _SHOWN_SIGMA) + 0.5
         rgb = image[..., :3] if self.channels >= 3 else image.mean(-1, keepdim=True).expand(-1, -1, 3)
         return (rgb * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def _build(config: PretrainConfig) -> PixelTarget:
+    target, data = config.target, config.data
+    mean, std = tuple(data.mean), tuple(data.std)
+    return PixelTarget(config.backbone.patch_size, data.channels, mean, std, target.norm, target.unbiased)
+
+
+register("pixels", TargetSpec(_build, norms=("patch", "none")))

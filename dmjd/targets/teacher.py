@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.ops.images import normalise
 from dmjd.targets.features import NORMS, normalise_features, render_features
+from dmjd.targets.tokenizer import TargetSpec, register
 
 Teacher = Callable[[Tensor], Sequence[Tensor]]
 """float ``[B, C, H, W]``, normalised -> what its last blocks give for the patches, ``[B, N, dim]`` each."""
@@ -57,3 +59,11 @@ class TeacherTarget:
                 f"got {list(values.shape)}"
             )
         return render_features(values, grid, self.patch)
+
+
+def _build(config: PretrainConfig) -> TeacherTarget:
+    backbone, mean, std = config.backbone, tuple(config.data.mean), tuple(config.data.std)
+    return TeacherTarget(backbone.embed_dim, backbone.patch_size, mean, std, config.target.norm)
+
+
+register("teacher", TargetSpec(_build, norms=NORMS, average=True))
