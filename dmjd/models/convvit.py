@@ -1,7 +1,7 @@
 """ConViT, the convolutional ViT of ConvMAE: two stages of convolution blocks, then a ViT; whole images or views.
 
 In the first two stages every layer but the depthwise convolution looks at one pixel of its map, that convolution is
-given zeros where a token is hidden, and the embeddings between stages stay inside a token. A hidden token thus never
+given zeros where a token is masked, and the embeddings between stages stay inside a token. A masked token thus never
 reaches a visible one, and leaving it out is exact. So a view's activations are ``[R, V, q, q, C]``, the q x q pixels
 that each visible token has in the map of a stage (4 x 4, 2 x 2, 1 x 1), where a whole image's are its map
 ``[B, H, W, C]``: the same layers over the last axes, and only the depthwise convolution tells the two apart.

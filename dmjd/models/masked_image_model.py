@@ -72,15 +72,13 @@ class MaskedImageModel(nn.Module):
         initialisation: str = "mae",
     ) -> None:
         super().__init__()
-        if initialisation not in INITIALISATIONS:
-            raise ValueError(f"initialisation must be one of {', '.join(INITIALISATIONS)}, got {initialisation!r}")
         if decoder is None and encoder.mask_token is None:
             raise ValueError(
                 "a linear head on the encoder needs masked_tokens='mask_token'; an encoder that drops tokens needs a "
                 "decoder"
             )
         if decoder is not None and encoder.mask_token is not None:
-            raise ValueError("a decoder fills hidden places itself and needs masked_tokens='drop'")
+            raise ValueError("a decoder fills masked places itself and needs masked_tokens='drop'")
         self.encoder = encoder
         self.decoder = decoder
         self.head = nn.Linear(encoder.embed_dim if decoder is None else decoder.dim, target_dim)
@@ -109,5 +107,5 @@ class MaskedImageModel(nn.Module):
         masked = self.head(read)
         if self.visible_branch is None:
             return Prediction(masked, None)
-        shown = patches if self.decoder is not None else select_tokens(patches, views.visible)
-        return Prediction(masked, self.visible_branch(shown))
+        visible = patches if self.decoder is not None else select_tokens(patches, views.visible)
+        return Prediction(masked, self.visible_branch(visible))

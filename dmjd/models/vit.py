@@ -14,10 +14,6 @@ from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
-MASKED_TOKENS = ("drop", "mask_token")
-POSITIONS = ("sincos", "learned", "relative")
-BLOCKS = ("plain", "beit")
-
 
 class EncoderBlock(Block):
     """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
@@ -64,7 +60,7 @@ class ViTEncoder(Encoder):
         image_size: (height, width) pixels of pre-training; other sizes work at run time.
         patch_size: pixels per token side.
         in_chans: image channels, any number.
-        class_token: prepend a learned token that no view hides (``num_prefix_tokens`` is then 1).
+        class_token: prepend a learned token that no view masks (``num_prefix_tokens`` is then 1).
         masked_tokens: "drop" leaves masked tokens out (MAE); "mask_token" puts a learned token in their place before
             positions are added (BEiT, SimMIM, MaskFeat).
         positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
@@ -98,13 +94,6 @@ class ViTEncoder(Encoder):
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
-            ("masked_tokens", masked_tokens, MASKED_TOKENS),
-            ("positions", positions, POSITIONS),
-            ("block", block, BLOCKS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         if positions == "relative" and (block, masked_tokens) != ("beit", "mask_token"):
             raise ValueError("positions='relative' needs block='beit' and masked_tokens='mask_token'")
         if layer_scale is not None and block != "beit":

@@ -15,11 +15,11 @@ from dmjd.parallel.world import World, alone
 
 
 def select_device(name: str, key: str = "engine.device") -> torch.device:
-    """ "auto" takes CUDA where there is one. Raises ConfigError if "cuda" is asked for and absent."""
+    """ "auto" takes CUDA where there is one. Raises ConfigError for "cuda" without a CUDA device."""
     if name == "cuda" and not torch.cuda.is_available():
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        hidden = "" if shown is None else f" (CUDA_VISIBLE_DEVICES={shown!r})"
-        raise ConfigError(f"{key}=cuda, but torch sees no CUDA device{hidden}; use cpu or auto")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        cause = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        raise ConfigError(f"{key}=cuda, but torch sees no CUDA device{cause}; use cpu or auto")
     return torch.device("cuda" if name == "cuda" or (name == "auto" and torch.cuda.is_available()) else "cpu")
 
 

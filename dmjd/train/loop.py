@@ -24,9 +24,8 @@ from dmjd.errors import Alarm, StoppedBefore, UserError
 from dmjd.masking import measured_rates
 from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import select_device
-from dmjd.parallel.compile_workers import dismiss_compile_workers
 from dmjd.parallel.engine import StepResult
-from dmjd.parallel.environment import prepare_environment
+from dmjd.parallel.environment import dismiss_compile_workers, prepare_environment
 from dmjd.parallel.world import World, join_world
 from dmjd.runs import checkpoint
 from dmjd.runs.exit_record import ExitRecord

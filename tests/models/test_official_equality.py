@@ -25,7 +25,7 @@ from dmjd.models.objective import Losses, Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.images import normalise, patchify
 from dmjd.ops.views import Views
-from dmjd.parallel.optimizer import build_optimizer
+from dmjd.parallel.single import build_optimizer
 from dmjd.targets.pixels import PixelTarget
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, GRID, IMAGE, MEAN, PATCH, STD, Case, summary

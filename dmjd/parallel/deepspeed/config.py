@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from ours. Knows DeepSpeed's keys and not DeepSpeed, so it can refuse at once."""
+"""DeepSpeed's configuration, made from ours without importing DeepSpeed, so that errors are raised at once."""
 
 from __future__ import annotations
 
