@@ -110,7 +110,7 @@ def register_backbone(name: str, spec: BackboneSpec) -> None:
 
 
 def build_encoder(config: PretrainConfig) -> Encoder:
-    """The encoder, its weights drawn from torch's generator, and its tokens those that memory held."""
+    """The encoder, its weights drawn from torch's generator; its tokens are uninitialised memory."""
     backbone = config.backbone
     spec = BACKBONES[backbone.name]
     for key, value in spec.needs.items():

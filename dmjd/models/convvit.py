@@ -198,7 +198,7 @@ class ConvViTEncoder(Encoder):
     def forward_stages(
         self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the three stages give, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
+        """Outputs of the three stages, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
         ``[B, H/8, W/8, C2]`` and ``[B, N, D]``, or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
         ``[K*B, V, D]``."""
         grid = self.grid_of(images)

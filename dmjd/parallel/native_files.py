@@ -54,7 +54,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or
 
 PARAMETER, AVERAGE = "parameter", "average"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a parameter, under torch's names; ``step`` is a scalar."""
+"""AdamW's state of a parameter, under torch's names; ``step`` is a scalar."""
 
 CONSOLIDATED = "consolidated.safetensors"
 _INDEX = ".metadata"

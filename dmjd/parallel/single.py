@@ -1,4 +1,4 @@
-"""One process on one device: the engine that the others must agree with, and whose step they share."""
+"""One process on one device: the reference of the other engines, which inherit its step."""
 
 from __future__ import annotations
 
@@ -59,22 +59,22 @@ class SingleEngine:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _own(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer moves: plain tensors, by the objective's names."""
+        """The tensors that this rank's optimizer updates, plain, by the objective's names."""
         return dict(self.objective.named_parameters())
 
     def _collect(self) -> None:
-        """See to it that gradients lie at what :meth:`_own` gave."""
+        """Put gradients at the parameters that :meth:`_own` returned."""
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm over all parameters, of all ranks."""
         return nn.utils.get_total_norm(gradients)
 
     def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What :meth:`_state` gives, or a copy on the CPU, as a checkpoint is to understand it."""
+        """``state`` of :meth:`_state`, or its copy on the CPU, with the layout that a checkpoint records."""
         return state
 
     def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What of :meth:`_state` this rank writes."""
+        """The part of :meth:`_state` that this rank writes."""
         return state
 
     @property

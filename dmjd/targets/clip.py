@@ -23,7 +23,7 @@ MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.2757
 """Of CLIP's own training images, whatever the student is given."""
 
 LOCAL, CONFIG = "local-dir:", "open_clip_config.json"
-"""What open_clip calls a model that is a folder: its configuration beside its weights."""
+"""open_clip's prefix of a model that is a folder, and the configuration in it, beside the weights."""
 
 EXPECTED = (
     "the weights of target.model as open_clip reads them: a .safetensors file or a dictionary of tensors, such as "

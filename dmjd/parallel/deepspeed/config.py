@@ -33,7 +33,7 @@ _OWNED = {
     "zero_optimization.elastic_checkpoint": "checkpoints, which dmjd writes",
     "checkpoint": "checkpoints, which dmjd writes",
 }
-"""What a file may not change -> what decides it here."""
+"""Keys that a file may not change -> the key of ours that decides them."""
 
 
 def check(engine: EngineConfig) -> None:
