@@ -129,6 +129,8 @@ class ClipTarget:
     projected: bool = True
     norm: str = "layernorm"
 
+    codes = False
+
     def __post_init__(self) -> None:
         tower: Any = self.tower
         blocks = len(tower.transformer.resblocks)
@@ -141,11 +143,6 @@ class ClipTarget:
         width = tower.proj.shape[1] if self.projected else tower.transformer.width
         if width != self.dim:
             raise ValueError(f"dim must be {width}, the width of these features, got {self.dim}")
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, 3]`` of the tower's size -> float32 ``[B, N, dim]``."""

@@ -49,10 +49,7 @@ class CodebookTarget:
     dim: int
     patch: int
 
-    @property
-    def codes(self) -> bool:
-        """Codes."""
-        return True
+    codes = True
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, 3]`` of the size that the tokenizer reads -> int64 ``[B, N, 1]``."""

@@ -35,6 +35,8 @@ class HogTarget:
     flavour: str = "dmjd"
     norm: str = "layernorm"
 
+    codes = False
+
     def __post_init__(self) -> None:
         if self.bins > MAX_BINS:
             raise ValueError(f"HogTarget: bins must be at most {MAX_BINS}, got {self.bins}")
@@ -45,11 +47,6 @@ class HogTarget:
     def cell_size(self) -> int:
         """Side of a cell in pixels."""
         return self.patch // 2 if self.cell is None else self.cell
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     @property
     def dim(self) -> int:

@@ -38,16 +38,13 @@ class PixelTarget:
     unbiased: bool = True
     eps: float = 1e-6
 
+    codes = False
+
     def __post_init__(self) -> None:
         if self.norm == "patch" and self.unbiased and self.dim < 2:
             raise ValueError(
                 "PixelTarget: the unbiased variance of norm patch needs at least 2 values per patch, got 1"
             )
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     @property
     def dim(self) -> int:

@@ -35,10 +35,7 @@ class TeacherTarget:
     norm: str = "layernorm"
     teacher: Teacher | None = field(default=None, compare=False)
 
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
+    codes = False
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, C]`` -> float32 ``[B, N, dim]``."""

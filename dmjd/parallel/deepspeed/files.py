@@ -84,7 +84,7 @@ def is_zero(path: Path) -> bool:
 
 
 def capture(engine: Any, shapes: Mapping[str, torch.Size], size: int, stage: int) -> dict[str, Any]:
-    """The content of the files that DeepSpeed would write now, by file name, and the index on rank 0. The tensors are its own, not copies.
+    """The files that DeepSpeed would write now, by name, and the index on rank 0. The tensors are its own, not copies.
 
     Collective: every rank has its own partition.
     """
