@@ -20,7 +20,7 @@ from step_times import StepTimes, spread
 from dmjd.builders.step import build_step
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.sharding import SHARDED
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.world import World
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
@@ -46,7 +46,7 @@ class Cell:
         self._step.engine.module.register_forward_hook(lambda *_: self._times.forward())
         if isinstance(world, SimulatedWorld):
             answer_buckets(self._step.engine)
-        self._gathers = config.engine.name in (*SHARDED, "zero3")
+        self._gathers = ENGINES[config.engine.name].divided.weights
 
     def measure(self, kind: str, save: Path | None = None) -> dict[str, Any]:
         """Losses of some steps, and the speed and memory of those after the warm-up. Collective.

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 
 from dmjd.builders.data import image_size
 from dmjd.config import BackboneConfig, PretrainConfig
+from dmjd.config.model import BACKBONES as NAMES
 from dmjd.errors import ConfigError, config_section
 from dmjd.models import convvit, swin
 from dmjd.models.convvit import ConvViTEncoder
@@ -15,45 +20,48 @@ from dmjd.models.objective import Objective
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 
-OF_VIT_ALONE = ("positions", "block", "layer_scale")
+
+@dataclass(frozen=True)
+class BackboneSpec:
+    """All that the rest of the code knows about a backbone.
+
+    build: from a configuration to an encoder, its weights drawn from torch's generator.
+    blocks: how many residual blocks the encoder of a configuration has.
+    needs: keys of ``BackboneConfig`` -> the value that they must have, since the encoder has no such option.
+    one_grid: whether the outputs of its last blocks are tokens of one grid, which a teacher averages.
+    """
+
+    build: Callable[[PretrainConfig], Encoder]
+    blocks: Callable[[BackboneConfig], int] = lambda backbone: backbone.depth
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    one_grid: bool = True
 
 
-def build_encoder(config: PretrainConfig) -> Encoder:
-    """The encoder, its weights drawn from torch's generator, and its tokens those that memory held."""
-    backbone, channels = config.backbone, config.data.channels
-    if backbone.name != "swin":
-        _check_heads("backbone.embed_dim", backbone.embed_dim, backbone.num_heads)
-    if backbone.name != "vit":
-        _refuse_options(backbone)
-    if backbone.name == "vit":
-        return ViTEncoder(
-            image_size=image_size(config),
-            patch_size=backbone.patch_size,
-            in_chans=channels,
-            embed_dim=backbone.embed_dim,
-            depth=backbone.depth,
-            num_heads=backbone.num_heads,
-            mlp_ratio=backbone.mlp_ratio,
-            class_token=backbone.class_token,
-            masked_tokens=backbone.masked_tokens,
-            positions=backbone.positions,
-            block=backbone.block,
-            layer_scale=backbone.layer_scale,
-        )
-    if backbone.name == "swin":
-        return SwinEncoder(
-            image_size=image_size(config),
-            in_chans=channels,
-            embed_dim=backbone.embed_dim,
-            depths=backbone.windows.depths,
-            num_heads=backbone.windows.num_heads,
-            window=backbone.windows.size,
-            mlp_ratio=backbone.mlp_ratio,
-        )
-    stages = backbone.conv_stages
+def _vit(config: PretrainConfig) -> Encoder:
+    backbone = config.backbone
+    _check_heads("backbone.embed_dim", backbone.embed_dim, backbone.num_heads)
+    return ViTEncoder(
+        image_size=image_size(config),
+        patch_size=backbone.patch_size,
+        in_chans=config.data.channels,
+        embed_dim=backbone.embed_dim,
+        depth=backbone.depth,
+        num_heads=backbone.num_heads,
+        mlp_ratio=backbone.mlp_ratio,
+        class_token=backbone.class_token,
+        masked_tokens=backbone.masked_tokens,
+        positions=backbone.positions,
+        block=backbone.block,
+        layer_scale=backbone.layer_scale,
+    )
+
+
+def _convvit(config: PretrainConfig) -> Encoder:
+    backbone, stages = config.backbone, config.backbone.conv_stages
+    _check_heads("backbone.embed_dim", backbone.embed_dim, backbone.num_heads)
     return ConvViTEncoder(
         image_size=image_size(config),
-        in_chans=channels,
+        in_chans=config.data.channels,
         embed_dims=(*stages.embed_dims, backbone.embed_dim),
         depths=(*stages.depths, backbone.depth),
         mlp_ratios=(*stages.mlp_ratios, backbone.mlp_ratio),
@@ -62,23 +70,59 @@ def build_encoder(config: PretrainConfig) -> Encoder:
     )
 
 
-def _check_heads(key: str, width: int, heads: int) -> None:
-    if width % heads:
-        raise ConfigError(f"{key}={width} is not divisible by its num_heads={heads}")
+def _swin(config: PretrainConfig) -> Encoder:
+    backbone = config.backbone
+    return SwinEncoder(
+        image_size=image_size(config),
+        in_chans=config.data.channels,
+        embed_dim=backbone.embed_dim,
+        depths=backbone.windows.depths,
+        num_heads=backbone.windows.num_heads,
+        window=backbone.windows.size,
+        mlp_ratio=backbone.mlp_ratio,
+    )
 
 
-def _refuse_options(backbone: BackboneConfig) -> None:
-    """Options that a ConViT or a Swin does not have must be left as they are."""
-    plain = BackboneConfig()
-    needed = {key: getattr(plain, key) for key in OF_VIT_ALONE} | {"class_token": False}
-    if backbone.name == "swin":
-        needed |= {"patch_size": swin.PATCH_SIZE, "masked_tokens": "mask_token", "drop_path": 0.0}
-    else:
-        needed |= {"patch_size": convvit.PATCH_SIZE, "masked_tokens": "drop"}
-    for key, value in needed.items():
+_PLAIN = {key: getattr(BackboneConfig(), key) for key in ("positions", "block", "layer_scale")} | {"class_token": False}
+
+BACKBONES = {
+    "vit": BackboneSpec(_vit),
+    "convvit": BackboneSpec(
+        _convvit,
+        blocks=lambda backbone: backbone.depth + sum(backbone.conv_stages.depths),
+        needs=_PLAIN | {"patch_size": convvit.PATCH_SIZE, "masked_tokens": "drop"},
+    ),
+    "swin": BackboneSpec(
+        _swin,
+        blocks=lambda backbone: sum(backbone.windows.depths),
+        needs=_PLAIN | {"patch_size": swin.PATCH_SIZE, "masked_tokens": "mask_token", "drop_path": 0.0},
+        one_grid=False,
+    ),
+}
+"""``backbone.name`` -> its record."""
+
+
+def register_backbone(name: str, spec: BackboneSpec) -> None:
+    """Make ``backbone.name=NAME`` build ``spec``'s encoder."""
+    BACKBONES[name] = spec
+    if name not in NAMES:
+        NAMES.append(name)
+
+
+def build_encoder(config: PretrainConfig) -> Encoder:
+    """The encoder, its weights drawn from torch's generator; its tokens are uninitialised memory."""
+    backbone = config.backbone
+    spec = BACKBONES[backbone.name]
+    for key, value in spec.needs.items():
         found = getattr(backbone, key)
         if found != value:
             raise ConfigError(f"backbone.{key} must be {value} for backbone.name={backbone.name}, got {found}")
+    return spec.build(config)
+
+
+def _check_heads(key: str, width: int, heads: int) -> None:
+    if width % heads:
+        raise ConfigError(f"{key}={width} is not divisible by its num_heads={heads}")
 
 
 def build_objective(config: PretrainConfig, target_dim: int) -> Objective:

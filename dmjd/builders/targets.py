@@ -1,24 +1,13 @@
-"""The target of a configuration, refused where it fits neither method nor data before any weights are looked for."""
+"""The target of a configuration; combinations that cannot work are rejected before any weights are read."""
 
 from __future__ import annotations
 
-from dmjd.builders.data import check_data, image_size, token_grid
+from dmjd.builders.data import check_data, token_grid
+from dmjd.builders.model import BACKBONES
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, config_section
-from dmjd.targets import ClipTarget, CodebookTarget, HogTarget, PixelTarget, TeacherTarget, Tokenizer
-from dmjd.targets.clip import clip_patch, load_clip
-from dmjd.targets.codebook import DVAE_PATCH, load_dvae, load_vqkd
-
-TARGET_NORMS = {
-    "hog": ("layernorm", "l2", "none"),
-    "pixels": ("patch", "none"),
-    "clip": ("layernorm", "none"),
-    "teacher": ("layernorm", "none"),
-    "dvae": ("none",),
-    "vqkd": ("none",),
-}
-CODES = ("dvae", "vqkd")
-"""Targets that are codes, which cross-entropy learns."""
+from dmjd.parallel.engines import ENGINES
+from dmjd.targets import TARGETS, Tokenizer, check_grid
 
 
 def build_tokenizer(config: PretrainConfig) -> Tokenizer:
@@ -27,84 +16,52 @@ def build_tokenizer(config: PretrainConfig) -> Tokenizer:
     Raises:
         ConfigError: if the target does not fit the method or the data, or its weights are missing.
     """
-    target, data, patch = config.target, config.data, config.backbone.patch_size
     check_target(config)
-    mean, std = tuple(data.mean), tuple(data.std)
     with config_section("target"):
-        if target.name == "pixels":
-            return PixelTarget(patch, data.channels, mean, std, norm=target.norm, unbiased=target.unbiased)
-        if target.name == "hog":
-            return HogTarget(patch, data.channels, target.cell, target.bins, target.flavour, target.norm)
-        if target.name == "teacher":
-            return TeacherTarget(config.backbone.embed_dim, patch, mean, std, target.norm)
-        if target.name == "dvae":
-            return CodebookTarget(load_dvae(target.weights, target.codes), target.codes, patch)
-        height, width = image_size(config) if data.second_size is None else data.second_size
-        if target.name == "vqkd":
-            vqkd = load_vqkd(target.weights, target.codes, (height, width))
-            _check_grid(config, vqkd.patch)
-            return CodebookTarget(vqkd, target.codes, patch)
-        tower = load_clip(target.model, target.weights, (height, width))
-        _check_grid(config, clip_patch(tower))
-        choices = (target.layer, target.ln_post, target.projected, target.norm)
-        return ClipTarget(tower, patch, token_grid(config), target.dim, *choices)
+        return TARGETS[config.target.name].build(config)
 
 
 def target_dim(config: PretrainConfig) -> int:
     """Width of the head's output: :attr:`~dmjd.targets.Tokenizer.dim`, without reading any weights."""
-    if config.target.name in CODES:
-        return config.target.codes
-    if config.target.name == "clip":
-        return config.target.dim
-    return build_tokenizer(config).dim
+    dim = TARGETS[config.target.name].dim
+    return build_tokenizer(config).dim if dim is None else dim(config)
 
 
 def check_target(config: PretrainConfig) -> None:
-    """Refuse a target that fits neither method nor data, before any weights are looked for."""
-    target, data, method, backbone = config.target, config.data, config.method, config.backbone
+    """Raise ConfigError for a target that does not fit method, data, backbone or engine."""
+    target, data, method = config.target, config.data, config.method
+    spec, name = TARGETS[target.name], f"target.name={target.name}"
     check_data(data)
-    if target.norm not in TARGET_NORMS[target.name]:
-        allowed = ", ".join(TARGET_NORMS[target.name])
-        raise ConfigError(f"target.norm must be one of {allowed} for target.name={target.name}, got {target.norm!r}")
-    if (method.mim_loss == "cross_entropy") != (target.name in CODES):
-        what = "codes, so" if target.name in CODES else "vectors, so"
-        allowed = "cross_entropy" if target.name in CODES else "mse, l1, smooth_l1 or cosine"
+    token_grid(config)
+    if target.norm not in spec.norms:
+        raise ConfigError(f"target.norm must be one of {', '.join(spec.norms)} for {name}, got {target.norm!r}")
+    if (method.mim_loss == "cross_entropy") != spec.codes:
+        what, losses = ("codes", "cross_entropy") if spec.codes else ("vectors", "mse, l1, smooth_l1 or cosine")
+        raise ConfigError(f"{name} gives {what}, so method.mim_loss must be {losses}, got {method.mim_loss}")
+    if spec.codes and method.visible_branch.enabled:
         raise ConfigError(
-            f"target.name={target.name} gives {what} method.mim_loss must be {allowed}, got {method.mim_loss}"
+            f"{name} gives codes, and the visible branch regresses vectors; set method.visible_branch.enabled=false"
         )
-    if target.name in CODES and method.visible_branch.enabled:
-        raise ConfigError(
-            f"target.name={target.name} gives codes, and the visible branch regresses vectors; set "
-            "method.visible_branch.enabled=false"
-        )
-    if target.name in ("clip", *CODES) and data.channels != 3:
-        raise ConfigError(f"target.name={target.name} reads colour images, got data.channels={data.channels}")
-    if target.name == "dvae":
-        _check_grid(config, DVAE_PATCH)
-    elif target.name not in ("clip", "vqkd") and data.second_size is not None:
-        raise ConfigError(f"data.second_size must be null for target.name={target.name}, which reads the crop itself")
-    if target.name == "teacher":
-        if config.ema_decay is None:
-            raise ConfigError("target.name=teacher needs ema_decay, of the average that teaches, such as .9998")
-        if backbone.name == "swin":
-            raise ConfigError("target.name=teacher needs backbone.name=vit or convvit, whose last blocks share a grid")
-        if config.engine.name not in ("single", "ddp"):
-            raise ConfigError(
-                f"target.name=teacher needs a whole average on every process: engine=single or ddp, got "
-                f"engine.name={config.engine.name}"
-            )
-        if target.layers > backbone.depth:
-            raise ConfigError(f"target.layers={target.layers} exceeds backbone.depth={backbone.depth}")
+    if spec.colour and data.channels != 3:
+        raise ConfigError(f"{name} reads colour images, got data.channels={data.channels}")
+    if not spec.second_size and data.second_size is not None:
+        raise ConfigError(f"data.second_size must be null for {name}, which reads the crop itself")
+    if spec.input_patch is not None:
+        check_grid(config, spec.input_patch)
+    if spec.average:
+        _check_teacher(config, name)
 
 
-def _check_grid(config: PretrainConfig, patch: int) -> None:
-    """A target's tokens are the student's: as many, in the same places."""
-    grid = token_grid(config)
-    read = image_size(config) if config.data.second_size is None else tuple(config.data.second_size)
-    needed = (grid[0] * patch, grid[1] * patch)
-    if read != needed:
-        cure = "null" if needed == image_size(config) else f"[{needed[0]},{needed[1]}]"
+def _check_teacher(config: PretrainConfig, name: str) -> None:
+    if config.ema_decay is None:
+        raise ConfigError(f"{name} needs ema_decay, of the average that teaches, such as .9998")
+    backbones = " or ".join(key for key, spec in BACKBONES.items() if spec.one_grid)
+    if not BACKBONES[config.backbone.name].one_grid:
+        raise ConfigError(f"{name} needs backbone.name={backbones}, whose last blocks share a grid")
+    engines = " or ".join(key for key, spec in ENGINES.items() if spec.teacher)
+    if not ENGINES[config.engine.name].teacher:
         raise ConfigError(
-            f"target.name={config.target.name} has patches of {patch} pixels, so for the student's {grid[0]}x{grid[1]} "
-            f"tokens it must read {needed[0]}x{needed[1]} pixels, not {read[0]}x{read[1]}; set data.second_size={cure}"
+            f"{name} needs a whole average on every process: engine={engines}, got engine.name={config.engine.name}"
         )
+    if config.target.layers > config.backbone.depth:
+        raise ConfigError(f"target.layers={config.target.layers} exceeds backbone.depth={config.backbone.depth}")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
 from dmjd.builders.average import ENCODER
+from dmjd.builders.model import BACKBONES
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError
 from dmjd.interop.layouts import detect, needed_by_encoder
@@ -42,8 +43,7 @@ def check_described(folder: Path, trained: PretrainConfig) -> None:
     It is made on the meta device, so that one from somebody else cannot ask for more memory than its tensors take.
     """
     saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
-    blocks = sum(backbone.windows.depths) if backbone.name == "swin" else backbone.depth
-    blocks += sum(backbone.conv_stages.depths) if backbone.name == "convvit" else 0
+    blocks = BACKBONES[backbone.name].blocks(backbone)
     blocks += decoder.depth if decoder.name == "mae" else 0
     if blocks > len(saved):
         raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, and {len(saved)} tensors beside it")

@@ -20,8 +20,8 @@ from dmjd.config import PlanConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
+from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, state_bytes
 from dmjd.parallel.memory import StepMemory, trace_step
-from dmjd.parallel.sharding import ENGINES, FLOAT, SHARDED, StateBytes, replicas, state_bytes
 
 TRACED = (32, 64, 256)
 """Micro-batch sizes that are traced, in images. A peak is the maximum over moments of a step; some moments grow with
@@ -109,20 +109,17 @@ class Plan:
 
     def state(self, engine: str) -> StateBytes:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
-        gpus, engine_config = self.config.gpus, self.config.engine
-        shards = (
-            gpus // replicas(engine_config, gpus, min(self.config.gpus_per_node, gpus)) if engine == "hsdp" else gpus
-        )
-        size = engine_config.blocks_per_unit if engine in SHARDED else 1
+        gpus, config, spec = self.config.gpus, self.config.engine, ENGINES[engine]
+        copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
+        size = config.blocks_per_unit if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
-        return state_bytes(engine, self.parameters, largest, shards)
+        return state_bytes(engine, self.parameters, largest, gpus // copies)
 
     def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
         """Peak bytes of a GPU in a step of ``accumulation`` micro-batches of ``images``."""
         state, some = self.state(engine), self.activations[mode]
-        graphs = self.config.engine.cuda_graphs and engine in ("single", "ddp")
-        come = engine in SHARDED or engine == "single"
-        if come and accumulation == 1 and not graphs:
+        graphs = self.config.engine.cuda_graphs and "cuda_graphs" in ENGINES[engine].options
+        if not ENGINES[engine].buckets and accumulation == 1 and not graphs:
             # Gradients come while activations go, and of what comes the GPU keeps its part alone.
             kept = state.gradients / (FLOAT * self.parameters)
             step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
@@ -136,7 +133,7 @@ class Plan:
 
     def _uncopied(self, engine: str) -> int:
         """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
-        if engine not in SHARDED or not self.config.engine.reshard_after_forward:
+        if not ENGINES[engine].mesh or not self.config.engine.reshard_after_forward:
             return 0
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
         if precision == torch.float32:
@@ -156,7 +153,7 @@ class Plan:
     @property
     def engines(self) -> tuple[str, ...]:
         """Engines for this number of GPUs."""
-        return ENGINES[:1] if self.config.gpus == 1 else ENGINES[1:]
+        return tuple(name for name, spec in ENGINES.items() if spec.one_process == (self.config.gpus == 1))
 
     @property
     def gpu_hours(self) -> float:

@@ -36,9 +36,8 @@ from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import select_device
-from dmjd.parallel.deepspeed.config import STAGES
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import prepare_environment
-from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
 
 ALL_REDUCE_SECONDS = 60.0
@@ -221,7 +220,7 @@ def _leave() -> NoReturn:
 def _warm(config: PretrainConfig, world: World) -> Check:
     """One step of zeros, with the shapes that the run will have, by the first rank of every node. Sharded models take
     all ranks, which then find each other's code."""
-    began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
+    began, sharded = time.monotonic(), ENGINES[config.engine.name].collective
     if sharded or world.local_rank == 0:
         step = build_step(config, world if sharded else alone(world.device))
         images = config.batch_size // world.size

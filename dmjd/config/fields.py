@@ -26,6 +26,11 @@ def choice(default: str, *others: str, refused: Mapping[str, str] | None = None)
     return field(default=default, metadata={"choices": (default, *others), "refused": refused or {}})
 
 
+def choice_of(names: list[str]) -> Any:
+    """As :func:`choice`, of a list that a registry may append to; the first is the default."""
+    return field(default=names[0], metadata={"choices": names, "refused": {}})
+
+
 def naming(default: str | None, of: str) -> Any:
     """Text that is not blank, or None where the type allows it; ``of`` ends the sentence "... must name"."""
     return field(default=default, metadata={"names": of})

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, number, numbers, path, positive
+from dmjd.config.fields import choice, choice_of, number, numbers, path, positive
+
+BACKBONES = ["vit", "convvit", "swin"]
+"""Values of ``backbone.name``; each has its record in dmjd/builders/model.py, where others can be registered."""
+
+TARGETS = ["hog", "pixels", "clip", "dvae", "vqkd", "teacher"]
+"""Values of ``target.name``; each has its record in dmjd/targets, where others can be registered."""
 
 
 @dataclass
@@ -78,7 +84,7 @@ class BackboneConfig:
     ``multi_scale`` (convvit): add the outputs of the stages before the third to the encoder's.
     """
 
-    name: str = choice("vit", "convvit", "swin")
+    name: str = choice_of(BACKBONES)
     patch_size: int = positive(16)
     embed_dim: int = positive(768)
     depth: int = positive(12)
@@ -161,7 +167,7 @@ class TargetConfig:
     ``layers`` (teacher): how many of the last blocks are averaged; the teacher is the average that ``ema_decay`` keeps.
     """
 
-    name: str = choice("hog", "pixels", "clip", "dvae", "vqkd", "teacher")
+    name: str = choice_of(TARGETS)
     norm: str = choice("layernorm", "none", "l2", "patch")
     cell: int | None = number(None, least=1)
     bins: int = positive(9)

@@ -78,7 +78,7 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
     Raises:
         ConfigError: for BEiT's blocks and for Swin, whose timm models have another last norm or another output.
     """
-    if backbone.name == "swin" or backbone.block != "plain":
+    if backbone.name not in ("vit", "convvit") or backbone.block != "plain":
         raise ConfigError(
             "an encoder is exported with backbone.block=plain and backbone.name=vit or convvit, got "
             f"backbone.block={backbone.block} and backbone.name={backbone.name}"

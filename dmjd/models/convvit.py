@@ -1,7 +1,7 @@
 """ConViT, the convolutional ViT of ConvMAE: two stages of convolution blocks, then a ViT; whole images or views.
 
 In the first two stages every layer but the depthwise convolution looks at one pixel of its map, that convolution is
-given zeros where a token is hidden, and the embeddings between stages stay inside a token. A hidden token thus never
+given zeros where a token is masked, and the embeddings between stages stay inside a token. A masked token thus never
 reaches a visible one, and leaving it out is exact. So a view's activations are ``[R, V, q, q, C]``, the q x q pixels
 that each visible token has in the map of a stage (4 x 4, 2 x 2, 1 x 1), where a whole image's are its map
 ``[B, H, W, C]``: the same layers over the last axes, and only the depthwise convolution tells the two apart.
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.models.mlp import Pointwise, PointwiseMlp
 from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.vit import EncoderBlock
@@ -115,7 +116,7 @@ class ConvBlock(nn.Module):
         return x + mlp * self.mlp(self.norm2(x))
 
 
-class ConvViTEncoder(nn.Module):
+class ConvViTEncoder(Encoder):
     """ConViT with fixed sine-cosine positions, for any image whose sides are multiples of 16.
 
     Args:
@@ -197,7 +198,7 @@ class ConvViTEncoder(nn.Module):
     def forward_stages(
         self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the three stages give, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
+        """Outputs of the three stages, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
         ``[B, H/8, W/8, C2]`` and ``[B, N, D]``, or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
         ``[K*B, V, D]``."""
         grid = self.grid_of(images)

@@ -12,8 +12,6 @@ from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
-PROJECTORS = ("nonlinear", "linear")
-
 
 def select_tokens(tokens: Tensor, ids: Tensor) -> Tensor:
     """``[K*B, N, C]`` at ``ids [K, B, P]`` -> ``[K*B, P, C]``."""
@@ -46,7 +44,7 @@ class SelectiveBlock(Block):
 
 
 class MAEDecoder(nn.Module):
-    """MAE's light decoder: embeds visible tokens, fills hidden places with a mask token, attends over the whole grid.
+    """MAE's light decoder: embeds visible tokens, fills masked places with a mask token, attends over the whole grid.
 
     ``forward(tokens [K*B, prefix + V, D], views, predicted [K, B, P]) -> [K*B, P, dim]``; the prefix takes part in
     attention, then leaves. Positions are those of ``grid``, so unlike the encoder it serves one image size.
@@ -101,8 +99,6 @@ class VisibleBranch(nn.Module):
 
     def __init__(self, *, encoder_dim: int, width: int, target_dim: int, projector: str = "nonlinear") -> None:
         super().__init__()
-        if projector not in PROJECTORS:
-            raise ValueError(f"projector must be one of {', '.join(PROJECTORS)}, got {projector!r}")
         before, inner = [], encoder_dim
         for _ in range(2 if projector == "nonlinear" else 0):
             before += [nn.Linear(inner, width), layer_norm(width), nn.GELU()]

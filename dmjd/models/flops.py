@@ -15,7 +15,7 @@ Shape = tuple[int, ...]
 
 
 def _depthwise(x: Shape, visible: Shape, restore: Shape, weight: Shape, *_: Any, **__: Any) -> int:
-    """A multiplication and an addition for each tap; taps on hidden tokens count, as those on a zero border do."""
+    """A multiplication and an addition for each tap; taps on masked tokens count, as those on a zero border do."""
     return 2 * math.prod(x) * math.prod(weight[1:])
 
 

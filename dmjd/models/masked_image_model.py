@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
 from dmjd.masking import MaskedViews
-from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch, select_tokens
 from dmjd.models.initialisation import INITIALISATIONS
-from dmjd.models.swin import SwinEncoder
-from dmjd.models.vit import ViTEncoder
 
-Encoder = ViTEncoder | ConvViTEncoder | SwinEncoder
+
+class Encoder(nn.Module):
+    """The contract of a backbone: from images, or masked views of them, to normalised tokens.
+
+    ``encoder(images, views=None, branch_scales=None)`` takes images float ``[B, C, H, W]``, K views or None for whole
+    images, and stochastic depth ``[len(blocks), 2, K*B]`` (:mod:`dmjd.builders.preparation`) or None. It returns
+    ``[B, prefix + N, D]`` without views; with views ``[K*B, prefix + V, D]`` if masked tokens are dropped, or
+    ``[K*B, prefix + N, D]`` if a mask token is put in their places. It raises ValueError for images of a size that it
+    cannot encode, and for views of another batch or grid.
+
+    Attributes:
+        embed_dim: D, width of a token.
+        patch_size: side of a token in pixels.
+        grid: (h, w) tokens of an image of pre-training's size.
+        num_prefix_tokens: tokens before those of the patches, which no view masks: 1 with a class token, else 0.
+        mask_token: the learned token in the places of masked ones; None if they are dropped, which needs a decoder.
+        positions: ``[N, D]``, fixed and outside of the state dict, which an export adds; None for learned ones or none.
+        blocks: residual blocks in the order of computation, each with its ``mlp``: units of activation checkpointing,
+            ``torch.compile``, sharding and stochastic depth.
+    """
+
+    embed_dim: int
+    patch_size: int
+    grid: tuple[int, int]
+    num_prefix_tokens: int
+    mask_token: Tensor | None
+    positions: Tensor | None
+
+    if TYPE_CHECKING:  # at run time a property would stand before the modules of the same name
+
+        @property
+        def blocks(self) -> nn.ModuleList | list[nn.Module]: ...
+
+    def grid_of(self, images: Tensor) -> tuple[int, int]:
+        """(h, w) tokens of ``images``. Raises ValueError if it cannot encode images of their size."""
+        raise NotImplementedError
 
 
 class Prediction(NamedTuple):
@@ -40,15 +72,13 @@ class MaskedImageModel(nn.Module):
         initialisation: str = "mae",
     ) -> None:
         super().__init__()
-        if initialisation not in INITIALISATIONS:
-            raise ValueError(f"initialisation must be one of {', '.join(INITIALISATIONS)}, got {initialisation!r}")
         if decoder is None and encoder.mask_token is None:
             raise ValueError(
                 "a linear head on the encoder needs masked_tokens='mask_token'; an encoder that drops tokens needs a "
                 "decoder"
             )
         if decoder is not None and encoder.mask_token is not None:
-            raise ValueError("a decoder fills hidden places itself and needs masked_tokens='drop'")
+            raise ValueError("a decoder fills masked places itself and needs masked_tokens='drop'")
         self.encoder = encoder
         self.decoder = decoder
         self.head = nn.Linear(encoder.embed_dim if decoder is None else decoder.dim, target_dim)
@@ -77,5 +107,5 @@ class MaskedImageModel(nn.Module):
         masked = self.head(read)
         if self.visible_branch is None:
             return Prediction(masked, None)
-        shown = patches if self.decoder is not None else select_tokens(patches, views.visible)
-        return Prediction(masked, self.visible_branch(shown))
+        visible = patches if self.decoder is not None else select_tokens(patches, views.visible)
+        return Prediction(masked, self.visible_branch(visible))

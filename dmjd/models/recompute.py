@@ -1,4 +1,4 @@
-"""Activation checkpointing of a module, switched on and off in place."""
+"""Activation checkpointing of a module, whole or op-selective, switched on and off in place."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import dmjd.ops  # noqa: F401 -- defines torch.ops.dmjd
+
 Policy = Callable[..., CheckpointPolicy]
-"""``policy(context, op, *args, **kwargs)`` says whether the output of ``op`` is kept. It is asked in the forward pass
-and again while recomputing, so it must be a function of its arguments: one that counts calls must count both apart."""
+"""``policy(context, op, *args, **kwargs)`` decides whether the output of ``op`` is kept. It is called in the forward
+pass and again while recomputing, so it must be a function of its arguments."""
 
 
 class _Recomputing:
@@ -23,7 +26,7 @@ def recompute(module: nn.Module, enable: bool = True, policy: Policy | None = No
     backward pass. Names do not change.
 
     The module gets a subclass of its class, one for all modules of a kind: to a compiler they remain the same code,
-    where a forward wrapped for each instance would be compiled for each, until it refuses.
+    where a forward wrapped for each instance would be compiled for each, up to the limit of recompilations.
     """
     kind = type(module)
     if enable and not isinstance(module, _Recomputing):
@@ -43,3 +46,40 @@ def _recomputing(kind: type[nn.Module], policy: Policy | None) -> type[nn.Module
             return checkpoint(super().forward, *inputs, use_reentrant=False, **contexts)
 
     return Recomputing
+
+
+_aten = torch.ops.aten
+
+_PRODUCTS = {_aten.mm.default: 1, _aten.addmm.default: 2}
+"""Matrix products, and which of their arguments is the matrix ``[in, out]`` of a linear layer."""
+
+_EXPENSIVE = {
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    torch.ops.dmjd.masked_depthwise_conv2d.default,
+    torch.ops.dmjd.short_attention.default,
+    torch.ops.dmjd.short_attention_packed.default,
+}
+
+
+def keep_expensive(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """A policy of :func:`recompute` that depends on the op and on shapes alone, and counts nothing.
+
+    Kept are matrix products, attention and the depthwise convolution: most of a block's time. Recomputed are norms,
+    activations, casts and additions, which cost little more than the memory traffic of reading them back would.
+
+    A product that narrows is the end of an MLP. No backward pass reads its output, so it is not kept; nor is it
+    computed again, since recomputation ends with the last activation that is needed.
+    """
+    if op in _PRODUCTS:
+        inner, outer = args[_PRODUCTS[op]].shape
+        kept = outer >= inner
+    else:
+        kept = op in _EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

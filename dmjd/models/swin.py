@@ -9,6 +9,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.ops.views import Views
 
 EMBED_SIDE = 4
@@ -20,8 +21,8 @@ PATCH_SIZE = 32
 _FINE = PATCH_SIZE // EMBED_SIDE
 
 
-class SwinEncoder(SwinTransformer):
-    """Swin over images of one size; a hidden token's 8 x 8 first patches are replaced by a mask token.
+class SwinEncoder(SwinTransformer, Encoder):
+    """Swin over images of one size; a masked token's 8 x 8 first patches are replaced by a mask token.
 
     Args:
         image_size: (height, width) pixels, multiples of 32.
@@ -37,6 +38,7 @@ class SwinEncoder(SwinTransformer):
     num_prefix_tokens = 0
     patch_size = PATCH_SIZE
     positions = None
+    mask_token: nn.Parameter
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class SwinEncoder(SwinTransformer):
         Raises:
             ValueError: if the images are of another size, or ``views`` of another batch or grid.
         """
-        assert branch_scales is None, "the configuration refuses stochastic depth for Swin"
+        assert branch_scales is None, "the configuration rejects drop_path for Swin"
         height, width = self.grid_of(images)
         x = self.patch_embed(images)  # [B, H/4, W/4, C]
         if views is not None:
@@ -105,9 +107,9 @@ class SwinEncoder(SwinTransformer):
                     f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
                     f"{images.shape[0]} images with {height}x{width} tokens"
                 )
-            hidden = views.mask.unflatten(-1, (height, width))
-            hidden = hidden.repeat_interleave(_FINE, -2).repeat_interleave(_FINE, -1)
-            x = torch.where(hidden.unsqueeze(-1), self.mask_token[0].to(x.dtype), x).flatten(0, 1)
+            masked = views.mask.unflatten(-1, (height, width))
+            masked = masked.repeat_interleave(_FINE, -2).repeat_interleave(_FINE, -1)
+            x = torch.where(masked.unsqueeze(-1), self.mask_token[0].to(x.dtype), x).flatten(0, 1)
         return self.norm(self.layers(x)).flatten(1, 2)
 
     def grid_of(self, images: Tensor) -> tuple[int, int]:

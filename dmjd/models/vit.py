@@ -8,14 +8,11 @@ from timm.models import beit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dmjd.models.masked_image_model import Encoder
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
-
-MASKED_TOKENS = ("drop", "mask_token")
-POSITIONS = ("sincos", "learned", "relative")
-BLOCKS = ("plain", "beit")
 
 
 class EncoderBlock(Block):
@@ -56,14 +53,14 @@ class BeitBlock(beit.Block):
         return x + mlp * self.mlp(self.norm2(x))
 
 
-class ViTEncoder(nn.Module):
+class ViTEncoder(Encoder):
     """ViT for any image whose sides are multiples of the patch (of one size only with relative positions).
 
     Args:
         image_size: (height, width) pixels of pre-training; other sizes work at run time.
         patch_size: pixels per token side.
         in_chans: image channels, any number.
-        class_token: prepend a learned token that no view hides (``num_prefix_tokens`` is then 1).
+        class_token: prepend a learned token that no view masks (``num_prefix_tokens`` is then 1).
         masked_tokens: "drop" leaves masked tokens out (MAE); "mask_token" puts a learned token in their place before
             positions are added (BEiT, SimMIM, MaskFeat).
         positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
@@ -76,6 +73,9 @@ class ViTEncoder(nn.Module):
     buffer outside the state dict, since they are a function of the grid (and a frozen parameter inside a checkpointed
     block breaks ZeRO-3).
     """
+
+    blocks: nn.ModuleList
+    mask_token: nn.Parameter | None
 
     def __init__(
         self,
@@ -94,13 +94,6 @@ class ViTEncoder(nn.Module):
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        for name, value, allowed in (
-            ("masked_tokens", masked_tokens, MASKED_TOKENS),
-            ("positions", positions, POSITIONS),
-            ("block", block, BLOCKS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         if positions == "relative" and (block, masked_tokens) != ("beit", "mask_token"):
             raise ValueError("positions='relative' needs block='beit' and masked_tokens='mask_token'")
         if layer_scale is not None and block != "beit":

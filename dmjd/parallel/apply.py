@@ -1,7 +1,7 @@
 """Transforms that a model knows nothing about, applied from outside and in this order:
 
-1. activation checkpointing of each block: of all of it, of all but its expensive ops (``selective.py``), or of its MLP,
-   whose hidden layer is most of what a block keeps;
+1. activation checkpointing of each block: of all of it, of all but its expensive ops, or of its MLP, whose
+   hidden layer is most of what a block keeps;
 2. ``torch.compile`` around the checkpointed forward (the other way round loses the saving): per transformer block,
    which is short to compile and leaves room for hooks between blocks, or of the model as one graph, where residual
    additions and casts fuse across blocks;
@@ -19,8 +19,7 @@ from torch import nn
 from dmjd.config import EngineConfig
 from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.mlp import recompute_hidden
-from dmjd.models.recompute import recompute
-from dmjd.parallel.selective import keep_expensive
+from dmjd.models.recompute import keep_expensive, recompute
 
 MODES = ("none", "selective", "mlp", "full")
 """Of activation checkpointing, by the memory that they leave in use where MLPs are as wide as a ConViT's. None of them
@@ -46,7 +45,7 @@ def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
 
 
 def apply(model: MaskedImageModel, config: EngineConfig) -> None:
-    """Transform ``model`` in place as ``config`` asks."""
+    """Transform ``model`` in place as ``config`` sets."""
     inductor = {"options": {"triton.cudagraphs": True}} if config.cuda_graphs else {}
     for block in blocks(model):
         checkpoint_block(block, config.activation_checkpointing)
@@ -66,7 +65,7 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:
-    """Recompute in the backward pass what ``mode`` (``EngineConfig.activation_checkpointing``) says."""
+    """Recompute in the backward pass what ``mode`` (``EngineConfig.activation_checkpointing``) names."""
     if mode == "mlp":
         assert isinstance(block.mlp, nn.Module)
         recompute_hidden(block.mlp)

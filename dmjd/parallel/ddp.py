@@ -98,6 +98,6 @@ class DDPEngine(SingleEngine):
 
 def _bucket_mb(world: World) -> int | None:
     """A reduction slows the products beside it down by more than its own time. Where links are fast, few and large ones
-    lose least, though the last of them has nothing to hide behind; where links are slow, that last one would be seen.
+    lose least, though nothing overlaps the last of them, which counts where links are slow.
     """
     return 400 if world.local_size == world.size else None  # torch's 25, and a first bucket of 1

@@ -32,12 +32,12 @@ class StepResult(NamedTuple):
 
 
 class Engine(Protocol):
-    """What the loop may ask of an engine."""
+    """The operations that the loop calls on an engine."""
 
     objective: Objective
     """The objective itself. Its weights may be sharded: read them through the methods below."""
     module: nn.Module
-    """What to call for the forward pass of a step: the objective, or what wraps it."""
+    """To be called for the forward pass of a step: the objective, or a wrapper of it."""
     device: torch.device
     rehearses: bool
     """Whether the first backward of a launch adds in another order than all later ones, so that it has to be thrown
@@ -59,7 +59,7 @@ class Engine(Protocol):
         """Drop accumulated gradients without a step."""
 
     def local_shards(self) -> dict[str, Tensor]:
-        """What this rank owns of every parameter, float32 on the device, under the objective's names.
+        """This rank's part of every parameter, float32 on the device, under the objective's names.
 
         The tensors follow the training; their shapes are the engine's business.
         """

@@ -1,8 +1,10 @@
-"""Environment variables that many ranks on a cluster need and that torch reads once. What a user has set stands."""
+"""The process around a run: environment variables that torch reads once, and inductor's compile workers."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 from dmjd.files import private_folder
@@ -16,7 +18,8 @@ COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "t
 
 
 def prepare_environment(run: Path) -> None:
-    """Compiler caches on the node's own disk, and the flight recorder of collectives on from the start.
+    """Compiler caches on the node's own disk, and the flight recorder of collectives on from the start. Variables that
+    are set already stay as they are.
 
     Raises:
         StorageError: if the caches need a folder below TMPDIR and none can be made.
@@ -34,3 +37,15 @@ def prepare_environment(run: Path) -> None:
         "TORCH_FR_DUMP_TEMP_FILE": recorded,
     }.items():
         os.environ.setdefault(name, value)
+
+
+def dismiss_compile_workers() -> None:
+    """Stop inductor's compile workers, if there are any, once their work is done; it starts others when it needs them.
+
+    Else they would be sent TERM when the process ends and get ten seconds to die of it, which is in vain: a run keeps
+    signals from all that it starts.
+    """
+    compilation = sys.modules.get("torch._inductor.async_compile")
+    if compilation is not None and compilation.AsyncCompile.process_pool.cache_info().currsize:
+        with suppress(AttributeError, OSError, RuntimeError):  # a pool of another kind, or one that is closed
+            compilation.AsyncCompile.process_pool().quiesce()

@@ -49,8 +49,8 @@ class FSDPEngine(SingleEngine):
         self._world, self._mesh, self._bare = world, mesh, bare
         # Autocast decides what computes in which type, as in the other engines: the residual stream, norms and losses
         # stay float32, which casting inputs and outputs to bfloat16 would undo. Matrices come in bfloat16, to which
-        # autocast would round them anyway, so they travel and are kept for backward at half the size. What lies
-        # outside of the blocks stays float32, since tokens and positions decide the type of the stream.
+        # autocast would round them anyway, so they travel and are kept for backward at half the size. Parameters
+        # outside of the blocks stay float32, since tokens and positions decide the type of the stream.
         in_blocks = None if precision == torch.float32 else precision
         policy = MixedPrecisionPolicy(in_blocks, torch.float32, cast_forward_inputs=False)
         for unit in units(objective.model, blocks_per_unit):

@@ -1,6 +1,6 @@
-"""The variables by which torchrun, DeepSpeed and Slurm describe a process: read here alone, as untrusted input.
+"""Environment variables by which torchrun, DeepSpeed and Slurm describe a process, checked as untrusted input.
 
-torch trusts them, and fails with a traceback, or after half an hour. Imports no torch.
+Unchecked, torch fails on a wrong one with a traceback, or after half an hour. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ from dmjd.safe_load import (
 
 T = TypeVar("T")
 
-# Said of every save and load without a process group, though it is what `no_dist` asks for.
+# torch warns at every save and load without a process group, though it is what `no_dist` asks for.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 PARAMETER, AVERAGE = "parameter", "average"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""What AdamW keeps of a parameter, under torch's names; ``step`` is a scalar."""
+"""AdamW's state of a parameter, under torch's names; ``step`` is a scalar."""
 
 CONSOLIDATED = "consolidated.safetensors"
 _INDEX = ".metadata"
@@ -137,7 +137,7 @@ def is_consolidated(path: Path) -> bool:
         with safe_open(path, "pt") as file:
             return any(name.startswith(f"{PARAMETER}/") for name in file.keys())  # noqa: SIM118 -- it is no mapping
     except (OSError, SafetensorError):
-        return False  # whoever reads it says what is wrong with it
+        return False  # reading it raises the error
 
 
 def shapes(path: Path, kind: str) -> dict[str, torch.Size]:
@@ -148,7 +148,7 @@ def shapes(path: Path, kind: str) -> dict[str, torch.Size]:
 def check_same_model(
     own: Mapping[str, torch.Size], saved: Mapping[str, torch.Size], path: Path, what: str = "parameter"
 ) -> None:
-    """Compare names and shapes. Raises CheckpointError, in one sentence."""
+    """Raise CheckpointError, of one line, unless names and shapes agree."""
     missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or unknown:
         differences = [
@@ -205,7 +205,7 @@ class _Shards(FileSystemReader):
 def _check_on_disk(path: Path, tensors: Mapping[str, SavedTensor]) -> None:
     """Raise ValueError unless the chunks are apart from each other in files of shards, and no larger than their bytes.
 
-    Then tensors that are made by what the index says take no more memory than the files take of the disk.
+    Then tensors that are made by the index take no more memory than the files take of the disk.
     """
     held: dict[str, list[Chunk]] = {}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""One process on one device: the engine that the others must agree with, and whose step they share."""
+"""One process on one device: the reference of the other engines, which inherit its step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dmjd.models.objective import Objective
 from dmjd.parallel import native_files
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
-from dmjd.parallel.optimizer import build_optimizer
 from dmjd.parallel.staging import HostCopies
 
 
@@ -60,22 +59,22 @@ class SingleEngine:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
     def _own(self) -> dict[str, nn.Parameter]:
-        """What this rank's optimizer moves: plain tensors, by the objective's names."""
+        """The tensors that this rank's optimizer updates, plain, by the objective's names."""
         return dict(self.objective.named_parameters())
 
     def _collect(self) -> None:
-        """See to it that gradients lie at what :meth:`_own` gave."""
+        """Put gradients at the parameters that :meth:`_own` returned."""
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm over all parameters, of all ranks."""
         return nn.utils.get_total_norm(gradients)
 
     def _laid_out(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What :meth:`_state` gives, or a copy on the CPU, as a checkpoint is to understand it."""
+        """``state`` of :meth:`_state`, or its copy on the CPU, with the layout that a checkpoint records."""
         return state
 
     def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What of :meth:`_state` this rank writes."""
+        """The part of :meth:`_state` that this rank writes."""
         return state
 
     @property
@@ -162,3 +161,24 @@ class SingleEngine:
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW over two groups, whose kernels skip an update on the device where a gradient is not finite.
+
+    By MAE's rule matrices, convolutions and tokens decay; vectors (biases, LayerNorm) do not, nor does what
+    ``config.no_decay`` names by the last part of its name (BEiT: class token and positions). ``lr_scale`` and
+    ``wd_scale`` of a group multiply the loop's learning rate and weight decay.
+    """
+    groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            spared = parameter.ndim <= 1 or name.rpartition(".")[2] in config.no_decay
+            groups[0.0 if spared else 1.0].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": members, "lr_scale": 1.0, "wd_scale": scale} for scale, members in groups.items()],
+        lr=0.0,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        fused=True,
+    )

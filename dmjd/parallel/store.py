@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whichever engine wrote it: tensors named as in :mod:`dmjd.parallel.native_files`."""
+"""Tensors of a checkpoint, whichever engine wrote it, named as in :mod:`dmjd.parallel.native_files`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def read_average(path: Path) -> dict[str, Tensor]:
 
 
 def load_strictly(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:
-    """Load ``state``, or say in one sentence how it differs from ``module``.
+    """Load ``state``, which must have the names and shapes of ``module``.
 
     Raises:
         CheckpointError: on missing, unknown or differently shaped parameters; ``module`` is then unchanged.

@@ -15,10 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, NotMet, UserError
-from dmjd.parallel.deepspeed.config import STAGES
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch, read_launch
-from dmjd.parallel.sharding import SHARDED
 
 T = TypeVar("T")
 
@@ -166,7 +165,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
             wrong.
         NotMet: if the processes do not connect.
     """
-    if engine.name in STAGES:
+    if ENGINES[engine.name].stage:
         # DeepSpeed would select CUDA on a host with a GPU, also for a run on the CPU.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
     launch = read_launch()
@@ -174,7 +173,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     patience = timedelta(minutes=engine.start_timeout)
     if launch.size == 1:
-        if engine.name in (*SHARDED, *STAGES) and not dist.is_initialized():
+        if ENGINES[engine.name].collective and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)

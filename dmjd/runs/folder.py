@@ -24,7 +24,8 @@ from dmjd.data.build import AUTO
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
-from dmjd.parallel.deepspeed.config import STAGES, deepspeed_config
+from dmjd.parallel.deepspeed.config import deepspeed_config
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.redact import redact
@@ -187,7 +188,7 @@ class RunFolder(RunPaths):
             (self.path / FLIGHT).mkdir(exist_ok=True)  # the flight recorder does not create it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
-        if config.engine.name in STAGES:
+        if ENGINES[config.engine.name].stage:
             replace_file(self.path / "deepspeed.json", json.dumps(_deepspeed(config, world), indent=1))
         sha, diff = source_state()
         if diff:

@@ -10,18 +10,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.files import obstacle, read_file
 from dmjd.ops.images import normalise
 from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
+from dmjd.targets.tokenizer import TargetSpec, check_grid, input_size, register
 from dmjd.targets.weights import weights_file
 
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's own training images, whatever the student is given."""
 
 LOCAL, CONFIG = "local-dir:", "open_clip_config.json"
-"""What open_clip calls a model that is a folder: its configuration beside its weights."""
+"""open_clip's prefix of a model that is a folder, and the configuration in it, beside the weights."""
 
 EXPECTED = (
     "the weights of target.model as open_clip reads them: a .safetensors file or a dictionary of tensors, such as "
@@ -127,10 +129,10 @@ class ClipTarget:
     projected: bool = True
     norm: str = "layernorm"
 
+    codes = False
+
     def __post_init__(self) -> None:
         tower: Any = self.tower
-        if self.norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
         blocks = len(tower.transformer.resblocks)
         if not -blocks <= self.layer < blocks:
             raise ValueError(f"layer must be between {-blocks} and {blocks - 1}, got {self.layer}")
@@ -141,11 +143,6 @@ class ClipTarget:
         width = tower.proj.shape[1] if self.projected else tower.transformer.width
         if width != self.dim:
             raise ValueError(f"dim must be {width}, the width of these features, got {self.dim}")
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, 3]`` of the tower's size -> float32 ``[B, N, dim]``."""
@@ -167,9 +164,19 @@ class ClipTarget:
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """See :func:`dmjd.targets.features.render_features`."""
-        if values.shape != (grid[0] * grid[1], self.dim):
-            raise ValueError(
-                f"ClipTarget.render: values must be {[grid[0] * grid[1], self.dim]} for grid {grid[0]} x {grid[1]}, "
-                f"got {list(values.shape)}"
-            )
         return render_features(values, grid, self.patch)
+
+
+def _build(config: PretrainConfig) -> ClipTarget:
+    target, patch = config.target, config.backbone.patch_size
+    tower = load_clip(target.model, target.weights, input_size(config))
+    check_grid(config, clip_patch(tower))
+    height, width = config.data.image_size
+    grid = height // patch, width // patch
+    return ClipTarget(tower, patch, grid, target.dim, target.layer, target.ln_post, target.projected, target.norm)
+
+
+register(
+    "clip",
+    TargetSpec(_build, norms=NORMS, colour=True, second_size=True, dim=lambda config: config.target.dim),
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,8 +13,10 @@ from timm.models.beit import Beit
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.targets.features import frozen_on, paint
+from dmjd.targets.tokenizer import TargetSpec, check_grid, input_size, register
 from dmjd.targets.weights import load_frozen, read_state, weights_file
 
 DVAE_PATCH = 8
@@ -47,10 +49,7 @@ class CodebookTarget:
     dim: int
     patch: int
 
-    @property
-    def codes(self) -> bool:
-        """Codes."""
-        return True
+    codes = True
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, 3]`` of the size that the tokenizer reads -> int64 ``[B, N, 1]``."""
@@ -61,11 +60,6 @@ class CodebookTarget:
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """A colour per code, at random but always the same: equal colours are equal codes, near ones mean nothing."""
-        if values.shape != (grid[0] * grid[1], 1):
-            raise ValueError(
-                f"CodebookTarget.render: values must be {[grid[0] * grid[1], 1]} for grid {grid[0]} x {grid[1]}, "
-                f"got {list(values.shape)}"
-            )
         palette = torch.rand(self.dim, 3, generator=torch.Generator().manual_seed(0))
         return paint(palette[values.detach().cpu().nan_to_num().long().squeeze(-1)], grid, self.patch)
 
@@ -198,3 +192,20 @@ def _tensor(state: dict[str, Tensor], name: str, file: object, expected: str) ->
     if name not in state:
         raise ConfigError(f"target.weights={file} lacks {name}; expected is {expected}")
     return state[name]
+
+
+def _build_dvae(config: PretrainConfig) -> CodebookTarget:
+    target = config.target
+    return CodebookTarget(load_dvae(target.weights, target.codes), target.codes, config.backbone.patch_size)
+
+
+def _build_vqkd(config: PretrainConfig) -> CodebookTarget:
+    target = config.target
+    vqkd = load_vqkd(target.weights, target.codes, input_size(config))
+    check_grid(config, vqkd.patch)
+    return CodebookTarget(vqkd, target.codes, config.backbone.patch_size)
+
+
+_CODES = TargetSpec(_build_vqkd, codes=True, colour=True, second_size=True, dim=lambda config: config.target.codes)
+register("vqkd", _CODES)
+register("dvae", replace(_CODES, build=_build_dvae, input_patch=DVAE_PATCH))

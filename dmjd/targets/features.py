@@ -1,4 +1,4 @@
-"""What targets made of a network's features share: their normalisation, their precision and their picture."""
+"""Shared by targets made of a frozen network's features: normalisation, precision and picture."""
 
 from __future__ import annotations
 

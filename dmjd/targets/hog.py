@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.ops.hog import FLAVOURS, MAX_BINS, NORMS, VALUE_ORDER, Flavour, Norm, hog
+from dmjd.config import PretrainConfig
+from dmjd.ops.hog import MAX_BINS, VALUE_ORDER, Flavour, Norm, hog
+from dmjd.targets.tokenizer import TargetSpec, register
 
 _SHORTEST_CELL = 12  # pixels; below it nine orientations are not told apart by eye
 
@@ -33,27 +35,18 @@ class HogTarget:
     flavour: str = "dmjd"
     norm: str = "layernorm"
 
+    codes = False
+
     def __post_init__(self) -> None:
-        for name, count in (("patch", self.patch), ("channels", self.channels), ("bins", self.bins)):
-            if count < 1:
-                raise ValueError(f"HogTarget: {name} must be at least 1, got {count}")
         if self.bins > MAX_BINS:
             raise ValueError(f"HogTarget: bins must be at most {MAX_BINS}, got {self.bins}")
         if self.cell_size < 1 or self.patch % self.cell_size:
             raise ValueError(f"HogTarget: cell must be a divisor of patch {self.patch}, got {self.cell_size}")
-        for name, value, allowed in (("flavour", self.flavour, FLAVOURS), ("norm", self.norm, NORMS)):
-            if value not in allowed:
-                raise ValueError(f"HogTarget: {name} must be one of {', '.join(allowed)}, got {value!r}")
 
     @property
     def cell_size(self) -> int:
         """Side of a cell in pixels."""
         return self.patch // 2 if self.cell is None else self.cell
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     @property
     def dim(self) -> int:
@@ -66,9 +59,7 @@ class HogTarget:
         Raises:
             ValueError: if the channels or the size of ``images`` do not fit this target.
         """
-        if images.shape[-1] != self.channels:
-            raise ValueError(f"HogTarget: images must have {self.channels} channels, got {images.shape[-1]}")
-        flavour, norm = cast(Flavour, self.flavour), cast(Norm, self.norm)  # checked above
+        flavour, norm = cast(Flavour, self.flavour), cast(Norm, self.norm)  # choices of the configuration
         return hog(images, self.cell_size, self.bins, self.patch, flavour, norm)
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
@@ -80,10 +71,6 @@ class HogTarget:
         least 12 pixels wide.
         """
         h, w = grid
-        if values.shape != (h * w, self.dim):
-            raise ValueError(
-                f"HogTarget.render: values must be {[h * w, self.dim]} for grid {h} x {w}, got {list(values.shape)}"
-            )
         per_patch = self.patch // self.cell_size
         sizes = {"row": per_patch, "column": per_patch, "bin": self.bins, "channel": self.channels}
         order = VALUE_ORDER[self.flavour]
@@ -114,3 +101,12 @@ def _strokes(bins: int, side: int) -> NDArray[np.float32]:
     along = np.abs(row * np.cos(angle) - column * np.sin(angle))
     strokes: NDArray[np.float32] = (np.clip(1.5 - across, 0, 1) * np.clip(side / 2 - along, 0, 1)).astype(np.float32)
     return strokes
+
+
+def _build(config: PretrainConfig) -> HogTarget:
+    target = config.target
+    channels = config.data.channels
+    return HogTarget(config.backbone.patch_size, channels, target.cell, target.bins, target.flavour, target.norm)
+
+
+register("hog", TargetSpec(_build, norms=("layernorm", "l2", "none")))

@@ -10,10 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.ops.images import normalise, patchify, unpatchify
-
-NORMS = ("none", "patch")
-"""Normalisations of a patch that :class:`PixelTarget` knows."""
+from dmjd.targets.tokenizer import TargetSpec, register
 
 _SHOWN_SIGMA = 2.5
 
@@ -39,27 +38,13 @@ class PixelTarget:
     unbiased: bool = True
     eps: float = 1e-6
 
+    codes = False
+
     def __post_init__(self) -> None:
-        if self.patch < 1 or self.channels < 1:
-            raise ValueError(
-                f"PixelTarget: patch and channels must be at least 1, got {self.patch} and {self.channels}"
-            )
-        if len(self.mean) != self.channels or len(self.std) != self.channels:
-            raise ValueError(
-                f"PixelTarget: mean and std must have one value for each of the {self.channels} channels, "
-                f"got {len(self.mean)} and {len(self.std)}"
-            )
-        if self.norm not in NORMS:
-            raise ValueError(f"PixelTarget: norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
         if self.norm == "patch" and self.unbiased and self.dim < 2:
             raise ValueError(
                 "PixelTarget: the unbiased variance of norm patch needs at least 2 values per patch, got 1"
             )
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
 
     @property
     def dim(self) -> int:
@@ -85,11 +70,6 @@ class PixelTarget:
         0..255; the range is fixed so that a target and its prediction can be compared. Of more than three channels the
         first three are shown, fewer are averaged to grey.
         """
-        if values.shape != (grid[0] * grid[1], self.dim):
-            raise ValueError(
-                f"PixelTarget.render: values must be {[grid[0] * grid[1], self.dim]} for grid {grid[0]} x {grid[1]}, "
-                f"got {list(values.shape)}"
-            )
         tokens = values.detach().float().cpu().nan_to_num()
         image = unpatchify(tokens[None], grid, self.patch)[0].permute(1, 2, 0)
         if self.norm == "none":
@@ -98,3 +78,12 @@ class PixelTarget:
             image = image / (2 * _SHOWN_SIGMA) + 0.5
         rgb = image[..., :3] if self.channels >= 3 else image.mean(-1, keepdim=True).expand(-1, -1, 3)
         return (rgb * 255).round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def _build(config: PretrainConfig) -> PixelTarget:
+    target, data = config.target, config.data
+    mean, std = tuple(data.mean), tuple(data.std)
+    return PixelTarget(config.backbone.patch_size, data.channels, mean, std, target.norm, target.unbiased)
+
+
+register("pixels", TargetSpec(_build, norms=("patch", "none")))

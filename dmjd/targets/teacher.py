@@ -10,8 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dmjd.config import PretrainConfig
 from dmjd.ops.images import normalise
 from dmjd.targets.features import NORMS, normalise_features, render_features
+from dmjd.targets.tokenizer import TargetSpec, register
 
 Teacher = Callable[[Tensor], Sequence[Tensor]]
 """float ``[B, C, H, W]``, normalised -> what its last blocks give for the patches, ``[B, N, dim]`` each."""
@@ -23,7 +25,7 @@ class TeacherTarget:
 
     dim: the student's width. patch: side of a patch in pixels. mean, std: the student's.
     norm: "layernorm", of each block and of the mean, or "none".
-    teacher: who training appoints, since a target knows no models.
+    teacher: set by the run before its first step, since a target imports no models.
     """
 
     dim: int
@@ -33,27 +35,23 @@ class TeacherTarget:
     norm: str = "layernorm"
     teacher: Teacher | None = field(default=None, compare=False)
 
-    def __post_init__(self) -> None:
-        if self.norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {self.norm!r}")
-
-    @property
-    def codes(self) -> bool:
-        """Vectors."""
-        return False
+    codes = False
 
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, C]`` -> float32 ``[B, N, dim]``."""
-        assert self.teacher is not None, "training appoints the teacher before the first step"
+        assert self.teacher is not None, "the run sets the teacher before its first step"
         layers = self.teacher(normalise(images, self.mean, self.std))
         mean = torch.stack([normalise_features(layer, self.norm) for layer in layers]).mean(0)
         return normalise_features(mean, self.norm)
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """See :func:`dmjd.targets.features.render_features`."""
-        if values.shape != (grid[0] * grid[1], self.dim):
-            raise ValueError(
-                f"TeacherTarget.render: values must be {[grid[0] * grid[1], self.dim]} for grid {grid[0]} x {grid[1]}, "
-                f"got {list(values.shape)}"
-            )
         return render_features(values, grid, self.patch)
+
+
+def _build(config: PretrainConfig) -> TeacherTarget:
+    backbone, mean, std = config.backbone, tuple(config.data.mean), tuple(config.data.std)
+    return TeacherTarget(backbone.embed_dim, backbone.patch_size, mean, std, config.target.norm)
+
+
+register("teacher", TargetSpec(_build, norms=NORMS, average=True))

@@ -14,7 +14,7 @@ def weights_file(path: str | None, expected: str) -> Path:
     """The file ``path``.
 
     Args:
-        expected: what it must hold and how to make it, to end the sentence where it is missing.
+        expected: what it must hold and how to make it, for the error where it is missing.
 
     Raises:
         ConfigError: if no file is named, or there is none.

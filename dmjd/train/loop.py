@@ -20,8 +20,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
 from dmjd.errors import Alarm, StoppedBefore, StopRequested, UserError
 from dmjd.parallel.build import select_device
-from dmjd.parallel.compile_workers import dismiss_compile_workers
-from dmjd.parallel.environment import prepare_environment
+from dmjd.parallel.environment import dismiss_compile_workers, prepare_environment
 from dmjd.parallel.world import World, join_world
 from dmjd.runs.checkpoint import step_of
 from dmjd.runs.exit_record import ExitRecord

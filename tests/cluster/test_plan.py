@@ -14,7 +14,7 @@ from dmjd.cli import main
 from dmjd.cluster.plan import TRACED, Activations, Growth, Plan
 from dmjd.compose import compose
 from dmjd.errors import ConfigError
-from dmjd.parallel.sharding import state_bytes
+from dmjd.parallel.engines import state_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30

@@ -203,8 +203,6 @@ def test_maskfeats_biases_start_at_002() -> None:
         ({"masked_tokens": "drop"}, "masked_tokens='mask_token'"),
         ({"block": "plain", "layer_scale": None}, "block='beit'"),
         ({"block": "plain", "positions": "learned"}, "layer_scale=0.1 needs block='beit'"),
-        ({"positions": "rotary"}, "positions must be one of sincos, learned, relative"),
-        ({"block": "swin"}, "block must be one of plain, beit"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], part: str) -> None:

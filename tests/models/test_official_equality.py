@@ -25,7 +25,7 @@ from dmjd.models.objective import Losses, Objective
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.images import normalise, patchify
 from dmjd.ops.views import Views
-from dmjd.parallel.optimizer import build_optimizer
+from dmjd.parallel.single import build_optimizer
 from dmjd.targets.pixels import PixelTarget
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, GRID, IMAGE, MEAN, PATCH, STD, Case, summary
@@ -112,6 +112,7 @@ def observe(objective: Objective) -> dict[str, Tensor]:
         model.encoder.blocks1[-1].register_forward_hook(keep("stage1"))
         model.encoder.blocks2[-1].register_forward_hook(keep("stage2"))
     model.encoder.blocks[-1].register_forward_hook(keep("stage3"))
+    assert isinstance(model.encoder.norm, nn.Module)
     model.encoder.norm.register_forward_hook(keep("encoded"))
     model.head.register_forward_hook(keep("masked"))
     if model.visible_branch is not None:

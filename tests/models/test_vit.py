@@ -196,12 +196,6 @@ def test_hidden_pixels_do_not_reach_a_gradient(masked_tokens: str) -> None:
     assert torch.equal(influence.flatten(1) == 0, drawn.mask[0])
 
 
-@pytest.mark.parametrize("masked_tokens", ["", "keep", "DROP"])
-def test_unknown_way_to_hide_is_refused(masked_tokens: str) -> None:
-    with pytest.raises(ValueError, match=f"masked_tokens must be one of drop, mask_token, got '{masked_tokens}'"):
-        make_encoder(masked_tokens=masked_tokens)
-
-
 @pytest.mark.parametrize("size", [(16, 18), (15, 16)])
 def test_sides_must_be_multiples_of_the_patch(size: tuple[int, int]) -> None:
     message = f"image size {size[0]}x{size[1]} is not divisible by the patch size 4"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dmjd.parallel.compile_workers import dismiss_compile_workers
+from dmjd.parallel.environment import dismiss_compile_workers
 
 
 def children(process: int) -> list[str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from dmjd.parallel import store
 from dmjd.parallel.apply import MODES
-from dmjd.parallel.deepspeed.config import STAGES
 from tests.parallel import walk
 
 Seen = dict[str, dict[str, Any]]
@@ -78,7 +77,7 @@ def resumed_alone(two: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFacto
     seen: Seen = {}
     for name in walk.ENGINES:
         run, source = walk.reference(), folder / name
-        if name in STAGES:  # whatever wrote it, by way of the file that all kinds of engines share
+        if name in walk.STAGES:  # whatever wrote it, by way of the file that all kinds of engines share
             source = again.with_name(name)
             source.mkdir()
             save_file(store.read(folder / name), source / store.CONSOLIDATED)
@@ -92,7 +91,9 @@ def resumed_alone(two: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def four(two: tuple[Seen, Path], resumed_alone: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFactory) -> Seen:
     _, folder = two
-    saved = {f"two of {name}": folder / name for name in ("ddp", "hsdp", *STAGES)} | {"one of two": resumed_alone[1]}
+    saved = {f"two of {name}": folder / name for name in ("ddp", "hsdp", *walk.STAGES)} | {
+        "one of two": resumed_alone[1]
+    }
     return launch(tmp_path_factory.mktemp("four") / "walk", 4, saved, variants=False)
 
 
@@ -232,8 +233,8 @@ def test_four_processes_go_on_from(name: str, origin: str, four: Seen, alone: di
     assert_same_curve(four[name][f"from {origin}"], alone["curve"][walk.SAVED_AT :])
 
 
-@pytest.mark.parametrize("name", STAGES)
-@pytest.mark.parametrize("origin", STAGES)
+@pytest.mark.parametrize("name", walk.STAGES)
+@pytest.mark.parametrize("origin", walk.STAGES)
 @pytest.mark.long
 def test_four_processes_go_on_from_two_of_any_stage(name: str, origin: str, four: Seen, alone: dict[str, Any]) -> None:
     assert_same_curve(four[name][f"from two of {origin}"], alone["curve"][walk.SAVED_AT :])

@@ -27,11 +27,10 @@ from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.objective import Objective
 from dmjd.models.vit import ViTEncoder
+from dmjd.parallel import engines
 from dmjd.parallel.build import build_engine
-from dmjd.parallel.deepspeed.config import STAGES
 from dmjd.parallel.deepspeed.files import is_zero
 from dmjd.parallel.engine import Engine
-from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
 
 STEPS, BATCH, PARTS, SAVED_AT = 6, 8, 2, 3
@@ -43,6 +42,7 @@ def engine(name: str, **options: Any) -> EngineConfig:
     return EngineConfig(name=name, device="cpu", precision="fp32", grad_accum_steps=PARTS, **options)
 
 
+STAGES = [name for name, spec in engines.ENGINES.items() if spec.stage]
 ENGINES = {
     "ddp": engine("ddp"),
     "fsdp": engine("fsdp"),
@@ -285,7 +285,7 @@ def _look_at(
         seen["convolutional"] = Run(config, world, convolutional=True).take(2)
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
-        if config.name in SHARDED:
+        if engines.ENGINES[config.name].mesh:
             with Sent() as sent:
                 Run(config, world, ema=False).forward_backward()
             seen["sent"] = [sent.ops.count(f"c10d::{op}") for op in ("_allgather_base_", "_reduce_scatter_base_")]

@@ -123,15 +123,10 @@ def test_a_flat_image_is_a_black_picture() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"patch": 0}, "patch must be at least 1, got 0"),
-        ({"channels": 0}, "channels must be at least 1, got 0"),
-        ({"bins": 0}, "bins must be at least 1, got 0"),
         ({"cell": 5}, "cell must be a divisor of patch 16, got 5"),
         ({"patch": 7}, "cell must be a divisor of patch 7, got 3"),
         ({"patch": 1}, "cell must be a divisor of patch 1, got 0"),
         ({"bins": 181}, "bins must be at most 180, got 181"),
-        ({"flavour": "opencv"}, "flavour must be one of dmjd, maskfeat, maskfeat_gauss, skimage, got 'opencv'"),
-        ({"norm": "l1"}, "norm must be one of none, l2, layernorm, got 'l1'"),
     ],
 )
 def test_bad_settings_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -139,11 +134,7 @@ def test_bad_settings_are_named(arguments: dict[str, Any], message: str) -> None
         HogTarget(**{"patch": 16, "channels": 3, **arguments})
 
 
-def test_bad_images_and_values_are_named() -> None:
+def test_images_of_another_size_are_named() -> None:
     target = HogTarget(16, 3)
-    with pytest.raises(ValueError, match="images must have 3 channels, got 1"):
-        target(random_images(1, 16, 16, 1))
     with pytest.raises(ValueError, match="multiples of patch 16, got 16 x 24"):
         target(random_images(1, 16, 24, 3))
-    with pytest.raises(ValueError, match=r"values must be \[6, 108\] for grid 2 x 3, got \[6, 36\]"):
-        target.render(torch.zeros(6, 36), (2, 3))

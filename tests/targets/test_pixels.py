@@ -77,26 +77,14 @@ def test_the_picture_of_patch_norm_is_a_fixed_range() -> None:
     np.testing.assert_array_equal(target.render(values, (1, 2)), expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"patch": 0}, "patch and channels must be at least 1, got 0 and 3"),
-        ({"mean": (0.5,)}, "each of the 3 channels, got 1 and 3"),
-        ({"std": (0.5,)}, "each of the 3 channels, got 3 and 1"),
-        ({"norm": "image"}, "norm must be one of none, patch, got 'image'"),
-        ({"patch": 1, "channels": 1, "mean": (0,), "std": (1,), "norm": "patch"}, "at least 2 values per patch"),
-    ],
-)
-def test_bad_settings_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PixelTarget(**{"patch": 4, "channels": 3, "mean": MEAN, "std": STD, **arguments})
+def test_the_unbiased_variance_of_one_value_is_rejected() -> None:
+    with pytest.raises(ValueError, match="at least 2 values per patch"):
+        PixelTarget(1, 1, (0,), (1,), norm="patch")
 
 
-def test_bad_images_and_values_are_named() -> None:
+def test_images_that_do_not_fit_are_named() -> None:
     target = PixelTarget(4, 3, MEAN, STD)
     with pytest.raises(ValueError, match="each of the 1 channels, got 3 and 3"):
         target(random_images(1, 8, 8, 1))
     with pytest.raises(ValueError, match="patch must divide image height and width 8 x 6, got 4"):
         target(random_images(1, 8, 6, 3))
-    with pytest.raises(ValueError, match=r"values must be \[6, 48\] for grid 2 x 3, got \[5, 48\]"):
-        target.render(torch.zeros(5, 48), (2, 3))

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, made from ours. Knows DeepSpeed's keys and not DeepSpeed, so it can refuse at once."""
+"""DeepSpeed's configuration, made from ours without importing DeepSpeed, so that errors are raised at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from typing import Any
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.sharding import ZERO3_LIVE, ZERO_BUCKET
+from dmjd.parallel.engines import ENGINES, ZERO3_LIVE, ZERO_BUCKET
 from dmjd.safe_load import parse_json
-
-STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
-"""Engine names. Stage 0 is not among them: it is DDP with other files, and with bf16 its optimizer takes a real step
-with zero gradients when it is made, so Adam's count starts at 1; engine=ddp is the baseline."""
 
 _OWNED = {
     "train_batch_size": "batch_size",
@@ -37,20 +33,13 @@ _OWNED = {
     "zero_optimization.elastic_checkpoint": "checkpoints, which dmjd writes",
     "checkpoint": "checkpoints, which dmjd writes",
 }
-"""What a file may not change -> what decides it here."""
+"""Keys that a file may not change -> the key of ours that decides them."""
 
 
 def check(engine: EngineConfig) -> None:
-    """Refuse what can be refused before processes meet. Raises ConfigError."""
-    if engine.name not in STAGES:
-        return
+    """Raise ConfigError if DeepSpeed is not installed or ``engine.deepspeed_config`` is no JSON object."""
     if find_spec("deepspeed") is None:
         raise ConfigError(f"engine={engine.name} needs deepspeed: pip install 'dmjd[scale]'")
-    if engine.name == "zero3" and engine.compile != "none":
-        # Its hooks gather inside of what is compiled: dynamo traces weights of no elements.
-        raise ConfigError(
-            f"engine.compile={engine.compile} does not go with engine=zero3; use engine=fsdp, or engine.compile=none"
-        )
     if engine.deepspeed_config is not None:
         _read(Path(engine.deepspeed_config))
 
@@ -65,7 +54,7 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
     Raises:
         ConfigError: if ``engine.deepspeed_config`` cannot be read, or sets what our configuration decides.
     """
-    stage = STAGES[engine.name]
+    stage = ENGINES[engine.name].stage
     zero: dict[str, Any] = {
         "stage": stage,
         # Stage 1 reduces once, in the step; there is nothing beside which it could.

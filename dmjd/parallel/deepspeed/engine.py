@@ -17,10 +17,11 @@ from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
 from dmjd.parallel.deepspeed import files as zero_files
-from dmjd.parallel.deepspeed.config import STAGES, deepspeed_config
+from dmjd.parallel.deepspeed.config import deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fsdp import filled, sharded_frozen
-from dmjd.parallel.optimizer import parameter_groups
+from dmjd.parallel.single import build_optimizer
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
 
@@ -51,14 +52,12 @@ class DeepSpeedEngine:
     ) -> None:
         assert all(p.dtype == torch.float32 for p in objective.parameters()), "master parameters are float32"
         self.objective, self.device = objective, world.device
-        self.stage = STAGES[engine.name]
+        self.stage = ENGINES[engine.name].stage
         self._bare, self._world, self._precision = bare, world, precision
         self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
         settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
-        groups = parameter_groups(dict(objective.named_parameters()), optim.no_decay)
-        betas = (optim.betas[0], optim.betas[1])
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=optim.eps, fused=True)
+        optimizer = build_optimizer(dict(objective.named_parameters()), optim)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
         self.module: nn.Module = self._ds
         self._copies = HostCopies(world.device)
@@ -216,5 +215,5 @@ def _initialise(
         if file is None:
             raise
         reason = " ".join(str(error).split())
-        raise ConfigError(f"engine.deepspeed_config={file}: DeepSpeed refuses it: {reason}") from error
+        raise ConfigError(f"engine.deepspeed_config={file}: DeepSpeed rejects it: {reason}") from error
     return engine

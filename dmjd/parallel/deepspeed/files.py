@@ -6,7 +6,7 @@
 
 Partitions fit the stage and the number of processes that wrote them. Anything else is loaded by way of DeepSpeed's
 universal format, a folder of whole tensors for each parameter, which is made for the occasion and removed: a run that
-was requeued on fewer nodes shall go on by itself, where a verb for the conversion would wait for somebody to call it.
+was requeued on fewer nodes goes on by itself, where a command for the conversion would need somebody to run it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _NAMES = TENSORS | {f"{module}.{name}" for module, name in _CLASSES.items()}
 
 def import_deepspeed(module: str = "deepspeed") -> Any:
     """DeepSpeed, quiet. Raises ConfigError if it is not installed."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # it looks too, and says so
-    probe = logging.getLogger("torch.utils.cpp_extension")  # on a host with a CUDA toolkit and no card it says so
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")  # else it logs its guess
+    probe = logging.getLogger("torch.utils.cpp_extension")  # it warns on a host with a CUDA toolkit and no card
     level = probe.level
     probe.setLevel(logging.ERROR)
     try:
@@ -84,7 +84,7 @@ def is_zero(path: Path) -> bool:
 
 
 def capture(engine: Any, shapes: Mapping[str, torch.Size], size: int, stage: int) -> dict[str, Any]:
-    """What DeepSpeed would write now, by file name, and the index on rank 0. The tensors are its own, not copies.
+    """The files that DeepSpeed would write now, by name, and the index on rank 0. The tensors are its own, not copies.
 
     Collective: every rank has its own partition.
     """
@@ -256,12 +256,12 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
 def _convert(path: Path, folder: Path) -> None:
     """DeepSpeed's conversion, in this process: it forks workers otherwise, which a process with CUDA must not."""
     converter = import_deepspeed("deepspeed.checkpoint.ds_to_universal")
-    words = argparse.Namespace(
+    arguments = argparse.Namespace(
         input_folder=str(path / TAG), output_folder=str(folder), num_extract_workers=1, num_merge_workers=1,
         keep_temp_folder=False, strict=True, inject_missing_state=False,
     )  # fmt: skip
     with _quiet():
-        converter.main(words)
+        converter.main(arguments)
 
 
 def _unfold(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -296,7 +296,7 @@ def _step(folder: Path) -> Tensor:
 
 
 class _Index(NamedTuple):
-    """What :func:`capture` says of a checkpoint: its stage, how many processes wrote it, and shapes by parameter."""
+    """The index that :func:`capture` makes: ZeRO stage, number of processes that wrote it, shapes by parameter."""
 
     stage: int
     processes: int

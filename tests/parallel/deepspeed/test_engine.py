@@ -20,7 +20,7 @@ import torch
 
 from dmjd.parallel import store
 from dmjd.parallel.deepspeed import files as zero_files
-from dmjd.parallel.deepspeed.config import STAGES
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.world import World, join_world
 from dmjd.runs.checkpoint import newest
 from tests.parallel import walk
@@ -44,10 +44,10 @@ def look(rank: int, folder: Path, port: str) -> None:
     )  # fmt: skip
     world = join_world(walk.CPU, walk.engine("ddp"))
     seen: dict[str, Any] = {}
-    for name in ("ddp", *STAGES):
+    for name in ("ddp", *walk.STAGES):
         config = walk.ENGINES[name]
         seen[f"{name} in bf16"] = taken(replace(config, precision="bf16"), world)
-        if name in STAGES:
+        if name in walk.STAGES:
             seen[f"{name} waits"] = waits(config, world)
             seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
     seen["ddp in bf16, last"] = taken(replace(walk.ENGINES["ddp"], precision="bf16"), world)
@@ -99,18 +99,18 @@ def assert_rows(ours: Any, theirs: Any, tolerance: float) -> None:
         assert row == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", walk.STAGES)
 def test_bf16_is_that_of_ddp(name: str, seen: dict[str, Any], alone: Any) -> None:
     assert_rows(seen[f"{name} in bf16"], seen["ddp in bf16"], 1e-5)
     assert seen["ddp in bf16"] != alone, "something was computed in bfloat16"
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", walk.STAGES)
 def test_moments_on_the_host_change_nothing(name: str, seen: dict[str, Any], alone: Any) -> None:
     assert_rows(seen[f"{name} offloaded"], alone, 1e-5)
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("name", walk.STAGES)
 def test_its_clock_does_not_make_a_step_wait(name: str, seen: dict[str, Any]) -> None:
     assert seen[f"{name} waits"] == 0
 
@@ -202,7 +202,7 @@ def test_a_run_that_was_cut_goes_on(
     assert out.startswith("knn top-1 ")
     settings = json.loads((undisturbed / "deepspeed.json").read_text())
     assert settings["train_micro_batch_size_per_gpu"] == 32
-    assert settings["zero_optimization"]["stage"] == STAGES[name]
+    assert settings["zero_optimization"]["stage"] == ENGINES[name].stage
 
 
 KILLS = {

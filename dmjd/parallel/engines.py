@@ -1,0 +1,199 @@
+"""The engines: one record each, of all that the rest of the code may know about an engine before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.models.objective import Objective
+from dmjd.parallel.apply import apply
+from dmjd.parallel.engine import Engine
+
+if TYPE_CHECKING:  # it reads this table
+    from dmjd.parallel.world import World
+
+FLOAT = 4
+"""Bytes of a parameter, a gradient and a moment: float32, whatever is computed in."""
+
+ZERO3_LIVE = 1_000_000_000
+"""Parameters that stage 3 keeps whole from forward to backward, once they have been gathered."""
+
+ZERO_BUCKET = 50_000_000
+"""Gradients that DeepSpeed reduces at once, from memory of their own."""
+
+_FSDP_OPTIONS = ("reshard_after_forward", "blocks_per_unit")
+_ZERO_OPTIONS = ("offload_optimizer", "deepspeed_config")
+
+
+class Divided(NamedTuple):
+    """Which parts of the training state each GPU holds one part of (True), and which it holds whole (False)."""
+
+    weights: bool = False
+    gradients: bool = False
+    optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Traits of one engine.
+
+    build: ``build(objective, engine, optim, world, precision, micro_batch)``; the objective is on its device and not
+        transformed.
+    divided: how the training state is divided among processes.
+    options: keys of ``EngineConfig`` that other engines do not all have.
+    compile: the values of ``engine.compile`` that it supports.
+    one_process: whether it rejects more than one process.
+    mesh: FSDP2 on a device mesh, of one process if need be; gradients of a unit are reduced as soon as they are there.
+    stage: DeepSpeed's ZeRO stage; 0 for engines of our own.
+    teacher: whether every process has a whole average of the encoder that a teacher can compute with.
+    buckets: whether gradients have their memory before the backward pass begins.
+    live: parameters kept whole from forward to backward.
+    reduced: gradients in buckets of their own while they are reduced.
+    """
+
+    build: Callable[[Objective, EngineConfig, OptimConfig, World, torch.dtype, int], Engine]
+    divided: Divided = Divided()
+    options: tuple[str, ...] = ()
+    compile: tuple[str, ...] = ("none", "block", "model")
+    one_process: bool = False
+    mesh: bool = False
+    stage: int = 0
+    teacher: bool = False
+    buckets: bool = True
+    live: int = 0
+    reduced: int = 0
+
+    @property
+    def collective(self) -> bool:
+        """Whether it needs a process group even for one process, and all processes for one forward pass."""
+        return self.mesh or self.stage > 0
+
+
+def _replicated(
+    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
+) -> Engine:
+    from dmjd.parallel.ddp import DDPEngine
+    from dmjd.parallel.single import SingleEngine
+
+    apply(objective.model, engine)
+    if world.size == 1:
+        return SingleEngine(objective, optim, world.device, precision, cuda_graphs=engine.cuda_graphs)
+    return DDPEngine(
+        objective,
+        optim,
+        world,
+        precision,
+        bucket_mb=engine.bucket_mb,
+        cuda_graphs=engine.cuda_graphs,
+        # Dropped, they would come outside of the buckets until the last micro-batch, beside those.
+        keep_gradients=engine.grad_accum_steps > 1,
+    )
+
+
+def _fsdp(
+    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
+) -> Engine:
+    from dmjd.parallel.fsdp import FSDPEngine, without_parameters
+
+    bare = without_parameters(objective)
+    apply(objective.model, engine)
+    copies = replicas(engine, world.size, world.local_size) if engine.name == "hsdp" else None
+    return FSDPEngine(
+        objective,
+        bare,
+        optim,
+        world,
+        world.mesh(copies),
+        precision,
+        reshard_after_forward=engine.reshard_after_forward,
+        blocks_per_unit=engine.blocks_per_unit,
+    )
+
+
+def _deepspeed(
+    objective: Objective,
+    engine: EngineConfig,
+    optim: OptimConfig,
+    world: World,
+    precision: torch.dtype,
+    micro_batch: int,
+) -> Engine:
+    from dmjd.parallel.deepspeed.engine import DeepSpeedEngine  # for those who have it and ask for it
+    from dmjd.parallel.fsdp import without_parameters
+
+    bare = without_parameters(objective)
+    apply(objective.model, engine)
+    return DeepSpeedEngine(objective, bare, engine, optim, world, precision, micro_batch)
+
+
+# CUDA graphs need parameters that stay where they are. FSDP2 gathers between blocks, so one graph of the whole model
+# leaves no place for it; ZeRO-3 gathers inside of what is compiled, where dynamo would trace weights of no elements.
+ENGINES = {
+    "single": EngineSpec(_replicated, options=("cuda_graphs",), one_process=True, teacher=True, buckets=False),
+    "ddp": EngineSpec(_replicated, options=("cuda_graphs", "bucket_mb"), teacher=True),
+    "fsdp": EngineSpec(
+        _fsdp, Divided(True, True, True), _FSDP_OPTIONS, compile=("none", "block"), mesh=True, buckets=False
+    ),
+    "hsdp": EngineSpec(
+        _fsdp,
+        Divided(True, True, True),
+        (*_FSDP_OPTIONS, "replicas"),
+        compile=("none", "block"),
+        mesh=True,
+        buckets=False,
+    ),
+    "zero1": EngineSpec(_deepspeed, Divided(optimizer=True), _ZERO_OPTIONS, stage=1),
+    # Of two buckets one is filled while the other is reduced.
+    "zero2": EngineSpec(
+        _deepspeed, Divided(gradients=True, optimizer=True), _ZERO_OPTIONS, stage=2, reduced=2 * ZERO_BUCKET
+    ),
+    "zero3": EngineSpec(
+        _deepspeed,
+        Divided(True, True, True),
+        _ZERO_OPTIONS,
+        compile=("none",),
+        stage=3,
+        live=ZERO3_LIVE,
+        reduced=ZERO_BUCKET,
+    ),
+}
+"""``engine.name`` -> its record. There is no stage 0: it is DDP with other files, and with bf16 its optimizer takes a
+real step with zero gradients when it is made, so Adam's count starts at 1; ddp is the baseline."""
+
+
+class StateBytes(NamedTuple):
+    """Bytes on one GPU. gathered: what is whole within a step only, of the unit at work and of the next, or of all, and
+    what is on its way to the other GPUs."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+
+def state_bytes(engine: str, parameters: int, largest_unit: int, shards: int) -> StateBytes:
+    """Training state of a model with so many ``parameters``.
+
+    Args:
+        engine: a key of :data:`ENGINES`.
+        largest_unit: the most parameters that are gathered at once, a block's or those of several.
+        shards: GPUs that share what ``engine`` divides: all, or those of one copy for "hsdp".
+    """
+    spec = ENGINES[engine]
+    weights, gradients, optimizer = (
+        parameters * FLOAT * moments / (shards if divided else 1)
+        for moments, divided in zip((1, 1, 2), spec.divided, strict=True)
+    )
+    # Two units' weights are there while the next is fetched, and a unit's gradients until they are reduced.
+    whole = max(2 * largest_unit, min(parameters, spec.live)) if spec.divided.weights else 0
+    leaving = spec.divided.gradients * largest_unit + spec.reduced
+    return StateBytes(weights, gradients, optimizer, FLOAT * (whole + leaving))
+
+
+def replicas(engine: EngineConfig, size: int, local_size: int) -> int:
+    """How many copies of the sharded model HSDP keeps: as many as ``engine.replicas``, or one on each host."""
+    return engine.replicas or max(1, size // local_size)
