@@ -270,7 +270,7 @@ def test_a_site_whose_interpreter_is_missing_is_not_requeued(launches: Launches,
     done = launches(more=START_NODE, DMJD_PYTHON=python, PYTHONPATH="")
     assert (done.returncode, launches.requeues) == (1, 1), done.stdout + done.stderr
     found = "\n".join(finding.what for finding in examine(launches.run))
-    assert f"it ended by an error before its first step: DMJD_PYTHON={python}" in found
+    assert f"run ended before its first step (error): DMJD_PYTHON={python}" in found
     assert says in found
 
 
@@ -289,7 +289,7 @@ def test_a_site_whose_container_is_missing_is_not_requeued(launches: Launches, k
         (folder / "bin/apptainer").symlink_to("/bin/true")
     done = launches(more="exit 1", DMJD_CONTAINER=str(images[kind]))
     assert (done.returncode, launches.requeues) == (1, 0), done.stdout + done.stderr
-    assert f"error before its first step: DMJD_CONTAINER={images[kind]} " in examine(launches.run)[0].what
+    assert f"before its first step (error): DMJD_CONTAINER={images[kind]} " in examine(launches.run)[0].what
 
 
 @pytest.mark.parametrize("end", ["rm -r run", "rm -r run; touch run", "rm -r run; mkdir run"])
