@@ -74,10 +74,7 @@ def test_every_command_has_help(dmjd: Command, command: str) -> None:
 def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
     out = dmjd("pretrain", "--help")[1]
     assert "\n  experiment " in out
-    assert (
-        "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      Peak learning rate. adaptive (the paper's Eq. 4)"
-        in out
-    )
+    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      Peak learning rate. adaptive (" in out
 
 
 def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> None:
