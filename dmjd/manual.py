@@ -1,7 +1,6 @@
-"""The page of a verb that has a configuration: groups, and every key with its value, what it may be and what it means.
+"""``dmjd COMMAND --help``: the groups of a command's configuration, then every key with value, type and meaning.
 
-Meanings are the docstrings of the configuration's classes: what follows a key in double backticks, where a sentence
-begins with it, up to the next such sentence.
+Meanings are read from the classes' docstrings: one paragraph ``key: meaning`` per key, continuation lines indented.
 """
 
 from __future__ import annotations
@@ -22,51 +21,48 @@ from dmjd.config.fields import allowed
 from dmjd.errors import ConfigError
 from dmjd.redact import redact
 
-_WIDEST = 110
-"""Of a line, in characters; a terminal that is narrower is filled."""
+_MAX_WIDTH = 110
+"""Longest line in characters; a narrower terminal is filled."""
 _COLUMN = 36
-"""Where what a value may be begins."""
+"""Column of a key's type and allowed values."""
 
-_KEY = r"``(\w+)``"
-_OPENING = re.compile(rf"(?:^|(?<=[.;] )){_KEY}(?: and {_KEY})?(?= |:)")
+_KEY = re.compile(r"^(\w+):(?= )", re.MULTILINE)
 
 
-def page(verb: str, words: Sequence[str] = ()) -> list[str]:
-    """Help lines for ``verb``; values are those in force under ``words``, or by default where they cannot be composed.
+def page(command: str, overrides: Sequence[str] = ()) -> list[str]:
+    """Help lines for ``command``, with the values under ``overrides``, or the defaults if those cannot be composed.
 
-    A key's first line is what one types, ``KEY=VALUE``, and what else it may be; the lines below it say what it means.
+    A key's first line is ``KEY=VALUE``, as it can be typed, with type and allowed values; its meaning follows below.
     """
     try:
-        now, under = values(verb, words), " ".join(map(redact, words))
+        now, under = values(command, overrides), " ".join(map(redact, overrides))
     except ConfigError:
-        now, under = values(verb, ()), ""
-    width = min(_WIDEST, get_terminal_size((_WIDEST, 24)).columns)
+        now, under = values(command, ()), ""
+    width = min(_MAX_WIDTH, get_terminal_size((_MAX_WIDTH, 24)).columns)
     lines = []
-    offered = groups_of(verb)
+    offered = groups_of(command)
     if offered:
-        lines = ["groups: GROUP=OPTION sets many keys at once", ""]
+        lines = ["groups: GROUP=OPTION sets several keys at once", ""]
         for name, options in offered.items():
             lines += _hanging(", ".join(options), f"  {name:12} ", 15, width)
         lines.append("")
-    lines.append(f"keys: KEY=VALUE, as they are {f'under {under}' if under else 'by default'}")
-    return [*lines, *_section(SCHEMAS[verb], now, "", width)]
+    lines.append(f"keys: KEY=VALUE, with {f'values under {under}' if under else 'default values'}")
+    return [*lines, *_section(SCHEMAS[command], now, "", width)]
 
 
 def meanings(schema: type) -> dict[str, str]:
-    """What the docstrings of a configuration's class and its bases say of each of their keys."""
-    said: dict[str, str] = {}
+    """Key -> meaning, from the docstrings of a configuration class and its bases."""
+    found: dict[str, str] = {}
     for owner in reversed(schema.__mro__):
-        text = _text(owner)
-        found = list(_OPENING.finditer(text))
-        for match, end in zip(found, [*(match.start() for match in found), len(text)][1:], strict=True):
-            said |= {key: _plain(text[match.end() : end]) for key in match.groups() if key}
-    return {item.name: said[item.name] for item in fields(schema) if item.name in said}
+        _, *parts = _KEY.split(inspect.cleandoc(owner.__doc__ or ""))
+        found |= {key: _plain(text) for key, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {item.name: found[item.name] for item in fields(schema) if item.name in found}
 
 
 def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int) -> Iterator[str]:
-    """The single values of a class under its summary, and then its parts, each with its own."""
-    hints, said = get_type_hints(schema), meanings(schema)
-    summary = _plain(_OPENING.split(_text(schema), maxsplit=1)[0])
+    """The class's summary and its values, then its nested classes, each in the same way."""
+    hints, texts = get_type_hints(schema), meanings(schema)
+    summary = _plain(_KEY.split(inspect.cleandoc(schema.__doc__ or ""), maxsplit=1)[0])
     yield ""
     yield from textwrap.wrap(f"{prefix.removesuffix('.')}: {summary}" if prefix else summary, width)
     parts = []
@@ -74,49 +70,45 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int) -> I
         inner = dataclass_of(hints[item.name])
         if inner is None:
             key = f"  {prefix}{item.name}={_typed(now[item.name])}"
-            yield from _hanging(f"({_what(item, hints[item.name])})", f"{key:{_COLUMN - 1}} ", _COLUMN, width)
-            yield from textwrap.wrap(said.get(item.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        elif inner is not PretrainConfig:  # described by the words of compose.DESCRIBING
+            yield from _hanging(f"({_type(item, hints[item.name])})", f"{key:{_COLUMN - 1}} ", _COLUMN, width)
+            yield from textwrap.wrap(texts.get(item.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+        elif inner is not PretrainConfig:  # set by the groups of compose.DESCRIBING
             parts.append((item.name, inner))
     for name, inner in parts:
         yield from _section(inner, now[name] or _defaults(inner), f"{prefix}{name}.", width)
 
 
-def _text(schema: type) -> str:
-    return " ".join((inspect.cleandoc(schema.__doc__ or "")).split())
-
-
 def _plain(text: str) -> str:
-    return re.sub(r"``(.+?)``", r"\1", re.sub(r"^(\s*\([^)]*\))?:", r"\1", text)).strip()
+    return " ".join(text.replace("`", "").split())
 
 
 def _hanging(text: str, first: str, indent: int, width: int) -> list[str]:
     return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
-def _what(item: Field[Any], annotation: Any) -> str:
-    """The kind of value and its bounds: "int, above 0; or null"."""
+def _type(item: Field[Any], annotation: Any) -> str:
+    """Type and allowed values: "int, above 0; or null"."""
     optional = NoneType in get_args(annotation)
     (kind,) = [one for one in get_args(annotation) if one is not NoneType] if optional else [annotation]
     (one,) = get_args(kind) or (kind,)  # of a list
-    words = allowed(item.metadata)
+    text = allowed(item.metadata)
     if not {"choices", "path"} & item.metadata.keys():
-        words = ", ".join(filter(None, ({bool: "true | false", str: "text"}.get(one, one.__name__), words)))
+        text = ", ".join(filter(None, ({bool: "true | false", str: "text"}.get(one, one.__name__), text)))
     if get_args(kind):
         length = item.metadata.get("length")
-        words = f"list{f' of {length}' if length else ''}: {words}"
-    return words + ("; required" if item.default == "???" else "; or null" if optional else "")
+        text = f"list{f' of {length}' if length else ''}: {text}"
+    return text + ("; required" if item.default == "???" else "; or null" if optional else "")
 
 
 def _typed(value: Any) -> str:
-    """A value as one types it behind ``KEY=``."""
+    """A value as it is typed behind ``KEY=``."""
     if value == "???":
         return "..."
     return redact(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _defaults(schema: type) -> dict[str, Any]:
-    """Of a part that is null: what its keys begin with once an option of its group is chosen."""
+    """The values of an optional section that is null: those it has once an option of its group is chosen."""
     return {
         item.name: item.default if item.default_factory is MISSING else item.default_factory()
         for item in fields(schema)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from typing import get_type_hints
@@ -21,30 +22,30 @@ def leaves(value: object, prefix: str = "") -> set[str]:
 
 def shown(lines: list[str]) -> dict[str, str]:
     """Key -> value, of a page's lines that can be typed."""
-    typed = [line.split()[0].partition("=") for line in lines if line.startswith("  ") and "=" in line.split()[0]]
+    typed = [line.split()[0].partition("=") for line in lines if re.match(r"  \S+=", line)]
     return {key: value for key, _, value in typed}
 
 
-@pytest.mark.parametrize("verb", SCHEMAS)
-def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(verb: str) -> None:
-    words = [*REQUIRED.get(verb, []), *(["data=digits"] if verb in ("knn", "linprobe") else [])]
-    config = compose(verb, words)
-    found = shown(page(verb, words))
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: str) -> None:
+    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in ("knn", "linprobe") else [])]
+    config = compose(command, overrides)
+    found = shown(page(command, overrides))
     assert found.keys() == leaves(asdict(config)) - {"model"}  # which is described by groups of pre-training
-    assert compose(verb, [*words, *(f"{key}={value}" for key, value in found.items())]) == config
+    assert compose(command, [*overrides, *(f"{key}={value}" for key, value in found.items())]) == config
 
 
-@pytest.mark.parametrize("verb", SCHEMAS)
-def test_every_option_of_every_group_is_there_and_no_group_of_others(verb: str) -> None:
-    lines = page(verb)
-    names = {field.name for field in fields(SCHEMAS[verb])}
+@pytest.mark.parametrize("command", SCHEMAS)
+def test_every_option_of_every_group_is_there_and_no_group_of_others(command: str) -> None:
+    lines = page(command)
+    names = {field.name for field in fields(SCHEMAS[command])}
     text = " ".join(" ".join(lines).split())
     first = {line.split()[0] for line in lines if line.strip()}
     for group, options in groups().items():
-        if group in names or (group in DESCRIBING and ("model" in names or verb in ("pretrain", "plan"))):
+        if group in names or (group in DESCRIBING and ("model" in names or command in ("pretrain", "plan"))):
             assert f"{group} {', '.join(options)}" in text
         else:
-            assert group not in first, f"{verb} has no group {group}"
+            assert group not in first, f"{command} has no group {group}"
 
 
 def parts(schema: type) -> Iterator[type]:
@@ -59,13 +60,13 @@ CLASSES = sorted({part for schema in SCHEMAS.values() for part in parts(schema)}
 
 
 @pytest.mark.parametrize("schema", CLASSES)
-def test_every_key_says_what_it_means(schema: type) -> None:
-    hints, said = get_type_hints(schema), meanings(schema)
+def test_every_key_has_a_meaning(schema: type) -> None:
+    hints, texts = get_type_hints(schema), meanings(schema)
     single = {field.name for field in fields(schema) if dataclass_of(hints[field.name]) is None}
-    assert not {name for name in single if not said.get(name)}
+    assert not {name for name in single if not texts.get(name)}
 
 
-def test_values_are_those_of_the_words_or_the_defaults_where_they_are_wrong() -> None:
+def test_values_are_those_under_the_overrides_or_the_defaults_where_those_are_wrong() -> None:
     demo = shown(page("pretrain", ["experiment=demo", "epochs=3"]))
     assert demo["epochs"] == "3"
     assert demo["data.mean"] == "[0.219]"
@@ -80,20 +81,20 @@ def test_lines_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = page("pretrain")
     assert max(map(len, lines)) <= min(columns, 110)
-    assert " ".join(" ".join(lines).split()).count("masked views are made of each image that is read") == 1
+    assert " ".join(" ".join(lines).split()).count("Masked views per image and step (K).") == 1
 
 
-def test_what_a_value_may_be_is_said_beside_it() -> None:
+def test_type_and_allowed_values_stand_beside_a_value() -> None:
     monotone = " ".join(" ".join(page("pretrain")).split())
     for line in (
-        "mask.views=2 (int, above 0) how many masked views",
+        "mask.views=2 (int, above 0) Masked views per image",
         "seed=0 (int, at least 0 and below 4294967296)",
         "mask.block=[2,2] (list of 2: int, at least 1)",
         "data.second_size=null (list of 2: int, at least 1 and at most 16384; or null)",
         "optim.no_decay=[] (list: text)",
         "data.root=null (path; or null)",
         "engine.compile=none (none | block | model)",
-        "data.flip=true (true | false) mirror images",
+        "data.flip=true (true | false) Random horizontal flip",
         "wandb=null (text; or null)",
     ):
         assert line in monotone

@@ -1,4 +1,4 @@
-"""The images of a run or of an evaluation."""
+"""Data configuration of pre-training and evaluation."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from dmjd.config.fields import choice, may_change, number, numbers, numbers_or_n
 
 @dataclass
 class DataConfig:
-    """Images.
+    """Data set and augmentation.
 
-    ``name``: a folder of images, tars (docs/data.md), or a small data set; auto is Fashion-MNIST, found or fetched, or
-    else digits.
-    ``root``: where the images are; a URL too for shards, several between "::" for stream.
-    ``image_size``: height and width that every image is brought to.
-    ``channels``: 1 or 3.
-    ``pad``: a black border in pixels, of small data sets.
-    ``check``: what is looked at before the first step: nothing, the headers of images, or all of them.
-    ``max_bad_percent``: how many training images may be bad, each with another in its place, before the run stops.
-    ``timeout``: minutes to wait for images while none arrives, also in evaluations; then the stacks of the workers are
-    written and the run ends. With several processes it must be below engine.step_timeout.
-    ``cache`` (shards behind a URL): a folder on a disk of the node, below TMPDIR if left out.
-    ``cache_gib`` (the same): its size in GiB.
-    ``samples`` (stream): how many images count as an epoch.
-    ``shuffle_buffer`` (stream): how many images a reader draws the next from.
-    ``crop_scale``: least and greatest area of a training crop, as parts of the image's.
-    ``crop_ratio``: least and greatest width / height of a training crop.
-    ``interpolation``: of crops to ``image_size``, antialiased.
-    ``crop_pct``: how much of an image's shorter side an evaluation sees, 0.875 being ImageNet's 224 of 256.
-    ``second_size``: that of the same crop for a target that reads another size, resampled by Lanczos as BEiT does; its
-    tokenizer says which.
-    ``flip``: mirror images, each with probability 1/2.
-    ``jitter``: the strength of random brightness, contrast and saturation, 0 for none.
-    ``mean`` and ``std``: of each channel, on the 0..1 scale.
+    name: Data set. folder: image files, in class folders or flat. shards: indexed tars (`dmjd shards build`). stream:
+        tars read front to back (docs/data.md). fashion_mnist, digits: small data sets. auto: Fashion-MNIST if it is
+        found or can be downloaded, else digits.
+    root: Folder of the images. shards: also a URL. stream: paths, URLs or pipe: commands, joined by "::".
+    image_size: Height and width of the model's input, in pixels.
+    channels: Image channels, 1 (grey) or 3 (RGB).
+    pad: Black border added on each side, in pixels (fashion_mnist, digits).
+    check: Validation of the training images before the first step. none; header: read every file's header; decode:
+        decode every image.
+    max_bad_percent: Stop the run if more than this percentage of the training images is unreadable. Each unreadable
+        image is replaced by another one.
+    timeout: Minutes to wait for the next batch, in evaluations too. Then the loader workers' stack traces are written
+        and the run stops. With several processes it must be below engine.step_timeout.
+    cache: (shards at a URL) Folder on a local disk for downloaded shards. Default: below TMPDIR.
+    cache_gib: (shards at a URL) Size limit of the cache, in GiB.
+    samples: (stream) Images per epoch.
+    shuffle_buffer: (stream) Shuffle buffer of each reader, in images.
+    crop_scale: RandomResizedCrop scale: smallest and largest crop area, as fractions of the image's area.
+    crop_ratio: RandomResizedCrop ratio: smallest and largest aspect ratio (width / height).
+    interpolation: Interpolation (antialiased) that resizes crops to image_size.
+    crop_pct: Center crop of evaluations, as a fraction of the image's shorter side. 0.875 is a 224-pixel crop of an
+        image resized to 256.
+    second_size: Height and width of a second copy of the same crop, for targets that read another input size (dvae:
+        112 for 224). Resized with Lanczos, as in BEiT.
+    flip: Random horizontal flip with probability 0.5.
+    jitter: Color jitter strength of brightness, contrast and saturation. 0 disables it.
+    mean: Per-channel mean for normalisation, for pixel values in 0..1.
+    std: Per-channel standard deviation for normalisation, for pixel values in 0..1.
     """
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
-    root: str | None = may_change(path(between="::"), where="shards")  # checkpoints know which images it holds
+    root: str | None = may_change(path(between="::"), where="shards")  # checkpoints store which images it holds
     image_size: list[int] = numbers(224, 224, length=2, least=1, most=16_384)
     channels: int = positive(3)
     pad: int = number(0, least=0)

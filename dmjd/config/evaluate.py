@@ -1,4 +1,4 @@
-"""What is made of a checkpoint: scores, and files for others."""
+"""Evaluation, export and conversion of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dmjd.config.pretrain import PretrainConfig
 
 @dataclass
 class EncoderConfig:
-    """A trained encoder, and where to put what is made of it.
+    """A trained encoder to evaluate or export.
 
-    What model a file is of, ``experiment=NAME`` says, and ``backbone.KEY=VALUE`` beside it: they become ``model``.
+    For a file of weights, experiment=NAME and backbone.KEY=VALUE describe the model that the file holds.
 
-    ``checkpoint``: a run folder, one of its checkpoints, or a file of weights, of ours or of another code base.
-    ``output``: where to put it, by default beside the checkpoint.
-    ``weights``: those of the last step, those that the run began with, or the average that ema_decay keeps.
+    checkpoint: Run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of another
+        code base.
+    output: Output path. Default: beside the checkpoint.
+    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
+        (needs a run with ema_decay).
     """
 
     checkpoint: str = path("???")
@@ -28,12 +30,13 @@ class EncoderConfig:
 
 @dataclass
 class ScoreConfig(EncoderConfig):
-    """What frozen features are judged by.
+    """Evaluation of frozen features.
 
-    ``output``: a folder for the score, by default the run's; a file's is named like it, without its suffix.
-    ``pooling``: the patch tokens' mean, or the cls token.
-    ``train_images``: use at most that many, evenly spaced.
-    ``root``: where the images are, if no longer where the run read them; ``data.root=`` without ``data=`` sets it.
+    output: Folder of the score's JSON file. Default: the run folder; for a file of weights, a folder named like the
+        file without its suffix.
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    train_images: Maximum number of training images, evenly spaced. null: all.
+    root: Folder of the images, if they have moved since pre-training. data.root=DIR without data=NAME sets this key.
     """
 
     pooling: str = choice("mean", "cls")
@@ -43,11 +46,13 @@ class ScoreConfig(EncoderConfig):
 
 @dataclass
 class KnnConfig(ScoreConfig):
-    """Weighted kNN on frozen features.
+    """Weighted k-nearest-neighbour classification on frozen features.
 
-    ``neighbours``: how many vote. ``temperature``: of their votes.
-    ``batch_size``: images encoded at once.
-    ``workers``: processes that load images. ``device``: auto is a GPU where there is one.
+    neighbours: Number of neighbours (k).
+    temperature: Softmax temperature of the neighbours' cosine similarities.
+    batch_size: Images per forward pass.
+    workers: DataLoader workers.
+    device: auto: CUDA if available, else CPU.
     """
 
     neighbours: int = positive(20)
@@ -60,15 +65,19 @@ class KnnConfig(ScoreConfig):
 
 @dataclass
 class LinprobeConfig(ScoreConfig):
-    """MAE's linear probe: affine-free BatchNorm and a linear layer on frozen features, trained with LARS.
+    """Linear probe as in MAE: BatchNorm without affine parameters and a linear layer on frozen features, trained with
+    LARS.
 
-    ``epochs``: of the probe. ``warmup_epochs``: those in which its learning rate grows.
-    ``base_lr``: the highest learning rate, for 256 images a step.
-    ``batch_size``: images a step.
-    ``augment``: draw a new crop and flip of every image in each epoch; without it features are computed once.
-    ``crop_scale``: least and greatest area of a crop, MAE's; ``data.crop_scale`` is pre-training's and not read here.
-    ``seed``: of weights, order and crops.
-    ``workers``: processes that load images. ``device``: auto is a GPU where there is one.
+    epochs: Training epochs of the probe.
+    warmup_epochs: Epochs of linear learning-rate warm-up.
+    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256.
+    batch_size: Images per step.
+    augment: Train on a new random crop and flip of each image in every epoch. false: compute the features once.
+    crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale
+        belongs to pre-training and is ignored here.
+    seed: Random seed of initialisation, sample order and crops.
+    workers: DataLoader workers.
+    device: auto: CUDA if available, else CPU.
     """
 
     epochs: int = positive(90)
@@ -85,10 +94,10 @@ class LinprobeConfig(ScoreConfig):
 
 @dataclass
 class ExportConfig(EncoderConfig):
-    """An encoder as safetensors for timm.
+    """Export an encoder to safetensors for timm.
 
-    ``output``: a file, by default ``RUN/export/encoder-....safetensors``.
-    ``dtype``: what its tensors are rounded to.
+    output: Output file. Default: RUN/export/encoder-....safetensors.
+    dtype: Data type of the exported tensors.
     """
 
     dtype: str = choice("fp32", "bf16", "fp16")
@@ -96,36 +105,41 @@ class ExportConfig(EncoderConfig):
 
 @dataclass
 class ConsolidateConfig:
-    """A checkpoint in one safetensors file.
+    """Merge a sharded checkpoint into one safetensors file.
 
-    ``checkpoint``: a run folder, or one of its checkpoints.
-    ``output``: a file, by default a part of the checkpoint itself.
+    checkpoint: Run folder (its newest checkpoint) or a checkpoint folder.
+    output: Output file. Default: a file inside the checkpoint.
     """
 
     checkpoint: str = path("???")
     output: str | None = path()
 
 
-# Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
+# Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
 _LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
 
 
 @dataclass
 class ConvertConfig:
-    """A checkpoint of one code base for another (docs/checkpoints.md).
+    """Convert a checkpoint between code bases (docs/checkpoints.md).
 
-    ``input``: a file, or a run folder or checkpoint of ours. ``output``: a file, whose suffix tells its format.
-    ``source``: the layout of the input; auto tells it by its names. ``to``: the layout of the output.
-    ``grid``: height and width in tokens, to which positions and relative position biases are interpolated.
-    ``source_grid``: that of the input, where it is not square, or its rows may be of ``grid`` as well.
-    ``bias_tables``: one for all blocks or one each; auto is what the target's models expect.
-    ``unknown``: what to do with names that the source's layout does not have.
+    input: File of weights, or a dmjd run folder or checkpoint.
+    output: Output file. Its suffix sets the format: .safetensors, .pth or .pt.
+    source: Layout of the input. auto: detected from the parameter names.
+    to: Layout of the output.
+    grid: Height and width in tokens to which position embeddings and relative position biases are interpolated. null:
+        keep.
+    source_grid: Height and width in tokens of the input's position embeddings, needed only if they are not square and
+        learned.
+    bias_tables: Relative position biases. shared: one table for all blocks. per_block: one table per block. auto: the
+        output layout's usual form.
+    unknown: Parameter names that the source layout does not have. refuse: stop with an error. drop: leave them out.
     """
 
     input: str = path("???")
     output: str = path("???")
     source: str = choice("auto", *_LAYOUTS)
-    to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
+    to: str = choice(*_LAYOUTS)  # not "target": Hydra would take it for the config group
     grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     bias_tables: str = choice("auto", "shared", "per_block")

@@ -1,4 +1,4 @@
-"""What is learned: masks, backbone, method and target."""
+"""Model configuration: masking, backbone, method and target."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ TARGETS = ["hog", "pixels", "clip", "dvae", "vqkd", "teacher"]
 
 @dataclass
 class MaskConfig:
-    """Disjoint masking; the fields are those of ``dmjd.masking.MaskSpec``.
+    """Masking.
 
-    ``views``: how many masked views are made of each image that is read, the paper's K.
-    ``pattern``: what is hidden: single tokens, squares of ``block`` tokens, or BEiT's rectangles.
-    ``block``: height and width of a hidden unit in tokens, for the pattern of that name.
-    ``mask_ratio``: the part of a view's tokens that is hidden, m_corr.
-    ``pred_ratio``: the part of an image's tokens that all views together hide, m_pred; left out, as many as can be.
-    ``regulation``: disjoint views hide new ground first, none draws each alone, complementary ones keep no token twice.
-    ``rounding``: of rates to counts: exact on the decimals that are typed, or as the official code rounds.
-    ``count``: hidden units of a view, in place of ``mask_ratio``.
-    ``loss_ratio``: the part of the tokens that the loss is taken on, with one view; left out, those hidden.
+    pred_ratio sets which tokens the views mask together; loss_ratio sets, for one view, where the loss is computed.
+    Set at most one of them.
+
+    views: Masked views per image and step (K).
+    pattern: Shape of a masked unit. block: rectangle of `block` tokens. uniform: single tokens. beit: BEiT's random
+        rectangles.
+    block: (block) Height and width of a masked unit, in tokens.
+    mask_ratio: Fraction of the tokens masked in each view (m_corr).
+    pred_ratio: Fraction of the tokens masked in at least one view (m_pred). null: the largest possible, min(1, views
+        * mask_ratio) for disjoint views.
+    regulation: Relation between the views of an image. disjoint: a view first masks tokens that no earlier view
+        masked. none: views are independent. complementary: no token is visible in two views.
+    rounding: Rounding of ratios to token counts. exact: round the typed decimals. official: as the official DMJD
+        code.
+    count: Masked units per view; overrides mask_ratio. null: use mask_ratio.
+    loss_ratio: (views=1) Fraction of the tokens on which the loss is computed. null: the masked tokens.
     """
 
     views: int = positive(2)
@@ -41,9 +48,11 @@ class MaskConfig:
 
 @dataclass
 class ConvStagesConfig:
-    """The two convolution stages of a ConViT, at strides 4 and 8.
+    """Convolution stages 1 and 2 of ConvViT, at strides 4 and 8.
 
-    ``embed_dims``: channels of each. ``depths``: blocks of each. ``mlp_ratios``: hidden width / width of each.
+    embed_dims: Channels of each stage.
+    depths: Blocks of each stage.
+    mlp_ratios: MLP hidden width / channels, of each stage.
     """
 
     embed_dims: list[int] = numbers(256, 384, length=2, above=0)
@@ -53,9 +62,11 @@ class ConvStagesConfig:
 
 @dataclass
 class WindowsConfig:
-    """The stages of a Swin, at strides 4, 8, 16 and 32.
+    """The four stages of Swin, at strides 4, 8, 16 and 32.
 
-    ``depths``: blocks of each stage. ``num_heads``: heads of each stage. ``size``: the side of a window in tokens.
+    depths: Blocks of each stage.
+    num_heads: Attention heads of each stage.
+    size: Window size, in tokens.
     """
 
     depths: list[int] = numbers(2, 2, 18, 2, length=4, above=0)
@@ -65,23 +76,23 @@ class WindowsConfig:
 
 @dataclass
 class BackboneConfig:
-    """The encoder.
+    """Encoder. For convvit, embed_dim, depth, num_heads and mlp_ratio belong to stage 3 (a ViT).
 
-    For convvit, width, depth, heads and MLP ratio are those of its third stage, a ViT.
-
-    ``name``: a ViT, ConvMAE's ConViT, or a Swin.
-    ``patch_size``: the side of a token in pixels; 16 for convvit and 32 for swin.
-    ``embed_dim``: width of a token; of swin, of the last stage, which is one token wide.
-    ``depth``: blocks; those of swin are in ``windows``.
-    ``num_heads``: heads of attention; those of swin are in ``windows``.
-    ``mlp_ratio``: hidden width of an MLP / width.
-    ``class_token`` (vit): put a cls token before the others.
-    ``masked_tokens``: leave hidden tokens out, or put a mask token in their place.
-    ``drop_path``: the rate at which branches of the last block are left out; it grows with depth (not swin).
-    ``positions`` (vit): fixed, learned, or BEiT's bias of attention by relative position, shared by all blocks.
-    ``block`` (vit): timm's, or BEiT's, whose keys have no bias and whose branches ``layer_scale`` may scale.
-    ``layer_scale``: what the scales of BEiT's branches begin with; left out, there are none.
-    ``multi_scale`` (convvit): add the outputs of the stages before the third to the encoder's.
+    name: Architecture. vit: ViT. convvit: ConvMAE's convolution and ViT stages. swin: Swin.
+    patch_size: Pixels per token side. Must be 16 for convvit and 32 for swin.
+    embed_dim: Embedding dimension. swin: of the last stage.
+    depth: Transformer blocks. swin: set by windows.depths.
+    num_heads: Attention heads. swin: set by windows.num_heads.
+    mlp_ratio: MLP hidden width / embedding dimension.
+    class_token: (vit) Prepend a cls token.
+    masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
+        learned embedding (BEiT, SimMIM).
+    drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth (vit, convvit).
+    positions: (vit) Position encoding. sincos: fixed sine-cosine. learned. relative: BEiT's relative position bias,
+        shared by all blocks.
+    block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
+    layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
+    multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
     """
 
     name: str = choice_of(BACKBONES)
@@ -103,10 +114,14 @@ class BackboneConfig:
 
 @dataclass
 class DecoderConfig:
-    """The masked branch.
+    """Decoder of the masked tokens (mask prediction branch).
 
-    ``name``: MAE's transformer decoder, or a linear head on the encoder's mask tokens.
-    ``dim``: width. ``depth``: blocks. ``num_heads``: heads of attention. ``mlp_ratio``: hidden width of an MLP / width.
+    name: mae: transformer decoder. linear: linear layer on the encoder's mask tokens (needs
+        backbone.masked_tokens=mask_token).
+    dim: (mae) Embedding dimension.
+    depth: (mae) Transformer blocks.
+    num_heads: (mae) Attention heads.
+    mlp_ratio: (mae) MLP hidden width / embedding dimension.
     """
 
     name: str = choice("mae", "linear")
@@ -118,10 +133,11 @@ class DecoderConfig:
 
 @dataclass
 class VisibleBranchConfig:
-    """The visible distillation branch.
+    """Visible distillation branch: a second loss, on the visible tokens.
 
-    ``enabled``: whether there is one. ``width``: of its projector.
-    ``projector``: three layers with LayerNorm and GELU, or one linear layer.
+    enabled: Use this branch.
+    width: Hidden width of the projector.
+    projector: nonlinear: three layers with LayerNorm and GELU. linear: one layer.
     """
 
     enabled: bool = True
@@ -131,12 +147,12 @@ class VisibleBranchConfig:
 
 @dataclass
 class MethodConfig:
-    """What is learned from the views.
+    """Loss and heads.
 
-    ``name``: of the method, for people.
-    ``mim_loss``: of what the masked branch predicts; cross_entropy for targets that are codes, and for them alone.
-    ``mim_weight``: the paper's lambda.
-    ``initialisation``: whose weights the model starts from.
+    name: Name of the method, for logs and reports only.
+    mim_loss: Loss on masked tokens. cross_entropy if and only if the target is a class index (dvae, vqkd).
+    mim_weight: Weight of that loss beside the visible branch's (the paper's lambda).
+    initialisation: Weight initialisation, as in that method's official code.
     """
 
     name: str = "dmjd"
@@ -149,22 +165,25 @@ class MethodConfig:
 
 @dataclass
 class TargetConfig:
-    """What is predicted.
+    """Prediction target.
 
-    ``name``: histograms of gradients, pixels, features (clip, teacher) or visual codes (dvae, vqkd).
-    ``norm``: none or patch for pixels; none, l2 or layernorm for HOG; none or layernorm for features.
-    ``cell`` (hog): its side in pixels, half a patch if left out.
-    ``bins`` (hog): orientations of a cell.
-    ``flavour`` (hog): whose conventions; MaskFeat's go with norm l2.
-    ``unbiased`` (pixels): whether norm patch takes the variance that MAE uses.
-    ``weights`` (clip, dvae, vqkd): a file on this machine; nothing is ever downloaded.
-    ``model`` (clip): open_clip's name of what the file holds.
-    ``dim`` (clip): the width of its features.
-    ``layer`` (clip): the block whose features they are, counted from 0, or from the last with -1.
-    ``ln_post`` (clip): apply its last norm.
-    ``projected`` (clip): apply what maps to the space of texts.
-    ``codes`` (dvae, vqkd): how many there are.
-    ``layers`` (teacher): how many of the last blocks are averaged; the teacher is the average that ``ema_decay`` keeps.
+    name: hog: histograms of oriented gradients. pixels. clip: CLIP features. dvae: codes of DALL-E's dVAE. vqkd:
+        codes of BEiT v2. teacher: features of the encoder's EMA, as in data2vec.
+    norm: Normalisation of the target. pixels: none | patch. hog: none | l2 | layernorm. clip, teacher: none |
+        layernorm.
+    cell: (hog) Cell size in pixels. null: half a patch.
+    bins: (hog) Orientation bins per cell.
+    flavour: (hog) Variant. dmjd, maskfeat (with norm=l2), maskfeat_gauss: as those codes. skimage: as
+        skimage.feature.hog.
+    unbiased: (pixels, norm=patch) Divide by the unbiased variance, as MAE.
+    weights: (clip, dvae, vqkd) Local file of the target model's weights. Nothing is downloaded.
+    model: (clip) open_clip model name of the weights.
+    dim: (clip) Feature dimension.
+    layer: (clip) Index of the block whose output is used; -1 is the last.
+    ln_post: (clip) Apply the final LayerNorm.
+    projected: (clip) Apply the projection to the image-text space.
+    codes: (dvae, vqkd) Codebook size.
+    layers: (teacher) Number of last blocks whose outputs are averaged. Needs ema_decay.
     """
 
     name: str = choice_of(TARGETS)

@@ -1,4 +1,4 @@
-"""A pre-training run, and the plan of one."""
+"""Configuration of ``dmjd pretrain`` and ``dmjd plan``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 @dataclass
 class OnlineKnnConfig:
-    """Weighted kNN while a run is under way.
+    """kNN evaluation during pre-training.
 
-    ``every_epochs``: how often; 0 for never.
-    ``train_images``: use at most that many, evenly spaced.
-    ``neighbours``: how many vote. ``temperature``: of their votes.
-    ``pooling``: the patch tokens' mean, or the cls token.
-    ``warn_drop``: how many points below the best score so far are worth a warning.
+    every_epochs: Epochs between evaluations. 0 disables them.
+    train_images: Maximum number of training images, evenly spaced.
+    neighbours: Number of neighbours (k).
+    temperature: Softmax temperature of the neighbours' cosine similarities.
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    warn_drop: Warn if the accuracy falls this many percentage points below the best so far.
     """
 
     every_epochs: int = number(0, least=0)
@@ -32,32 +33,31 @@ class OnlineKnnConfig:
 
 @dataclass
 class PretrainConfig:
-    """A pre-training run.
+    """Pre-training.
 
-    ``run``: the folder of the run, which is continued where there is one.
-    ``seed``: of all that is random.
-    ``epochs``: how often each image is read.
-    ``batch_size``: unique images a step over all processes, each of which gives K views.
-    ``ema_decay``: keep an average of the encoder.
-    ``workers``: processes that load images, for each process of the run.
-    ``resume``: auto continues from the newest checkpoint of ``run``; never refuses a folder that has one.
-    ``init``: a checkpoint, or a file of weights of any known code base, to begin from where the run folder has no
-    checkpoint of its own.
-    ``log_every``: steps between lines of the log.
-    ``checkpoint_every``: steps between checkpoints.
-    ``keep_checkpoints``: how many of the newest are kept.
-    ``keep_every``: keep those of every such step for ever.
-    ``checkpoint_async``: write them while training goes on, from a copy in the host's memory.
-    ``time_budget``: after this, H:MM:SS or D-HH:MM:SS, a launch saves and stops; auto, before its Slurm job ends; null,
-    never.
-    ``time_margin``: how many seconds before the end of the job, for auto.
-    ``lock_wait``: seconds a Slurm job waits for another process that holds the run folder, such as one on a node that
-    was cut off.
-    ``tensorboard``: write its files into the run folder.
-    ``wandb``: a Weights & Biases project.
-    ``profile``: steps:10-14 has torch's profiler watch these steps.
-    ``profile_ranks``: on rank 0 or on all.
-    ``memory_history``: keep the stacks of allocations for the snapshot that running out of memory on CUDA leaves.
+    run: Run folder. If it holds a run, that run is resumed.
+    seed: Random seed.
+    epochs: Passes over the training images.
+    batch_size: Images per step over all processes; each gives mask.views masked views.
+    ema_decay: Decay of an exponential moving average of the encoder's weights. null: no average.
+    workers: DataLoader workers per process.
+    resume: auto: continue from the newest checkpoint in the run folder. never: stop with an error if there is one.
+    init: Checkpoint or file of weights (any known code base) to initialise from. Ignored when resuming.
+    log_every: Steps between log lines.
+    checkpoint_every: Steps between checkpoints.
+    keep_checkpoints: Number of newest checkpoints to keep.
+    keep_every: Also keep every checkpoint whose step is a multiple of this. null: none.
+    checkpoint_async: Write checkpoints in the background, from a copy in host memory.
+    time_budget: Save a checkpoint and stop after this time, H:MM:SS or D-HH:MM:SS. auto: before the Slurm job's time
+        limit. null: never.
+    time_margin: (time_budget=auto) Seconds before the job's time limit at which to stop.
+    lock_wait: Seconds a Slurm job waits for another process that has locked the run folder, for example on a node
+        that lost its network.
+    tensorboard: Write TensorBoard event files to the run folder.
+    wandb: Weights & Biases project. null: off.
+    profile: Steps to record with torch.profiler, as steps:FIRST-LAST, for example steps:10-14. null: off.
+    profile_ranks: Ranks to profile. main: rank 0. all: every rank.
+    memory_history: Record allocation stack traces for the memory snapshot that a CUDA out-of-memory error writes.
     """
 
     run: str = may_change(path("runs/pretrain", of="a folder"))
@@ -94,11 +94,13 @@ class PretrainConfig:
 
 @dataclass
 class PlanConfig(PretrainConfig):
-    """What a pre-training run would take.
+    """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
 
-    ``gpus``: how many. ``gpu``: of which kind. ``gpus_per_node``: how many to a host.
-    ``images``: the size of the training set, by default ImageNet-1k's.
-    ``mfu``: per cent of the GPU's peak.
+    gpus: Number of GPUs.
+    gpu: GPU model.
+    gpus_per_node: GPUs per node.
+    images: Training images. Default: ImageNet-1k's.
+    mfu: Assumed model FLOPs utilisation, in percent of the GPU's peak.
     """
 
     gpus: int = positive(1)

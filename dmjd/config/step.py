@@ -1,4 +1,4 @@
-"""How a step updates the weights, how it is computed, and what is done where it goes wrong."""
+"""Optimizer, engine and guard: how a step is computed and how failed steps are handled."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from dataclasses import dataclass, field
 
 from dmjd.config.fields import choice, number, numbers, path, positive
 
-_FP16 = "needs a loss scale and skips steps to find one; bf16 has the range of fp32 and needs none"
+_FP16 = "needs loss scaling, which skips steps; use bf16, which has the range of fp32"
 
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning rate.
+    """AdamW and learning-rate schedule.
 
-    ``base_lr``: the highest learning rate, before ``lr_rule``.
-    ``lr_rule``: adaptive is the paper's Eq. 4, ``base_lr * batch_size * m_pred / m_corr / 256``, classic is
-    ``base_lr * K * batch_size / 256``.
-    ``lr_rates``: nominal, the rates as asked for (.6), or exact, as the integer counts give them (30/49).
-    ``schedule``: half a cosine to ``min_lr``, or a tenth after each epoch of ``milestones``; a linear warm-up before.
-    ``milestones``: epochs, for multistep.
-    ``min_lr``: where the cosine ends, as it is, not by ``lr_rule``.
-    ``warmup_lr``: where the warm-up begins, likewise.
-    ``warmup_epochs``: how long it lasts.
-    ``weight_decay``: of matrices, convolutions and tokens; biases and norms are left alone.
-    ``betas``: how slowly the averages of gradients and of their squares forget.
-    ``eps``: added to the root of the latter.
-    ``clip_grad``: the most that the norm of all gradients may be; left out, they are not clipped.
-    ``no_decay``: parameters that weight decay leaves alone as well, by the last part of their names.
+    base_lr: Base learning rate; lr_rule gives the peak learning rate.
+    lr_rule: Peak learning rate. adaptive (the paper's Eq. 4): base_lr * batch_size * m_pred / m_corr / 256. classic:
+        base_lr * views * batch_size / 256.
+    lr_rates: Mask ratios used by lr_rule=adaptive. nominal: as configured (.6). exact: from integer token counts
+        (30/49).
+    schedule: After a linear warm-up, cosine: decay to min_lr. multistep: multiply by 0.1 after each of the
+        milestones.
+    milestones: (multistep) Epochs.
+    min_lr: (cosine) Final learning rate; not scaled by lr_rule.
+    warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
+    warmup_epochs: Epochs of warm-up.
+    weight_decay: Weight decay of matrices, convolutions and token embeddings; not of biases and norms.
+    betas: AdamW betas.
+    eps: AdamW epsilon.
+    clip_grad: Maximum gradient norm. null: no clipping.
+    no_decay: Further parameters without weight decay, by the last component of their name (cls_token, pos_embed).
     """
 
     base_lr: float = positive(1.5e-4)
@@ -46,29 +48,35 @@ class OptimConfig:
 
 @dataclass
 class EngineConfig:
-    """How a step is computed (docs/engines.md).
+    """Parallelism, precision and compilation (docs/engines.md).
 
-    ``name``: one process; whole copies that average gradients; slices (FSDP2), or copies of them; DeepSpeed's stages.
-    ``device``: auto is a GPU where there is one.
-    ``precision``: of computation; parameters, gradients and moments are fp32. auto is bf16 on GPUs.
-    ``grad_accum_steps``: micro-batches that make one step of ``batch_size`` images.
-    ``activation_checkpointing``: recompute in the backward pass nothing, each block's MLP, all of a block but its
-    matrix products, attention and convolutions, or whole blocks.
-    ``compile``: transformer blocks one by one, or the whole model as one graph, which is faster and starts later.
-    ``cuda_graphs`` (single, ddp): replay what is compiled as CUDA graphs, for steps that the host is the bound of.
-    ``reshard_after_forward`` (fsdp, hsdp): drop a block's gathered parameters until its backward pass.
-    ``blocks_per_unit`` (fsdp, hsdp): consecutive blocks whose parameters are gathered, and gradients reduced, at once.
-    ``bucket_mb`` (ddp): MiB of gradients reduced at once; left out, 400 on one host and 25 across hosts.
-    ``replicas`` (hsdp): copies of the sharded model, one on each host if left out.
-    ``offload_optimizer`` (zero1, zero2, zero3): AdamW runs in the host's memory.
-    ``deepspeed_config`` (zero1, zero2, zero3): a JSON file of DeepSpeed's keys that are not ours to decide.
-    ``start_timeout``: minutes a rank waits for the others until the first step is done.
-    ``step_timeout``: minutes a rank waits for the others in a later step.
+    name: single: one process. ddp: DistributedDataParallel. fsdp: FSDP2. hsdp: FSDP2 within replicas. zero1-zero3:
+        DeepSpeed ZeRO stages.
+    device: auto: CUDA if available, else CPU.
+    precision: Autocast data type. auto: bf16 on CUDA, fp32 on the CPU. Parameters, gradients and optimizer state are
+        fp32.
+    grad_accum_steps: Micro-batches per optimizer step; batch_size is their sum.
+    activation_checkpointing: Activations recomputed in the backward pass. none. mlp: MLPs. selective: all but the
+        outputs of matrix products, attention and convolutions. full: whole blocks.
+    compile: torch.compile. none. block: each block by itself, short compilation. model: the whole model as one graph,
+        faster steps and longer compilation.
+    cuda_graphs: (single, ddp) Capture compiled regions as CUDA graphs; helps CPU-bound steps (small batches). Needs
+        compile.
+    reshard_after_forward: (fsdp, hsdp) Free gathered parameters after the forward pass and gather them again in the
+        backward pass. false: more memory, less communication.
+    blocks_per_unit: (fsdp, hsdp) Consecutive blocks per FSDP unit, gathered and reduced together.
+    bucket_mb: (ddp) Gradient bucket size in MiB. null: 400 on one host, 25 on several.
+    replicas: (hsdp) Number of replicas of the sharded model; must divide the number of processes. null: one per host.
+    offload_optimizer: (zero1, zero2, zero3) Keep optimizer state and run AdamW in host memory.
+    deepspeed_config: (zero1, zero2, zero3) JSON file with further DeepSpeed settings. Keys that dmjd sets itself are
+        rejected.
+    start_timeout: Minutes a rank waits for the others, up to the end of the first step.
+    step_timeout: Minutes a rank waits for the others in later steps.
     """
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     device: str = choice("auto", "cpu", "cuda")
-    precision: str = choice("auto", "fp32", "bf16", refused={"fp16": _FP16})
+    precision: str = choice("auto", "fp32", "bf16", rejected={"fp16": _FP16})
     grad_accum_steps: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
@@ -85,19 +93,19 @@ class EngineConfig:
 
 @dataclass
 class GuardConfig:
-    """What is done about steps that go wrong (docs/robustness.md); a run without any does not depend on it.
+    """Handling of non-finite losses and loss spikes (docs/robustness.md).
 
-    A step whose loss or gradient is not finite is skipped. Too many of them roll the run back to a checkpoint, and it
-    passes over the batches that led there, or stops.
+    A step with a non-finite loss or gradient is skipped. Too many of them roll the run back to a checkpoint and skip
+    the batches that led there. Without such steps the results do not depend on these keys.
 
-    ``max_skips``: more than so many in ``window`` steps roll back.
-    ``window``: how many steps are looked back upon.
-    ``margin``: go back to a checkpoint from so many steps before the first bad one, or more, and pass over the batches
-    from so many steps before it on.
-    ``max_rollbacks``: what would be the next stops the run; with this and ``max_skips`` at 0 the first bad step does.
-    ``spike``: also roll back after ``spike_steps`` losses in a row that are so many standard deviations above the
-    median of the last ``window``; null: a loss may be as high as it likes.
-    ``spike_steps``: how many of them.
+    max_skips: Roll back after more than this many skipped steps within the window.
+    window: Window in steps, for max_skips and spike.
+    margin: Roll back to a checkpoint at least this many steps before the first bad step, and skip the batches from
+        that many steps before it.
+    max_rollbacks: Abort after this many rollbacks. 0 together with max_skips=0 aborts at the first non-finite step.
+    spike: Also roll back when the loss exceeds the window's median by this many standard deviations for spike_steps
+        steps in a row. null: off.
+    spike_steps: Consecutive steps for spike.
     """
 
     max_skips: int = number(3, least=0)
