@@ -164,7 +164,7 @@ def _convert(words: Sequence[str]) -> None:
 
 def _shards(words: Sequence[str]) -> None:
     """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
-    from dmjd.data.shards.verbs import run
+    from dmjd.data.shards.commands import run
 
     for line in run(words):
         print(line)
@@ -360,9 +360,9 @@ def _help(verb: str, words: Sequence[str]) -> str:
 
         lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
     if verb == "shards":
-        from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
+        from dmjd.data.shards.commands import COMMANDS as SHARD_COMMANDS
 
-        lines += ["", *(f"  dmjd shards {shard_verb.usage}" for shard_verb in SHARD_VERBS.values())]
+        lines += ["", *(f"  dmjd shards {command.usage}" for command in SHARD_COMMANDS.values())]
     return "\n".join(lines)
 
 
