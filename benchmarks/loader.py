@@ -45,11 +45,11 @@ from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import StepBatches
-from dmjd.data.shards.build import build
+from dmjd.data.shards.build import build_shards
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.index import load
 from dmjd.data.shards.local import OpenFiles
-from dmjd.data.shards.plan import shard_plan
+from dmjd.data.shards.sampler import shard_sampler
 from dmjd.masking import MaskSpec
 
 BATCH, CROP, GRID = 64, RandomResizedCrop((224, 224)), (14, 14)
@@ -75,7 +75,7 @@ def write_images(root: Path, count: int) -> float:
                 os.link(path, link)
             tar.write({"__key__": f"{number:05d}", "jpg": file, "cls": number % 2})
     for name in ("folder", "copies"):
-        build(str(root / name), str(root / "shards" / name), workers=1, shard_mb=64)
+        build_shards(str(root / name), str(root / "shards" / name), workers=1, shard_mb=64)
     return sum(map(len, files)) / count / 1000
 
 
@@ -102,8 +102,8 @@ def webdataset_epoch(root: Path) -> Epoch:
 
 
 def our_epoch(dataset: ImageDataset, views: int) -> Epoch:
-    plan = shard_plan(dataset.sizes, BATCH) if isinstance(dataset, ShardDataset) else None
-    batches = StepBatches(dataset, BATCH, CROP, seed=0, plan=plan)
+    sampler = shard_sampler(dataset.sizes, BATCH) if isinstance(dataset, ShardDataset) else None
+    batches = StepBatches(dataset, BATCH, CROP, seed=0, sampler=sampler)
     spec = MaskSpec(views=views, mask_ratio=0.6 if views < 4 else 0.75)
 
     def epoch() -> Iterator[Any]:
@@ -206,7 +206,7 @@ def measure_memory(table: Table, root: Path) -> None:
         folder = ImageFolder(str(root / "small"), "train", 3, check="none")
         return len(folder), lambda index: (folder.image(index), folder.label(index))
 
-    build(str(root / "small"), str(root / "shards" / "small"), workers=1, shard_mb=1)
+    build_shards(str(root / "small"), str(root / "shards" / "small"), workers=1, shard_mb=1)
 
     def our_shards() -> tuple[int, Callable[[int], Any]]:
         dataset = shards(root / "shards" / "small")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from skimage import data
 
-from dmjd.data.shards.build import build
+from dmjd.data.shards.build import build_shards
 from dmjd.data.shards.pool import available_workers, each
 
 NOISE, QUALITY = 10.0, 95
@@ -49,4 +49,4 @@ def write_shards(folder: Path, images: int) -> None:
             (source / f"{number:06d}.jpg").write_bytes(file)
         for number in range(DIFFERENT, images):
             os.link(source / f"{number % DIFFERENT:06d}.jpg", source / f"{number:06d}.jpg")
-        build(scratch, str(folder), workers, shard_mb=64)
+        build_shards(scratch, str(folder), workers, shard_mb=64)

@@ -162,7 +162,7 @@ def _convert(arguments: Sequence[str]) -> None:
 
 def _shards(arguments: Sequence[str]) -> None:
     """Build, index and verify webdataset tars: dmjd shards build|index|verify|stat|show"""
-    from dmjd.data.shards.verbs import run
+    from dmjd.data.shards.commands import run
 
     for line in run(arguments):
         print(line)
@@ -357,9 +357,9 @@ def _help(command: str, arguments: Sequence[str]) -> str:
 
         lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
     if command == "shards":
-        from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
+        from dmjd.data.shards.commands import COMMANDS as SHARD_COMMANDS
 
-        lines += ["", *(f"  dmjd shards {shard_verb.usage}" for shard_verb in SHARD_VERBS.values())]
+        lines += ["", *(f"  dmjd shards {shard_command.usage}" for shard_command in SHARD_COMMANDS.values())]
     return "\n".join(lines)
 
 

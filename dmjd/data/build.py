@@ -1,4 +1,4 @@
-"""From the ``data`` group of the configuration to a data set."""
+"""Build data sets, crops and batches from the ``data`` section of the configuration."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from typing import Literal, cast, overload
 from dmjd.config import DataConfig
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
-from dmjd.data.digits import Digits
 from dmjd.data.fetch import fashion_mnist_folder
 from dmjd.data.folder import Check, ImageFolder
-from dmjd.data.idx import FashionMnist
 from dmjd.data.loader import Ahead, StepBatches
 from dmjd.data.shards.cache import GIB, ShardCache
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.index import ShardSet, load_splits
 from dmjd.data.shards.local import check_files
 from dmjd.data.shards.location import is_remote
-from dmjd.data.shards.plan import shard_plan
 from dmjd.data.shards.prefetch import Prefetch
-from dmjd.data.stream.batches import StreamBatches
-from dmjd.data.stream.source import TarStream
+from dmjd.data.shards.sampler import shard_sampler
+from dmjd.data.small import Digits, FashionMnist
+from dmjd.data.stream.batches import StreamBatches, TarStream
 from dmjd.data.stream.tars import PIPE
 from dmjd.errors import ConfigError, DataError
 from dmjd.files import private_folder
@@ -31,23 +29,23 @@ from dmjd.redact import MARK, is_incomplete, shown
 
 STREAM = "stream"
 AUTO = {"fashion_mnist": 60000, "digits": 1437}
-"""What ``data.name=auto`` may be, with the size of the training split."""
+"""The data sets that ``data.name=auto`` selects from, and the size of their training split."""
 _EXAMPLE = "'\"s3://bucket/train-{000000..000146}.tar\"'"
 
 _log = logging.getLogger("dmjd")
 
 
 def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
-    """The data set that ``config.name`` asks for; see :func:`resolve_auto` for "auto".
+    """The data set ``config.name``; see :func:`resolve_auto` for "auto".
 
     Raises:
-        ConfigError: if the name is unknown, or ``config.channels`` is not what the data set has.
-        DataError: if more than ``config.max_bad_percent`` of the images are found missing, damaged or too small.
+        ConfigError: if the name is unknown, or ``config.channels`` differs from the data set's.
+        DataError: if more than ``config.max_bad_percent`` percent of the images are missing, damaged or too small.
     """
     _require_whole_root(config)
     if config.name == STREAM:
         raise ConfigError(
-            "data.name=stream can only be trained from, as it comes; evaluate with data=folder or data=shards"
+            "data.name=stream can only be trained from, not indexed; evaluate with data=folder or data=shards"
         )
     if config.samples is not None:
         raise ConfigError(f"data.samples is for data.name=stream; data.name={config.name} counts its images itself")
@@ -61,9 +59,9 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
 
 
 def resolve_auto(config: DataConfig) -> DataConfig:
-    """``config`` with the data set that ``name=auto`` is here: Fashion-MNIST, or digits where it cannot be had.
+    """``config`` with ``name=auto`` replaced by Fashion-MNIST, or by digits where that cannot be fetched.
 
-    Says which it is. A run resolves its data once and stores the outcome, since another start might find other data.
+    Logs the choice. A run resolves its data once and stores the result, since another start could choose differently.
     """
     if config.name != "auto":
         return config
@@ -71,57 +69,47 @@ def resolve_auto(config: DataConfig) -> DataConfig:
         folder = Path(config.root) if config.root is not None else fashion_mnist_folder()
     except DataError as error:
         _log.warning(
-            "data=auto takes scikit-learn's 1797 digits, which show that everything runs and little about a method: a "
-            "linear probe of their raw pixels already reaches 97 %%; %s",
+            "data=auto takes scikit-learn's 1797 digits, which show that everything runs and are too easy to compare "
+            "methods (a linear probe of raw pixels reaches 97 %%); %s",
             error,
         )
         return replace(config, name="digits", pad=0)
-    _log.info("data=auto takes Fashion-MNIST in %s, on which scores show what pre-training has learnt", folder)
+    _log.info("data=auto takes Fashion-MNIST in %s, on which scores depend on the pre-training", folder)
     return replace(config, name="fashion_mnist")
 
 
 def training_source(config: DataConfig) -> ImageDataset | TarStream:
-    """What a run learns from: :func:`build_dataset`, or a stream where there is no data set.
-
-    Raises:
-        ConfigError, DataError: as :func:`build_dataset` does.
-    """
-    _require_whole_root(config)
+    """The training images: a stream if ``config.name`` is "stream", else :func:`build_dataset`, and its errors."""
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
 
 
 def _require_whole_root(config: DataConfig) -> None:
-    """Raise ConfigError for what was stored of a root, and not the root."""
+    """Raise ConfigError if ``config.root`` is a redacted one, as runs store it."""
     if config.root is not None and is_incomplete(config.root):
         root = shown(config.root)
-        why = "a run keeps no secret"
+        why = "runs store no secrets"
         if MARK not in config.root:
             why = "its variable is not set, or could be sent to any host that a file names"
         raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
-_KEYS = {"size": "image_size", "scale": "crop_scale", "ratio": "crop_ratio"}
-"""Arguments of :class:`RandomResizedCrop` -> keys of ``data``, where they are not called the same."""
-
-
 def training_crop(config: DataConfig) -> RandomResizedCrop:
-    """How a run's images are cropped.
+    """The random crop of training images.
 
     Raises:
-        ConfigError: what :class:`RandomResizedCrop` refuses, by the configuration's name for it.
+        ConfigError: if ``crop_scale`` or ``crop_ratio`` has its greatest value first.
     """
-    (height, width), second = config.image_size, config.second_size
-    try:
-        return RandomResizedCrop(
-            size=(height, width),
-            scale=(config.crop_scale[0], config.crop_scale[1]),
-            ratio=(config.crop_ratio[0], config.crop_ratio[1]),
-            interpolation=config.interpolation,
-            second_size=None if second is None else (second[0], second[1]),
-        )
-    except ValueError as error:
-        argument, _, rest = str(error).partition(" ")
-        raise ConfigError(f"data.{_KEYS.get(argument, argument)} {rest}") from error
+    (height, width), second, scale, ratio = config.image_size, config.second_size, config.crop_scale, config.crop_ratio
+    for key, (least, greatest) in (("crop_scale", scale), ("crop_ratio", ratio)):
+        if least > greatest:
+            raise ConfigError(f"data.{key} must be least <= greatest, got [{least}, {greatest}]")
+    return RandomResizedCrop(
+        size=(height, width),
+        scale=(scale[0], scale[1]),
+        ratio=(ratio[0], ratio[1]),
+        interpolation=config.interpolation,
+        second_size=None if second is None else (second[0], second[1]),
+    )
 
 
 @overload
@@ -135,23 +123,30 @@ def training_batches(
 def training_batches(
     config: DataConfig, dataset: ImageDataset | TarStream, batch_size: int, seed: int, rank: int = 0, world: int = 1
 ) -> StepBatches | StreamBatches:
-    """Randomly cropped batches of ``dataset``, by step number, or the part of process ``rank`` of ``world``.
+    """Randomly cropped batches of ``dataset`` by step number; of each, the part of process ``rank`` of ``world``.
 
     Raises:
-        ConfigError: if the data set is smaller than a batch, ``world`` does not divide it, or a crop range is none; or
-            if a stream has fewer tars than processes.
+        ConfigError: if an epoch is smaller than a batch, ``world`` does not divide a batch, a crop range is reversed,
+            or a stream has fewer tars than there are processes.
     """
     crop = training_crop(config)
+    if not 1 <= batch_size <= len(dataset):
+        raise ConfigError(f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch")
+    if batch_size % world:
+        raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
     if isinstance(dataset, TarStream):
+        tars = len(dataset.locations)
+        if tars < world:
+            raise ConfigError(f"{world} processes cannot share the {tars} tar(s) of data.root; give each at least one")
         batches = StreamBatches(dataset, batch_size, crop, seed, rank, world)
         if rank == 0:
             _log.info(
-                "data.name=stream is not resumed exactly: a run that is started again sees other images than one left "
-                "alone; where tars can be read in any order, dmjd shards index and data=shards do better"
+                "data.name=stream does not resume exactly: a restarted run sees other images than an uninterrupted "
+                "one. Where tars can be read in any order, dmjd shards index and data=shards resume exactly"
             )
         return batches
-    plan = shard_plan(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    return StepBatches(dataset, batch_size, crop, seed, rank, world, plan)
+    sampler = shard_sampler(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
+    return StepBatches(dataset, batch_size, crop, seed, rank, world, sampler)
 
 
 def fetch_ahead(
@@ -163,32 +158,35 @@ def fetch_ahead(
     local_rank: int,
     local_world: int,
 ) -> Ahead | None:
-    """What fetches shards from afar for all processes of this host, in the first of them; None where there is nothing.
+    """The prefetcher of remote shards for this host, in its first process; None elsewhere and without remote shards.
 
     Args:
         dataset, batch_size, seed, rank, world: as for :func:`training_batches`.
-        local_rank, local_world: which of how many processes of this host, which have consecutive ranks, this is.
+        local_rank, local_world: rank and number of the processes of this host, whose global ranks are consecutive.
     """
     if not isinstance(dataset, ShardDataset) or dataset.cache is None or local_rank % local_world:
         return None
     part = batch_size // world
     columns = rank * part, min(rank + local_world, world) * part
-    return Prefetch(dataset.cache, dataset.shards, shard_plan(dataset.sizes, batch_size), seed, columns)
+    return Prefetch(dataset.cache, dataset.shards, shard_sampler(dataset.sizes, batch_size), seed, columns)
 
 
 def _stream(config: DataConfig) -> TarStream:
+    _require_whole_root(config)
     if config.root is None:
         raise DataError(f"data.name=stream needs data.root, such as {_EXAMPLE}")
     if config.samples is None:
-        raise ConfigError("data.name=stream needs data.samples, how many images count as an epoch")
+        raise ConfigError("data.name=stream needs data.samples, the number of images per epoch")
     if config.check != "none":
-        raise ConfigError(f"data.check={config.check} needs images that can be looked at before; set data.check=none")
+        raise ConfigError(
+            f"data.check={config.check} needs an indexed data set; for data.name=stream set data.check=none"
+        )
     if config.cache is not None:
-        raise ConfigError("data.cache is for data.name=shards; a stream keeps nothing")
+        raise ConfigError("data.cache is for data.name=shards; leave it out for data.name=stream")
     if config.channels not in (1, 3):
         raise ConfigError(f"data.channels must be 1 or 3 for data.name=stream, got {config.channels}")
     try:
-        import webdataset  # noqa: F401 -- before anything is read, and once for all workers
+        import webdataset  # noqa: F401 -- fail before anything is read
         from braceexpand import braceexpand
     except ModuleNotFoundError as error:
         raise ConfigError(f"data.name=stream needs {error.name}; pip install 'dmjd[remote]'") from error
@@ -198,7 +196,7 @@ def _stream(config: DataConfig) -> TarStream:
         raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
     missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
     if missing is not None:
-        raise DataError(f"{missing}, which data.root names, is not there; give paths, URLs or pipe:COMMAND")
+        raise DataError(f"{missing} of data.root does not exist; give paths, URLs or pipe:COMMAND")
     return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
 
 
@@ -232,17 +230,17 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
 
 def _shards(config: DataConfig, split: Split) -> ShardDataset:
     if config.root is None:
-        raise DataError("data.name=shards needs data.root, what dmjd shards build has made, or its URL")
+        raise DataError("data.name=shards needs data.root, the folder or URL of a set made by dmjd shards build")
     if config.check == "decode":
         raise ConfigError(
-            "data.check=decode is for folders, since shards are checked when they are built; "
-            f"to check them again: dmjd shards verify {shown(config.root)} decode=true"
+            "data.check=decode is for data.name=folder; shards are decoded when they are built, "
+            f"and again by: dmjd shards verify {shown(config.root)} decode=true"
         )
     root = config.root
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:
-        raise DataError(f"{root} has no shards of {name}, only of {', '.join(splits)}; build them from such a source")
+        raise DataError(f"{root} has no {name} shards, only {', '.join(splits)}; build from images with a {name} split")
     shards = splits[name]
     if not shards.manifest.samples:
         raise DataError(f"{shards.folder} holds no samples; build it again")
@@ -260,9 +258,9 @@ def _shard_cache(config: DataConfig, shards: ShardSet) -> ShardCache | None:
     budget, largest = round(config.cache_gib * GIB), max(shard.bytes for shard in remote)
     if budget < largest:
         raise ConfigError(
-            f"data.cache_gib={config.cache_gib:g} is less than one shard of {shards.folder}, which has "
-            f"{largest / GIB:.3g} GiB"
+            f"data.cache_gib={config.cache_gib:g} must be at least {largest / GIB:.3g}, the largest shard of "
+            f"{shards.folder}"
         )
-    # TMPDIR is what a scheduler sets to the disk of a node.
+    # Schedulers set TMPDIR to a disk of the node.
     folder = Path(config.cache) if config.cache else private_folder("dmjd-shards")
     return ShardCache(folder, budget)

@@ -1,7 +1,7 @@
-"""Which part of an image a sample shows, and its resampling to the training size.
+"""Random and evaluation crops, and their resampling to the training size.
 
 Crops follow torchvision's RandomResizedCrop (Szegedy et al., 2015), but every draw is keyed by (seed, epoch, sample
-id), so a crop does not depend on the batch or the process that makes it.
+id), so a crop does not depend on the batch or the process.
 """
 
 from __future__ import annotations
@@ -23,24 +23,17 @@ Range = tuple[float, float]
 
 ATTEMPTS = 10
 
-INTERPOLATIONS = ("bicubic", "bilinear")
-"""Ways to resample a box, both antialiased."""
-
 
 @dataclass(frozen=True)
 class RandomResizedCrop:
-    """How training images are cropped: a random box of each, resampled to one size for all.
+    """The random crop of training images: a box of each, resampled to one size.
 
     Args:
         size: (height, width) of the crops.
-        scale: least and greatest area of a box, as parts of the image's.
+        scale: least and greatest area of a box, as fractions of the image's.
         ratio: least and greatest width / height of a box.
-        interpolation: one of :data:`INTERPOLATIONS`.
-        second_size: (height, width) at which every crop is wanted again, for a target that reads another size; None for
-            none.
-
-    Raises:
-        ValueError: naming the argument, if a size, a range or the interpolation is none.
+        interpolation: "bicubic" or "bilinear", antialiased.
+        second_size: (height, width) of a second resampling of the same box, for a target that reads another size.
     """
 
     size: Size
@@ -49,36 +42,24 @@ class RandomResizedCrop:
     interpolation: str = "bicubic"
     second_size: Size | None = None
 
-    def __post_init__(self) -> None:
-        # Each sentence begins with the argument, in whose place training_crop puts the configuration's key.
-        for name, size in (("size", self.size), ("second_size", self.second_size)):
-            if size is not None and (len(size) != 2 or min(size) < 1):
-                raise ValueError(f"{name} must be a height and a width of at least 1 pixel, got {list(size)}")
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise ValueError(f"scale must be 0 < least <= greatest <= 1, got {list(self.scale)}")
-        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
-            raise ValueError(f"ratio must be 0 < least <= greatest, got {list(self.ratio)}")
-        if self.interpolation not in INTERPOLATIONS:
-            raise ValueError(f"interpolation must be {' or '.join(INTERPOLATIONS)}, got {self.interpolation!r}")
-
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """``size``, and ``second_size`` if there is one: what :meth:`cut` makes of a box."""
+        """The sizes that :meth:`cut` returns: ``size``, and ``second_size`` if it is set."""
         return (self.size,) if self.second_size is None else (self.size, self.second_size)
 
     def draw(self, sample_ids: Tensor, key: Tensor) -> CropDraws:
-        """The crops of samples int64 ``[B]`` under ``key``, of :func:`dmjd.ops.philox.make_key`."""
+        """Draw the crops of ``sample_ids``, int64 ``[B]``; ``key`` from :func:`dmjd.ops.philox.make_key`."""
         return CropDraws(self, sample_ids, key)
 
     def cut(self, image: OpenImage, box: Box) -> tuple[Tensor, ...]:
-        """The pixels of ``box``, decoded once, at each of :attr:`sizes`; the second by Lanczos.
+        """The pixels of ``box``, decoded once and resampled to each of :attr:`sizes`; to the second by Lanczos.
 
         Args:
-            image: may halve the box while decoding, if it then still is as large as each size.
+            image: may decode the box at half size if it is then still as large as each of the sizes.
             box: top, left, height, width, inside the image.
 
         Returns:
-            uint8 ``[h, w, C]`` each; shares memory with ``image`` if nothing had to be resampled.
+            uint8 ``[h, w, C]`` each; shares memory with ``image`` where nothing is resampled.
 
         Raises:
             BadImage: if the pixels cannot be decoded.
@@ -92,9 +73,9 @@ class RandomResizedCrop:
 class CropDraws:
     """One random box per sample: area uniform in ``scale``, log aspect ratio uniform in ``ratio``, position uniform.
 
-    The first of ten attempts that fits is taken; if none fits, the largest central box whose ratio is allowed. Attempt
-    ``a`` uses words ``4 a .. 4 a + 3`` of the sample: area, ratio, top, left. The words are drawn for a batch at once,
-    the boxes when a header has told the size of an image. Arguments as for :meth:`RandomResizedCrop.draw`.
+    The first of ten attempts that fits is used; if none fits, the largest central box of an allowed ratio. Attempt a
+    uses random words 4 a .. 4 a + 3 of the sample: area, ratio, top, left. The words are drawn for the whole batch, the
+    box once the size of the image is known. Arguments as for :meth:`RandomResizedCrop.draw`.
     """
 
     def __init__(self, crop: RandomResizedCrop, sample_ids: Tensor, key: Tensor) -> None:
@@ -117,15 +98,12 @@ class CropDraws:
         return (height - h) // 2, (width - w) // 2, h, w
 
     def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
-        """The crop of sample ``sample_ids[row]`` from ``image``, as :meth:`RandomResizedCrop.cut` has it.
-
-        What :meth:`dmjd.data.batch.Batch.of` takes of an image.
-        """
+        """The crop of sample ``sample_ids[row]`` of ``image``; see :meth:`RandomResizedCrop.cut`."""
         return self._crop.cut(image, self.box(row, *image.size))
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:
-    """By Pillow, whose filter BEiT's codes were made with; older versions of torch have none."""
+    """Resample with Pillow's Lanczos filter, as BEiT does for its tokenizer; torch 2.11 has none."""
     resized = np.asarray(
         Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).resize(
             (size[1], size[0]), Image.Resampling.LANCZOS
@@ -138,16 +116,16 @@ def _resize(pixels: Pixels, size: Size, interpolation: str = "bicubic") -> Tenso
     tensor = torch.from_numpy(pixels)
     if tensor.shape[:2] == size:
         return tensor
-    # The batch axis comes before the permutation, so that strides say channels_last: torch's uint8 kernel is 3x faster.
+    # unsqueeze before permute gives channels_last strides, for which torch's uint8 kernel is 3x faster.
     resized = F.interpolate(tensor.unsqueeze(0).permute(0, 3, 1, 2), size, mode=interpolation, antialias=True)
     return resized.permute(0, 2, 3, 1).squeeze(0)
 
 
 def evaluation_view(image: OpenImage, size: Size, crop_pct: float = 1.0) -> Tensor:
-    """The central ``size`` of the image, resized so that ``size`` spans ``crop_pct`` of its shorter side.
+    """The central crop of ``size``, after a resize in which ``size`` spans ``crop_pct`` of the shorter side.
 
     Args:
-        image: is decoded as a whole, at its own size.
+        image: decoded as a whole, at full size.
         size: (height, width) of the result.
         crop_pct: in (0, 1]; 0.875 is ImageNet's 224 of 256.
 
@@ -155,13 +133,10 @@ def evaluation_view(image: OpenImage, size: Size, crop_pct: float = 1.0) -> Tens
         uint8 ``[h, w, C]``; the image itself if it has that size and ``crop_pct`` is 1.
 
     Raises:
-        ValueError: if ``crop_pct`` is outside (0, 1].
         BadImage: if the pixels cannot be decoded.
     """
-    if not 0 < crop_pct <= 1:
-        raise ValueError(f"crop_pct must be in (0, 1], got {crop_pct}")
     height, width = image.size
-    part = Fraction(str(crop_pct))  # exact, so that 224 / 0.875 never becomes 257
+    part = Fraction(str(crop_pct))  # exact: in floating point 224 / 0.875 may become 257
     cover_h, cover_w = (math.ceil(side / part) for side in size)
     factor = max(Fraction(cover_h, height), Fraction(cover_w, width))
     resized = _resize(image.region((0, 0, height, width)), (round(height * factor), round(width * factor)))

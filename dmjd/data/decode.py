@@ -89,7 +89,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
     Raises:
         BadImage: if it is empty, too small, or not an image.
     """
-    with mishaps(name):
+    with decode_errors(name):
         if not data:
             raise EOFError("the file is empty")
         if _native and data.startswith(_JPEG_MAGIC):
@@ -112,7 +112,7 @@ def check_header(path: str, min_size: Size) -> None:
     Raises:
         BadImage: as :func:`open_image`.
     """
-    with mishaps(path), open_regular(path) as file:
+    with decode_errors(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise EOFError("the file is empty")
@@ -122,12 +122,12 @@ def check_header(path: str, min_size: Size) -> None:
 
 def read_bytes(path: str) -> bytes:
     """The file ``path``. Raises BadImage if it is missing or cannot be read."""
-    with mishaps(path), open_regular(path) as file:
+    with decode_errors(path), open_regular(path) as file:
         return file.read()
 
 
 @contextmanager
-def mishaps(name: str) -> Iterator[None]:
+def decode_errors(name: str) -> Iterator[None]:
     """BadImage is what any mishap with the image ``name`` becomes within this block."""
     try:
         yield
@@ -147,7 +147,7 @@ class _NativeJpeg:
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
         assert _native is not None
         half = _half(box, at_least)
-        with mishaps(self._name):
+        with decode_errors(self._name):
             return _native.decode_region(self._data, *(half or box), self._channels, scale=2 if half else 1)
 
 
@@ -160,7 +160,7 @@ class _PillowImage:
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
         image, half = self._image, _half(box, at_least)
-        with mishaps(self._name):
+        with decode_errors(self._name):
             if half is not None and image.format in _JPEGS:
                 # Another, since what has been drafted stays small.
                 image = Image.open(BytesIO(self._data), formats=FORMATS)
@@ -190,7 +190,7 @@ class _TorchcodecJpeg(_PillowImage):
         if _half(box, at_least) is not None:
             return super().region(box, at_least)
         top, left, height, width = box
-        with mishaps(self._name):
+        with decode_errors(self._name):
             whole = _torchcodec(torch.frombuffer(bytearray(self._data), dtype=torch.uint8))  # [C, H, W], channels last
         pixels: Pixels = whole.permute(1, 2, 0)[top : top + height, left : left + width].numpy()
         return pixels

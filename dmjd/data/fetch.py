@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dmjd.data.idx import DEBIAN_FOLDER, decompressed, find_idx, has_fashion_mnist
+from dmjd.data.small import DEBIAN_FOLDER, decompressed, find_idx, has_fashion_mnist
 from dmjd.errors import DataError
 from dmjd.files import make_private
 

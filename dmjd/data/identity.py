@@ -7,7 +7,7 @@ from typing import Any
 from dmjd.data.dataset import ArrayDataset, ImageDataset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
-from dmjd.data.stream.source import TarStream
+from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError
 
 

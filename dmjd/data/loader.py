@@ -1,6 +1,6 @@
-"""The deterministic loader: step ``s`` of a run is a pure function of the seed, so its whole state is the number ``s``.
+"""The deterministic loader: the batch of a step is a pure function of the seed and the step number.
 
-Workers only decide who computes a batch, never what is in it. Resuming is starting the range of steps elsewhere.
+The content of a batch does not depend on the number of workers. Resuming starts the range of steps at another number.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dmjd.ops.philox import Domain, keyed_bits, make_key
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 PREFETCH = 2
-"""Batches that each worker makes ahead."""
+"""Batches that each worker prefetches."""
 SHARED_MEMORY = Path("/dev/shm")
-"""Workers hand batches over in files there."""
+"""Workers pass batches to the main process in files of this folder."""
 
 _ORDER_CHUNK = 1 << 20  # keeps the temporaries of an epoch's order small on data sets of many millions
 
@@ -52,34 +52,34 @@ def epoch_order(count: int, key: Tensor) -> Tensor:
     return bits.argsort(stable=True)
 
 
-class Plan(Protocol):
-    """Which samples make which batch of an epoch."""
+class Sampler(Protocol):
+    """The samples of each batch of an epoch."""
 
     @property
     def steps_per_epoch(self) -> int: ...
 
     def order(self, key: Tensor, start: int, stop: int) -> Tensor:
-        """Integers ``[steps_per_epoch, stop - start]``: samples of columns ``start .. stop - 1`` of every batch, a pure
-        function of ``key`` (seed and epoch)."""
+        """Integers ``[steps_per_epoch, stop - start]``: sample ids of columns ``start .. stop - 1`` of every batch, a
+        pure function of ``key`` (seed and epoch)."""
         ...
 
 
 class Ahead(Protocol):
-    """Something that makes ready what steps will read."""
+    """Prefetches the files that steps will read."""
 
     def start(self, step: int, stop: int) -> None:
-        """Steps ``step .. stop - 1`` will be read; no worker is forked any more."""
+        """Prefetch for steps ``step .. stop - 1``; called after the workers are forked."""
         ...
 
     def reach(self, step: int) -> None:
-        """Steps before ``step`` have been read."""
+        """Steps before ``step`` are done."""
         ...
 
     def close(self) -> None: ...
 
 
 class Shuffle:
-    """The plan of a data set that is read equally fast in any order: :func:`epoch_order`, cut into batches."""
+    """A :class:`Sampler` for random access: :func:`epoch_order`, cut into batches."""
 
     def __init__(self, count: int, batch_size: int) -> None:
         self._count = count
@@ -87,17 +87,17 @@ class Shuffle:
         self.steps_per_epoch = count // batch_size
 
     def order(self, key: Tensor, start: int, stop: int) -> Tensor:
-        """See :class:`Plan`."""
+        """See :class:`Sampler`."""
         whole = epoch_order(self._count, key)[: self.steps_per_epoch * self._batch_size]
         # A copy of the part, or every worker would keep the order of all ranks.
         return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop].contiguous()
 
 
 class Batches(Protocol):
-    """Batches by number: what a loader may compute in any process."""
+    """Batches by number, which any process can load."""
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
-        """A batch, and which of its images stand in for bad ones."""
+        """A batch, and the substitutions of its bad images."""
         ...
 
 
@@ -105,27 +105,24 @@ class TrainingBatches(Batches, Protocol):
     """Batches by optimizer step."""
 
     def begin(self, step: int, workers: int) -> int:
-        """This launch will load steps from ``step`` on; returns how many of ``workers`` it has work for."""
+        """Prepare to load steps from ``step`` on; returns the number of workers to use, at most ``workers``."""
         ...
 
 
 class StepBatches:
     """``batches[step]``: the training batch of a step, the same in every process and after every restart.
 
-    An epoch is a random order of the data set cut into ``steps_per_epoch`` batches; the remainder, other images each
-    epoch, is dropped. ``plan`` says which order. An image that cannot be used has another in its place
-    (:mod:`dmjd.data.substitution`), so a batch has its size whatever the state of the files; :meth:`load` says which.
+    An epoch is a random order of the data set cut into ``steps_per_epoch`` batches; the remainder, another one
+    each epoch, is dropped. An image that cannot be used is replaced by a substitute (:mod:`dmjd.data.substitution`), so
+    batches keep their size.
 
     Args:
-        dataset: where images come from.
-        batch_size: unique images per step, over all processes.
-        crop: what is cut out of every image.
-        seed: of the run, in ``[0, 2**32)``.
-        rank, world: which of how many equal parts of every batch this is; in the order of ranks they make the whole.
-        plan: of batches of this size; a :class:`Shuffle` if left out.
-
-    Raises:
-        ConfigError: if the data set is smaller than a batch, or ``world`` does not divide a batch.
+        dataset: the images, at least ``batch_size``.
+        batch_size: unique images per step over all processes; a multiple of ``world``.
+        crop: random crop of every image.
+        seed: seed of the run, in ``[0, 2**32)``.
+        rank, world: this process loads the ``rank``-th of ``world`` equal, contiguous parts of every batch.
+        sampler: order of the samples, for this batch size; by default :class:`Shuffle`.
     """
 
     def __init__(
@@ -136,23 +133,16 @@ class StepBatches:
         seed: int,
         rank: int = 0,
         world: int = 1,
-        plan: Plan | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        assert 0 <= rank < world
-        if not 1 <= batch_size <= len(dataset):
-            raise ConfigError(
-                f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of the data set"
-            )
-        if batch_size % world:
-            raise ConfigError(f"batch_size={batch_size} must be a multiple of the {world} processes that share a batch")
-        self._plan = plan or Shuffle(len(dataset), batch_size)
-        self.steps_per_epoch = self._plan.steps_per_epoch
+        self._sampler = sampler or Shuffle(len(dataset), batch_size)
+        self.steps_per_epoch = self._sampler.steps_per_epoch
         self._dataset = dataset
         part = batch_size // world
         self._columns = rank * part, (rank + 1) * part
         self._crop = crop
         self._seed = seed
-        self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the epoch last asked for
+        self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the last epoch used
 
     def begin(self, step: int, workers: int) -> int:
         """See :class:`TrainingBatches`."""
@@ -162,16 +152,16 @@ class StepBatches:
         return self.load(step)[0]
 
     def load(self, step: int) -> tuple[Batch, Sequence[Substitution]]:
-        """The batch of a step, and which of its images stand in for bad ones.
+        """The batch of a step, and the substitutions of its bad images.
 
         Raises:
-            DataError: if no substitute was found either, or the data set as a whole cannot be read.
+            DataError: if an image has no usable substitute, or the data set cannot be read at all.
         """
         assert step >= 0, "steps count from 0"
         epoch, number = divmod(step, self.steps_per_epoch)
         key = make_key(self._seed, epoch)
         if self._order[0] != epoch:
-            self._order = epoch, self._plan.order(key, *self._columns)
+            self._order = epoch, self._sampler.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
         draws = self._crop.draw(sample_ids, key)
         arrived, samples = progress_mark(), []
@@ -186,10 +176,10 @@ class StepBatches:
 class EvaluationBatches:
     """``batches[i]``: every image once, in order, without augmentation; the last batch may be short.
 
-    A bad image raises :class:`dmjd.errors.BadImage`, since a score over other images would be another score.
+    A bad image raises :class:`dmjd.errors.BadImage`: scores over different images cannot be compared.
 
     Args:
-        dataset: where images come from.
+        dataset: the images.
         batch_size: images per batch.
         size: (height, width) of the views.
         crop_pct: as for :func:`dmjd.data.crops.evaluation_view`.
@@ -214,15 +204,15 @@ class EvaluationBatches:
         return Batch.of(views, sample_ids, [self._dataset.label(index) for index in sample_ids.tolist()])
 
     def load(self, number: int) -> tuple[Batch, Sequence[Substitution]]:
-        """``batches[number]``, in which nothing stands in for anything."""
+        """``batches[number]``, without substitutions."""
         return self[number], ()
 
 
 class BatchLoader:
-    """Batches ``start .. stop - 1`` in order, computed ahead by ``workers`` processes (0: in this one).
+    """Batches ``start .. stop - 1`` in order, loaded by ``workers`` processes (0: in this process).
 
-    Each has been entered into ``quarantine`` when it is handed out; without a quarantine a bad image raises. ``ahead``
-    is called with their progress. Waiting for a batch has the limits of :class:`dmjd.data.waiting.Waiting`.
+    Bad images of a batch are added to ``quarantine`` before the batch is returned; without a quarantine they raise.
+    ``ahead`` is notified of the progress. ``limit`` bounds the wait for a batch (:class:`dmjd.data.waiting.Waiting`).
     """
 
     def __init__(
@@ -251,8 +241,8 @@ class BatchLoader:
         items = self._items(progress, stacks)
         workers = [child for child in multiprocessing.active_children() if child not in before]
         waiting = Waiting(items, workers, progress, stacks, self._limit)
-        # Workers end with it, and not with a traceback that holds this frame: in a cycle that the garbage collector
-        # finds, torch waits five seconds for each of them.
+        # Dropping the last reference ends the workers. If a traceback kept this frame alive, the loader would
+        # be collected in a cycle, and torch would wait five seconds for each worker.
         del items
         if self._ahead is not None:
             self._ahead.start(self._start, self._stop)
@@ -264,9 +254,9 @@ class BatchLoader:
                 yield self._admit(number, item)
             finished = True
         except (OSError, EOFError) as error:
-            if not workers or str(error).startswith("Caught "):  # in a worker, and handed on by torch
+            if not workers or str(error).startswith("Caught "):  # raised in a worker and passed on by torch
                 raise
-            raise RuntimeError(f"DataLoader worker was killed while it handed over a batch ({error})") from error
+            raise RuntimeError(f"DataLoader worker was killed while it passed on a batch ({error})") from error
         finally:
             waiting.close(finished)
             stacks.close()
@@ -278,7 +268,7 @@ class BatchLoader:
         if not self._workers:
             return map(batches.__getitem__, numbers)
         shorten_socket_paths()
-        # Torch gives each worker one thread, so workers do not fight over cores. They live for one pass: the whole run.
+        # Torch gives each worker one thread. Workers live for one pass over the range of steps.
         loader = DataLoader(
             batches,
             batch_size=None,
@@ -288,7 +278,7 @@ class BatchLoader:
             pin_memory=self._pin_memory,
             multiprocessing_context=_Context(),
             worker_init_fn=partial(_begin_worker, progress, stacks),
-            generator=torch.Generator(),  # else the workers' seed, which nothing uses, would advance the global stream
+            generator=torch.Generator(),  # else drawing the workers' unused seed would advance the global generator
         )
         return iter(loader)
 
@@ -313,10 +303,10 @@ def make_loader(
     ahead: Ahead | None = None,
     limit: Limit | None = None,
 ) -> BatchLoader:
-    """The batches of steps ``start_step .. stop_step - 1``; a worker's DataError is raised here, in its own words.
+    """Loader of steps ``start_step .. stop_step - 1``. Raises a worker's DataError unchanged.
 
-    With a ``quarantine`` bad images are listed and have others in their place, until there are too many; without one
-    the first raises. A stream has no more workers than tars to read.
+    With a ``quarantine`` bad images are listed and substituted until there are too many; without one the first raises.
+    A stream uses at most as many workers as it has tars.
     """
     workers = batches.begin(start_step, workers)
     return BatchLoader(batches, start_step, stop_step, workers, pin_memory, quarantine, ahead, limit)
@@ -330,10 +320,10 @@ def evaluation_loader(
     crop_pct: float,
     timeout: float | None = None,
 ) -> BatchLoader:
-    """Every image of ``dataset`` once, as :class:`EvaluationBatches` has them; ``timeout`` is ``data.timeout``.
+    """Loader of :class:`EvaluationBatches`; ``timeout``: minutes, as ``data.timeout``.
 
     Raises:
-        ConfigError: if shared memory is smaller than the batches of the workers.
+        ConfigError: if shared memory cannot hold the batches of the workers.
     """
     check_shared_memory(Batch.nbytes(batch_size, [size], dataset.channels), workers)
     batches = EvaluationBatches(dataset, batch_size, size, crop_pct)
@@ -342,13 +332,13 @@ def evaluation_loader(
 
 
 def shared_memory_needed(batch_bytes: int, workers: int, processes: int = 1) -> int:
-    """Bytes of shared memory that ``processes`` of a host take, each with so many ``workers`` and batches so large."""
-    in_use = 2  # by the step, and by the one before
+    """Bytes of shared memory that ``processes`` of a host need, each with ``workers`` workers."""
+    in_use = 2  # by the current step and the previous one
     return batch_bytes * (PREFETCH * workers + in_use) * processes if workers else 0
 
 
 def shared_memory_free() -> float:
-    """Bytes; infinity where it has no limit."""
+    """Free bytes of shared memory; infinity where it is not limited."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -359,7 +349,7 @@ def shared_memory_free() -> float:
 def check_shared_memory(batch_bytes: int, workers: int, processes: int = 1) -> None:
     """Raise ConfigError if shared memory is too small; arguments as for :func:`shared_memory_needed`.
 
-    Without this, workers fail one by one when it is full, or are killed.
+    Without this check workers fail or are killed once it is full.
     """
     needed, free = shared_memory_needed(batch_bytes, workers, processes), shared_memory_free()
     if needed > free:
@@ -376,7 +366,7 @@ _Item = tuple[Batch, Sequence[Substitution]] | UserError
 
 
 class _ErrorsAsItems(TorchDataset[_Item]):
-    """Returns an error of the data instead of raising it: torch would wrap it into a page of the worker's traceback."""
+    """Returns errors of the data instead of raising them, since torch would add the worker's traceback."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -387,65 +377,65 @@ class _ErrorsAsItems(TorchDataset[_Item]):
         except DataError as error:
             return error
         except (OSError, MemoryError) as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-            return DataError(f"batch {number} cannot be loaded ({said}); the same command continues once it can")
+            reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+            return DataError(f"batch {number} cannot be loaded ({reason}); the same command continues once it can")
 
 
 class _Context(ForkContext):
-    """Workers are forked, whatever the default of this Python, so that they share the index and are this process's."""
+    """Forks workers, whatever Python's default, so that they share the index and are children of this process."""
 
     def Queue(self, maxsize: int = 0) -> Queue[Any]:
         return _Queue(maxsize, ctx=self.get_context())
 
 
-class _Queue(Queue):  # type: ignore[type-arg]  # it cannot be subscripted when the program runs
-    """Hands the reason over where a batch cannot be: its feeder thread has nobody to raise an error to."""
+class _Queue(Queue):  # type: ignore[type-arg]  # not subscriptable at run time
+    """Sends an error where a batch cannot be sent: nothing catches exceptions of the feeder thread."""
 
     def _on_queue_feeder_error(self, error: Exception, item: Any) -> None:
         if isinstance(item, tuple) and not isinstance(item[1], UserError):
-            self.put((item[0], _not_handed_over(error)))
-        else:  # nor can the reason; the main process sees that the worker has ended
-            print(f"loader worker {os.getpid()}: {_not_handed_over(error)}", file=sys.stderr, flush=True)
+            self.put((item[0], _send_error(error)))
+        else:  # the error cannot be sent either; the main process detects that the worker exited
+            print(f"loader worker {os.getpid()}: {_send_error(error)}", file=sys.stderr, flush=True)
             os._exit(1)
 
 
-def _not_handed_over(error: Exception) -> UserError:
-    said = " ".join(f"{type(error).__name__}: {error}".split())
+def _send_error(error: Exception) -> UserError:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
     number = error.errno if isinstance(error, OSError) else None
     kind: type[UserError] = DataError
-    if number == errno.ENOSPC or "shared memory" in said or "No space left" in said:
+    if number == errno.ENOSPC or "shared memory" in reason or "No space left" in reason:
         kind = StorageError
         cure = f"set fewer workers, or workers=0, or enlarge {SHARED_MEMORY} (docker run --shm-size=8g, or --ipc=host)"
-    elif "AF_UNIX" in said:
+    elif "AF_UNIX" in reason:
         cure = "set TMPDIR to a shorter path, such as TMPDIR=/tmp"
-    elif number == errno.EMFILE or "open files" in said:
+    elif number == errno.EMFILE or "open files" in reason:
         cure = "raise the limit of open files (ulimit -n), or set fewer workers"
     elif number == errno.ENOMEM or isinstance(error, MemoryError):
         cure = "set fewer workers, or workers=0"
     else:
-        cure = "workers=0 loads in the main process, and shows where it fails"
-    return kind(f"a loader worker cannot hand over a batch ({said}); {cure}")
+        cure = "set workers=0 to load in the main process and see where it fails"
+    return kind(f"a loader worker cannot send a batch ({reason}); {cure}")
 
 
 def _begin_worker(progress: Progress, stacks: Stacks, worker: int) -> None:
     progress.follow()
     stacks.register()
-    # Ctrl-C and the signals of a launcher (Slurm's warning is USR1, torchrun's end TERM) reach every process of a job;
-    # only the main process decides what to do. It needs its workers to write a last checkpoint, and ends them by TERM.
+    # Ctrl-C and the signals of launchers (Slurm's warning USR1, torchrun's TERM) reach every process of a job; only the
+    # main process handles them. It needs its workers until its last checkpoint, and ends them by TERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    # A killed parent cannot end its workers. Torch's look for it every five seconds, or for ever if it died first. To
-    # the kernel the parent is the thread that forked: a loader is to be begun in one that stays.
+    # A killed parent cannot end its workers. Torch's poll for it every five seconds, or for ever if it died first. For
+    # the kernel the parent is the thread that forked, so that thread has to outlive the loader.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     assert parent is not None
     if os.getppid() != parent.pid:
         os._exit(1)
-    Thread(target=_end_with_the_parent, args=(parent.pid,), daemon=True).start()
+    Thread(target=_exit_on_parents_term, args=(parent.pid,), daemon=True).start()
 
 
-def _end_with_the_parent(parent: int) -> None:
+def _exit_on_parents_term(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     end_commands()

@@ -319,9 +319,9 @@ def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_verb_with_a_script_exists() -> None:
-    from dmjd.cli import VERBS
+    from dmjd.cli import COMMANDS
 
-    assert set(verbs()) <= VERBS.keys()
+    assert set(verbs()) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

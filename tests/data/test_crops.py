@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import numpy as np
@@ -143,37 +142,11 @@ def test_a_box_of_the_right_size_is_only_cut_out() -> None:
         np.testing.assert_array_equal(cut.numpy(), PHOTO[top : top + height, left : left + width])
 
 
-RANGES: list[tuple[dict[str, Any], str]] = [
-    ({"scale": (0.0, 1.0)}, "scale must be 0 < least <= greatest <= 1, got [0.0, 1.0]"),
-    ({"scale": (0.5, 0.4)}, "scale must be"),
-    ({"scale": (0.5, 1.1)}, "scale must be"),
-    ({"scale": (math.nan, 1.0)}, "scale must be"),
-    ({"ratio": (0.0, 1.0)}, "ratio must be"),
-    ({"ratio": (2.0, 1.0)}, "ratio must be 0 < least <= greatest, got [2.0, 1.0]"),
-    ({"ratio": (1.0, math.inf)}, "ratio must be"),
-    ({"interpolation": "nearest"}, "interpolation must be bicubic or bilinear, got 'nearest'"),
-    ({"size": (224, 0)}, "size must be a height and a width of at least 1 pixel, got [224, 0]"),
-    ({"second_size": (112, -1)}, "second_size must be a height and a width of at least 1 pixel, got [112, -1]"),
-]
-
-
-@pytest.mark.parametrize(("options", "sentence"), RANGES)
-def test_a_caller_reads_of_the_argument(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}") as caught:
-        RandomResizedCrop(**{"size": (224, 224), **options})
-    assert type(caught.value) is ValueError, "no configuration is at fault"
-
-
-@pytest.mark.parametrize(("options", "sentence"), RANGES)
-def test_a_user_reads_of_the_key(options: dict[str, Any], sentence: str) -> None:
-    keys = {"scale": "crop_scale", "ratio": "crop_ratio", "size": "image_size"}
-    values: dict[str, Any] = {
-        keys.get(name, name): list(v) if isinstance(v, tuple) else v for name, v in options.items()
-    }
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize("key", ["crop_scale", "crop_ratio"])
+def test_a_reversed_crop_range_is_rejected(key: str) -> None:
+    values: dict[str, Any] = {key: [0.5, 0.4]}
+    with pytest.raises(ConfigError, match=rf"^data\.{key} must be least <= greatest, got \[0\.5, 0\.4\]$"):
         training_crop(DataConfig(**values))
-    argument, _, rest = sentence.partition(" ")
-    assert str(caught.value).startswith(f"data.{keys.get(argument, argument)} {rest}")
 
 
 def test_the_evaluation_view_of_an_image_of_the_right_size_is_the_image() -> None:
@@ -199,9 +172,3 @@ def test_the_evaluation_view_is_the_centre_of_pillows_resize(
     view = evaluation_view(InMemory(image), size, crop_pct)
     assert view.shape == (*size, 3)
     assert np.abs(view.numpy() - whole[top : top + size[0], left : left + size[1]]).max() <= 1
-
-
-@pytest.mark.parametrize("crop_pct", [0.0, 1.01, -1.0])
-def test_a_crop_pct_outside_its_range_is_refused(crop_pct: float) -> None:
-    with pytest.raises(ValueError, match=r"crop_pct must be in \(0, 1\]"):
-        evaluation_view(InMemory(PHOTO), (32, 32), crop_pct)

@@ -22,7 +22,7 @@ from torchvision.datasets import FashionMNIST
 
 from dmjd.data import fetch
 from dmjd.data.fetch import fashion_mnist_folder
-from dmjd.data.idx import FashionMnist
+from dmjd.data.small import FashionMnist
 from dmjd.errors import DataError
 
 

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
+from dmjd.data.build import training_batches
 from dmjd.data.crops import RandomResizedCrop, evaluation_view
 from dmjd.data.dataset import InMemory, OpenImage, Pixels
 from dmjd.data.loader import (
@@ -326,14 +328,14 @@ def test_a_worker_that_is_busy_ends_when_its_parent_says_so() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of the data set"),
+        ({"batch_size": 21}, "batch_size=21 must be between 1 and the 20 images of an epoch"),
         ({"batch_size": 0}, "batch_size=0 must be between 1 and the 20 images"),
         ({"rank": 1, "world": 3}, "batch_size=4 must be a multiple of the 3 processes that share a batch"),
     ],
 )
-def test_impossible_choices_are_refused(options: dict[str, object], sentence: str) -> None:
+def test_impossible_batch_sizes_are_rejected(options: dict[str, int], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        StepBatches(Noise(20), **({"batch_size": 4, "crop": CROP, "seed": 0} | options))  # type: ignore[arg-type]
+        training_batches(DataConfig(), Noise(20), **({"batch_size": 4, "seed": 0} | options))
     assert sentence in str(caught.value)
 
 
@@ -384,13 +386,13 @@ class _Raising:
         (OSError("AF_UNIX path too long"), DataError, "set TMPDIR to a shorter path, such as TMPDIR=/tmp"),
         (OSError(errno.EMFILE, "Too many open files"), DataError, r"raise the limit of open files \(ulimit -n\)"),
         (MemoryError(), DataError, "set fewer workers, or workers=0"),
-        (TypeError("cannot pickle"), DataError, "workers=0 loads in the main process"),
+        (TypeError("cannot pickle"), DataError, "set workers=0 to load in the main process"),
     ],
 )
 def test_a_failure_of_a_feeder_thread_is_one_line_with_its_cure(
     error: Exception, kind: type[UserError], cure: str
 ) -> None:
-    with pytest.raises(kind, match=f"^a loader worker cannot hand over a batch .*{cure}") as caught:
+    with pytest.raises(kind, match=f"^a loader worker cannot send a batch .*{cure}") as caught:
         next(iter(BatchLoader(Unpicklable(error), 0, 4, workers=1, pin_memory=False)))
     assert "\n" not in str(caught.value)
 

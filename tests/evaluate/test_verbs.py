@@ -15,7 +15,7 @@ from PIL import Image
 from dmjd.builders import build_objective
 from dmjd.compose import compose
 from dmjd.data import build
-from dmjd.data.digits import Digits
+from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.verbs import VERBS, knn, linprobe

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dmjd.data.shards.build import build
+from dmjd.data.shards.build import build_shards
 from tests.compare import NO_PICTURES, checkpoints, reason, rows, telling
 
 Words = Callable[..., list[str]]
@@ -146,7 +146,7 @@ def test_a_run_that_waits_for_a_shard_ends_within_five_seconds_of_a_signal(
     workers: int, tmp_path: Path, tiny: Words, launch: Launch, image_folder: Path
 ) -> None:
     root = tmp_path / "shards"
-    build(str(image_folder / "train"), str(root), workers=1)
+    build_shards(str(image_folder / "train"), str(root), workers=1)
     with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and never answers
         manifest = json.loads((root / "manifest.json").read_text())
         for shard in manifest["shards"]:
@@ -280,7 +280,7 @@ def test_a_feeder_thread_without_room_ends_the_run_with_its_reason(tmp_path: Pat
     done = in_small_shm("128k", words, NO_PICTURES + unchecked)
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert "a loader worker cannot hand over a batch" in line
+    assert "a loader worker cannot send a batch" in line
     assert "set fewer workers, or workers=0, or enlarge /dev/shm" in line
     assert "Traceback" not in done.stderr
     assert reason(tmp_path / "run")["reason"] == "error"

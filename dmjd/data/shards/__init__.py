@@ -1,1 +1,1 @@
-"""Images in webdataset tars with an index: a manifest, a record a sample, and the verbs that make and check them."""
+"""Shard sets: images in webdataset tars with a manifest and an index, and the commands that build and check them."""

@@ -1,8 +1,9 @@
-"""``dmjd shards build``: a source of images becomes a set of shards.
+"""``dmjd shards build``: write a source of images as a shard set.
 
-What goes into which tar is settled before any image is read, by the sizes of the files. So any number of processes can
-make the tars in any order, and a build that was killed ends with the bytes of one that was left alone. Each tar that is
-finished leaves a note in ``.parts``, which goes when the last is; ``build.json`` says what the build was of.
+The sizes of the source files decide which image goes into which tar, before any image is read. So any number of
+processes can write the tars in any order, and a build that is killed and restarted gives the bytes of an uninterrupted
+one. Every finished tar has a ``.part`` file in ``.parts``, which is removed at the end; ``build.json`` records the
+source and options.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ PARTS = ".parts"
 MEGABYTE = 1_000_000
 
 _MOST_RECIPE_BYTES = 1 << 20
-_STEM_LENGTH = 80  # with the number and the ending a key fits the 100 characters of a tar header
+_STEM_LENGTH = 80  # a key with number and ending has to fit 100 characters, the name field of a tar header
 
 
-def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, channels: int = 3) -> list[Saved]:
-    """Build a set of shards at ``dst``, or ``dst/train`` and ``dst/val`` if the source is divided; continue if begun.
+def build_shards(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, channels: int = 3) -> list[Saved]:
+    """Build a shard set at ``dst``, or ``dst/train`` and ``dst/val`` if the source has splits; continue if begun.
 
     Args:
         src: see :func:`dmjd.data.shards.sources.find_source`.
-        dst: a folder that is empty, not there yet, or holds a build of the same source with the same options.
-        workers: processes; all processors if left out.
-        shard_mb: megabytes of source images that share a tar.
-        channels: 1 or 3, what readers shall get; see :func:`dmjd.data.shards.encode.encode`.
+        dst: a folder that is empty, does not exist, or has a build of the same source with the same options.
+        workers: number of processes; by default one per processor.
+        shard_mb: megabytes of source images per tar.
+        channels: 1 or 3, for readers; see :func:`dmjd.data.shards.encode.encode`.
 
     Raises:
-        DataError: if the source is none or no image of it can be used, or the destination holds something else.
-        StorageError: if the destination cannot be written; what is finished stays.
+        DataError: if the source is missing or has no usable image, or the destination has other files.
+        StorageError: if the destination cannot be written; finished tars stay.
     """
     workers = workers or available_workers()
     src, folder = _resolved(src), Path(at_home(dst))
@@ -71,7 +72,7 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
         _begin(folder, recipe, list(folders.values()))
         parts = {}
         for split, path in folders.items():
-            jobs = _plan(split, source.splits[split], path, folder / PARTS, shard_mb * MEGABYTE, channels)
+            jobs = _jobs(split, source.splits[split], path, folder / PARTS, shard_mb * MEGABYTE, channels)
             parts[split] = _make_parts(jobs, workers, f"shards of {split}")
         _check_use(folder, parts)
         saved = [save_parts(path, parts[split], channels, source.classes, text) for split, path in folders.items()]
@@ -82,16 +83,16 @@ def build(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, c
 
 
 def _resolved(src: str) -> str:
-    """``src``, a path or a pattern, absolute and without links: however it is written, a source has one name."""
+    """``src``, a path or a pattern, as an absolute path without links, so that a source has one name."""
     parts = Path(at_home(src)).parts
-    # What exists is a path, also if its name holds brackets; the pattern begins after it.
+    # Components that exist are literal, even with brackets in them; the pattern begins after them.
     exists = sum(os.path.lexists(Path(*parts[:count])) for count in range(1, len(parts) + 1))
     path = os.path.realpath(Path(*parts[:exists]))
     return path if exists == len(parts) else os.path.join(glob.escape(path), *parts[exists:])
 
 
 def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
-    """The folders and the recipe, and none of the drafts that a killed process has left."""
+    """Create the folders and ``build.json``, and remove the drafts of killed processes."""
     for path in (folder / PARTS, *folders):
         path.mkdir(parents=True, exist_ok=True)
     for path in {folder, folder / PARTS, *folders}:
@@ -101,7 +102,7 @@ def _begin(folder: Path, recipe: dict[str, Any], folders: list[Path]) -> None:
 
 
 class _Job(NamedTuple):
-    """A tar to be made of ``items``; ``first`` is the number of the first in its split."""
+    """One tar to write. ``first``: number of the first item in its split."""
 
     items: list[Item]
     first: int
@@ -110,12 +111,13 @@ class _Job(NamedTuple):
     channels: int
 
     @property
-    def note(self) -> Path:
+    def part(self) -> Path:
+        """The file that records the finished tar."""
         return self.parts / f"{self.tar.stem}.part"
 
 
 def make_part(job: _Job) -> Part:
-    """Write a tar, and then the note that it is finished."""
+    """Write a tar, then its ``.part`` file."""
     rows, rejects = [], []
     try:
         with TarWriter(job.tar, job.parts) as tar:
@@ -130,14 +132,14 @@ def make_part(job: _Job) -> Part:
         part = Part(Shard(job.tar.name, len(rows), tar.size, tar.sha256), as_records(rows), rejects)
         if not rows:
             job.tar.unlink()
-        part.write(job.note)
+        part.write(job.part)
     except OSError as error:
         raise _full(job.tar, error) from error
     return part
 
 
 def _check_use(folder: Path, parts: dict[str, list[Part]]) -> None:
-    """Refuse a split without a sample; where there is none at all, the destination is left empty."""
+    """Raise DataError for a split without samples; if no split has any, empty the destination."""
     for split, made in parts.items():
         if any(part.shard.samples for part in made):
             continue
@@ -154,7 +156,7 @@ def _check_use(folder: Path, parts: dict[str, list[Part]]) -> None:
 
 
 def _key(number: int, stem: str) -> str:
-    """A sample's name in its tar: its number in the split and what is left of the file's name."""
+    """The key of a sample: its number in the split and the file name, reduced to letters, digits, _ and -."""
     return f"{number:09d}_{re.sub(r'[^A-Za-z0-9_-]', '_', stem)[:_STEM_LENGTH]}"
 
 
@@ -167,14 +169,14 @@ def _make_parts(jobs: list[_Job], workers: int, label: str) -> list[Part]:
 
 
 def _finished_part(job: _Job) -> Part | None:
-    part = Part.read(job.note, job.tar.name)
+    part = Part.read(job.part, job.tar.name)
     if part and part.shard.samples and not (job.tar.is_file() and job.tar.stat().st_size == part.shard.bytes):
         return None
     return part
 
 
-def _plan(split: str, items: list[Item], folder: Path, parts: Path, most_bytes: int, channels: int) -> list[_Job]:
-    """Runs of images whose files have up to ``most_bytes`` together, or that are one image."""
+def _jobs(split: str, items: list[Item], folder: Path, parts: Path, most_bytes: int, channels: int) -> list[_Job]:
+    """Split the images into runs of up to ``most_bytes`` of source files, each at least one image."""
     starts, filled = [0], 0
     for number, item in enumerate(items):
         size = max(item.size, 0)
@@ -189,7 +191,7 @@ def _plan(split: str, items: list[Item], folder: Path, parts: Path, most_bytes: 
 
 
 def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str, Any]:
-    """All that the bytes of a set depend on; encoders of another version may give other bytes."""
+    """Everything that determines the bytes of a set, versions of encoders included."""
     splits = {}
     for split, items in source.splits.items():
         digest = hashlib.sha256()
@@ -205,9 +207,9 @@ def _check_destination(src: Path, folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; give a folder for the shards")
     if folder.is_dir() and any(folder.iterdir()) and not ((folder / RECIPE).is_file() or (folder / PARTS).is_dir()):
-        raise DataError(f"{folder} holds something else than a build of shards; give an empty folder")
+        raise DataError(f"{folder} has files that are not of a shard build; give an empty folder")
     if src.is_dir() and folder.resolve().is_relative_to(src.resolve()):
-        raise DataError(f"{folder} lies within the source {src}, which would grow by it; give a folder outside")
+        raise DataError(f"{folder} is inside the source {src}; give a folder outside it")
 
 
 def _is_finished(folder: Path, recipe: dict[str, Any], folders: dict[str, Path]) -> bool:
@@ -220,11 +222,9 @@ def _is_finished(folder: Path, recipe: dict[str, Any], folders: dict[str, Path])
     begun = begun if isinstance(begun, dict) else {}
     for key in recipe:
         if begun.get(key) != recipe[key]:
-            what = "a list of files" if key == "splits" else f"{key}={_shown(begun.get(key))}"
-            now = "another now" if key == "splits" else f"{key}={recipe[key]} now"
-            raise DataError(
-                f"{folder} holds a build of {what}, and it is {now}; give another folder, or remove it first"
-            )
+            change = f"{key} was {_shown(begun.get(key))}, now {recipe[key]}"
+            change = "the list of source files changed" if key == "splits" else change
+            raise DataError(f"{folder} has another build: {change}; give another folder, or remove it first")
     return not (folder / PARTS).exists() and all((path / MANIFEST).is_file() for path in folders.values())
 
 
@@ -240,5 +240,5 @@ def _saved(folder: Path) -> Saved:
 def _full(path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     if isinstance(error, FileNotFoundError):
-        reason += ", perhaps since another process builds there as well"
-    return StorageError(f"cannot write {path}: {reason}; what is finished stays, and the same command continues")
+        reason += "; another process may build there as well"
+    return StorageError(f"cannot write {path}: {reason}; finished tars stay, and the same command continues")

@@ -1,13 +1,13 @@
-"""Shards from elsewhere on a disk of this node, each fetched once for all processes.
+"""A cache of remote shards on a local disk, shared by the processes of a node; each shard is fetched once.
 
-A file is named by the sha256 of its content, so splits, data sets and addresses cannot be confused. A name proves
-nothing: a file is read once its content was compared with the name, after the download or, for one that was found here,
-before its first read. A stamp beside it records which file that was, by inode, size and times of change (ctime, which
-no program sets). A stamp counts if it belongs to this user and nobody else can write to it; a file that is not the one
-of the stamp is compared again, and fetched again where it differs.
+A file is named by the sha256 of its content, so splits, data sets and addresses cannot be confused. The name is not
+trusted: the content is compared with it after the download or, for a file that was already there, before the first
+read. A stamp beside the file records its identity then: inode, size, mtime and ctime, which no program can set. A stamp
+is valid if this user owns it and nobody else can write to it. A file whose identity differs from its stamp is compared
+again, and fetched again if it differs.
 
-The process that downloads a draft holds a lock on it. The lock ends with the process, and the next download removes the
-draft of a killed one. Eviction takes the oldest shards: they are fetched in the order of the plan.
+The process that downloads holds a lock on the draft. The lock ends with the process, and the next download removes the
+draft of a killed one. Eviction removes the oldest shards, since shards are fetched in the order of their use.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from pathlib import Path
 from dmjd.data.shards.index import Shard
 from dmjd.data.shards.local import read_part
 from dmjd.data.shards.location import sha256
-from dmjd.data.shards.network import PATIENCE, Patience
-from dmjd.data.shards.remote import fetch
+from dmjd.data.shards.network import PATIENCE, Patience, TransientError, download, retry
 from dmjd.data.waiting import progress_mark
 from dmjd.errors import DataError
 
@@ -35,18 +34,18 @@ LOCK_POLL_SECONDS = 0.05
 
 _ENDING, _DRAFT, _STAMP = ".tar", ".part", ".stamp"
 
-_LOSSES = 20  # of one shard in a row, after which the folder counts as unusable
+_MOST_LOSSES = 20  # of one shard in a row, before the folder is reported as unusable
 
 _log = logging.getLogger("dmjd")
 
 
 class ShardCache:
-    """A folder of whole shards.
+    """A folder of whole, verified shards.
 
     Args:
-        folder: on a disk of this node; made if it is not there.
-        budget: bytes that the shards may take, to which comes what is being fetched.
-        patience: with the network.
+        folder: on a local disk; created if it does not exist.
+        budget: bytes of finished shards; running downloads come on top.
+        patience: retries of the network.
     """
 
     def __init__(self, folder: Path, budget: int, patience: Patience = PATIENCE) -> None:
@@ -56,15 +55,15 @@ class ShardCache:
         self._checked: dict[str, str] = {}  # sha256 -> identity of the file that has it
 
     def read(self, url: str, shard: Shard, offset: int, size: int) -> bytes:
-        """Bytes of a shard, fetched if it is not here; fewer where it ends before.
+        """``size`` bytes of a shard, fetched if it is not cached; fewer where it ends before.
 
-        The file is not kept open, or the space of an evicted one would not come back.
+        The file is closed again, since an open file would keep its space after eviction.
 
         Raises:
             DataError: as :meth:`fetch` does.
-            OSError: if the disk of this node cannot be read.
+            OSError: if the local disk cannot be read.
         """
-        for _ in range(_LOSSES):
+        for _ in range(_MOST_LOSSES):
             try:
                 with _opened(self._path(shard), os.O_RDONLY) as file:
                     if self._is_checked(shard, file):
@@ -73,14 +72,14 @@ class ShardCache:
                             return data
             except FileNotFoundError:
                 pass
-            self.fetch(url, shard)  # and somebody may evict it at once
+            self.fetch(url, shard)  # another process may evict it at once
         raise DataError(
-            f"{self._path(shard)} was removed or changed {_LOSSES} times before it could be read; raise "
-            "data.cache_gib, or set data.cache to a folder that nobody else writes to"
+            f"{self._path(shard)} was removed or changed {_MOST_LOSSES} times before it could be read; raise "
+            "data.cache_gib, or set data.cache to a folder that no other program writes to"
         )
 
     def fetch(self, url: str, shard: Shard, keep: Callable[[], Collection[Shard]] = tuple) -> None:
-        """Have a shard here, checked, evicting others, but none of those that ``keep`` then gives if others suffice.
+        """Make sure a verified shard is cached. Evicts others as needed, those in ``keep()`` last.
 
         Raises:
             DataError: if it cannot be fetched, or the folder cannot be written to.
@@ -91,15 +90,15 @@ class ShardCache:
                 return
             self._folder.mkdir(parents=True, exist_ok=True)
             with _locked(path.with_suffix(_DRAFT)) as draft:
-                if self._is_here(shard) or self._admit(shard):  # somebody was faster, or an earlier run fetched it
+                if self._is_here(shard) or self._verify_found(shard):  # fetched by another process or run
                     return
                 self._evict(shard.bytes, keep())
-                fetch(url, shard, draft, self._patience)
+                fetch_shard(url, shard, draft, self._patience)
                 with _opened(draft, os.O_RDONLY) as file:
-                    os.fsync(file)  # else a node that loses power may keep the name without the bytes
-                    draft.replace(path)  # a change of name changes ctime, so the stamp comes after it
+                    os.fsync(file)  # else a power failure may keep the name and lose the bytes
+                    draft.replace(path)  # renaming changes ctime, so the stamp comes after it
                     self._stamp(shard, file)
-                self._evict(0, [shard, *keep()])  # what others have fetched in the meantime counts as well
+                self._evict(0, [shard, *keep()])  # counts the downloads of other processes as well
         except OSError as error:
             raise DataError(
                 f"{self._folder} cannot be written to ({error.strerror or error}); set data.cache to a folder that can"
@@ -113,7 +112,7 @@ class ShardCache:
             return False
 
     def _is_checked(self, shard: Shard, file: int) -> bool:
-        """Whether the content of the open file was compared with its name, by this process or another of this user."""
+        """Whether this process or another one of this user has verified the content of the open file."""
         identity = _identity(file)
         if os.fstat(file).st_size != shard.bytes:
             return False
@@ -127,14 +126,14 @@ class ShardCache:
                 return True
         return False
 
-    def distrust(self, shard: Shard) -> None:
-        """Have the content of a shard compared again before its next read."""
+    def recheck(self, shard: Shard) -> None:
+        """Verify the content of a shard again before its next read."""
         self._checked.pop(shard.sha256, None)
         with suppress(OSError):
             self._stamp_path(shard).unlink()
 
-    def _admit(self, shard: Shard) -> bool:
-        """Compare the content of a file that was found here with its name, and remove the file if it is another."""
+    def _verify_found(self, shard: Shard) -> bool:
+        """Verify the content of a file that was found in the folder; remove it if it differs from its name."""
         path = self._path(shard)
         try:
             with _opened(path, os.O_RDONLY) as file:
@@ -148,14 +147,16 @@ class ShardCache:
                     return True
         except FileNotFoundError:
             return False
-        _log.warning("%s is not what its name says: a crash or another program changed it; it is fetched again", path)
+        _log.warning(
+            "%s has another sha256 than its name: a crash or another program changed it; it is fetched again", path
+        )
         path.unlink(missing_ok=True)
         return False
 
     def _stamp(self, shard: Shard, file: int) -> None:
         self._checked[shard.sha256] = identity = _identity(file)
         path = self._stamp_path(shard)
-        with suppress(OSError):  # without one the content is compared again
+        with suppress(OSError):  # without a stamp the content is verified again
             path.unlink(missing_ok=True)
             stamp = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -170,12 +171,12 @@ class ShardCache:
         return self._folder / f"{shard.sha256}{_ENDING}"
 
     def _evict(self, room: int, keep: Collection[Shard]) -> None:
-        """Make room for so many bytes. Who reads an evicted file reads on."""
+        """Remove shards until ``room`` bytes fit the budget. A process that has one open can still read it."""
         for draft in self._folder.glob(f"*{_DRAFT}"):
             _sweep(draft)
         found, kept = [], {self._path(shard) for shard in keep}
         for path in self._folder.glob(f"*{_ENDING}"):
-            with suppress(FileNotFoundError):  # another process evicts as well
+            with suppress(FileNotFoundError):  # another process may evict it first
                 status = path.stat()
                 found.append((path in kept, status.st_mtime_ns, path, status.st_size))
         excess = sum(size for *_, size in found) + room - self.budget
@@ -189,11 +190,37 @@ class ShardCache:
             excess -= size
 
 
+def fetch_shard(url: str, shard: Shard, path: Path, patience: Patience) -> None:
+    """Download the tar at ``url`` to ``path``, which is overwritten, and verify its size and sha256.
+
+    Raises:
+        DataError: if it does not exist or may not be read, every attempt failed, or the disk is full.
+    """
+    retry(url, lambda: _fetch_once(url, shard, path, patience), patience)
+
+
+def _fetch_once(url: str, shard: Shard, path: Path, patience: Patience) -> None:
+    try:
+        download(url, path, patience, shard.bytes)
+    except FileNotFoundError as error:
+        raise DataError(f"{url} cannot be fetched: it does not exist") from error
+    except OSError as error:
+        raise DataError(
+            f"{path.parent} has no room for {url} ({error.strerror}); lower data.cache_gib or set data.cache"
+        ) from error
+    size = path.stat().st_size
+    if size != shard.bytes:
+        raise TransientError(f"received {size} bytes, not the {shard.bytes} of the manifest")
+    with path.open("rb") as file:
+        if sha256(file) != shard.sha256:
+            raise TransientError("the download has another sha256 than in the manifest")
+
+
 @contextmanager
 def _locked(draft: Path) -> Iterator[Path]:
-    """A draft that no other process, or thread, writes until the end of the block, where it goes if it is still there.
+    """Lock ``draft`` against other processes and threads; remove it at the end of the block unless it was renamed.
 
-    One left by a killed process serves.
+    The draft of a killed process is reused.
     """
     while True:
         try:
@@ -212,7 +239,7 @@ def _locked(draft: Path) -> Iterator[Path]:
 
 
 def _wait_for_lock(file: int) -> None:
-    """The bytes that another process writes meanwhile are progress of this one's loader as well."""
+    """Wait for the lock. Bytes that its holder writes meanwhile count as progress of this process's loader."""
     arrived, size = progress_mark(), -1
     while True:
         try:
@@ -225,7 +252,7 @@ def _wait_for_lock(file: int) -> None:
 
 
 def _sweep(draft: Path) -> None:
-    """Remove what nobody is writing: who did was killed."""
+    """Remove ``draft`` if it is not locked, so its process was killed."""
     lost = suppress(FileNotFoundError, BlockingIOError, _NotADraft)
     with lost, _opened(draft, os.O_WRONLY | os.O_NOFOLLOW) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,7 +267,9 @@ class _NotADraft(Exception):
 @contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
     try:
-        file = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)  # a named pipe is not waited for
+        file = os.open(
+            path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666
+        )  # O_NONBLOCK: do not wait for the writer of a named pipe
     except OSError as error:
         if flags & os.O_WRONLY and error.errno in (errno.ELOOP, errno.ENXIO):
             raise _NotADraft from error
@@ -258,13 +287,13 @@ def _stamp_of(shard: Shard, identity: str) -> bytes:
 
 
 def _identity(file: int) -> str:
-    """Changes with every change of the open file, and no other file has it."""
+    """Inode, size and times: unique to the open file, and changed by every write."""
     status = os.fstat(file)
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def _is_same(file: int, path: Path) -> bool:
-    """Whether ``path`` still leads to the open file: who held the lock before may have renamed it."""
+    """Whether ``path`` is still the open file; the previous holder of the lock may have renamed it."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A shard set as a data set."""
+"""The map-style data set of a shard set."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from dmjd.errors import BadImage, DataError
 
 
 class ShardDataset:
-    """The samples of a set in the order of its index; each is read by offset, and is what its crc32 says or is bad.
+    """The samples of a shard set in index order, read by offset and verified by crc32.
 
-    Workers share the pages of the index, and nothing in a worker grows with the number of samples.
+    Workers share the pages of the index, and no memory of a worker grows with the number of samples.
 
     Args:
         shards: the set.
-        cache: where shards that lie behind a URL are kept; None if none does.
-        min_size: (height, width) of the crop, which no image may fall short of.
-        max_bad_percent: of the images may be smaller; they stay, are named in :attr:`bad`, and raise when read.
+        cache: for remote shards; None if the set has none.
+        min_size: least (height, width) of an image, that of the crop.
+        max_bad_percent: percentage of images that may be smaller; they are kept, listed in :attr:`bad`, and raise when
+            read.
 
     Raises:
         DataError: if more are smaller.
@@ -41,7 +42,7 @@ class ShardDataset:
         max_bad_percent: float = 0.0,
     ) -> None:
         manifest = shards.manifest
-        # Numpy's memmap adds microseconds to every look.
+        # Indexing a memmap takes microseconds longer than indexing an array.
         shards = shards._replace(records=shards.records.view(np.ndarray))
         self.shards = shards
         self.channels = manifest.channels
@@ -50,7 +51,7 @@ class ShardDataset:
         self.fingerprint = manifest.fingerprint
         self._records = shards.records
         self.cache = cache
-        self._compared = set[int]()  # shards of the cache that were compared again after a bad sample
+        self._compared = set[int]()  # cached shards whose checksum was verified again after a bad sample
         self._files = OpenFiles()
         self._min_size = min_size
         self.bad: Mapping[int, BadImage] = self._check(max_bad_percent)
@@ -60,28 +61,28 @@ class ShardDataset:
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """Samples of every shard, int64 ``[shards]``."""
+        """Number of samples of every shard, int64 ``[shards]``."""
         return np.array([shard.samples for shard in self.shards.manifest.shards], dtype=np.int64)
 
     def open(self, index: int) -> OpenImage:
         """See :class:`dmjd.data.dataset.ImageDataset`.
 
         Raises:
-            BadImage: of kind missing, unreadable, truncated (its shard ends before it does), empty (no bytes, or a hole
-                of zeros), magic or crc (other bytes: no image, or another one), undecodable, or too small.
+            BadImage: of kind missing, unreadable, truncated (its tar ends before it), empty (no or only zero bytes),
+                magic (not an image), crc (other bytes), undecodable, or too small.
             DataError: if its shard cannot be fetched.
         """
         return open_image(self.read(index), self.name(index), self.channels, self._min_size)
 
     def read(self, index: int) -> bytes:
-        """The file of one image, checked; raises as :meth:`open` does, but for what needs decoding."""
+        """The file of one image, verified by crc32; raises as :meth:`open` does before it decodes."""
         number, offset, size, _, crc, _, _ = self._records[range(len(self))[index]].item()
         data = self._bytes(index, number, offset, size)
         fault = fault_of(data, size, crc)
         if fault is not None and self.cache is not None and number not in self._compared:
-            # The copy on this node's disk may be damaged, and not the set.
+            # The copy in the cache may be damaged while the set is intact.
             self._compared.add(number)
-            self.cache.distrust(self.shards.manifest.shards[number])
+            self.cache.recheck(self.shards.manifest.shards[number])
             data = self._bytes(index, number, offset, size)
             fault = fault_of(data, size, crc)
         if fault is not None:
@@ -92,11 +93,11 @@ class ShardDataset:
         location = self.shards.location(number)
         try:
             if is_remote(location):
-                assert self.cache is not None, "a set with URLs comes with a cache"
+                assert self.cache is not None, "a set with remote shards has a cache"
                 return self.cache.read(location, self.shards.manifest.shards[number], offset, size)
             return self._files.read(location, offset, size)
         except FileNotFoundError as error:
-            raise BadImage(self.name(index), "missing", "is not there, for its tar is missing") from error
+            raise BadImage(self.name(index), "missing", "cannot be read, since its tar is missing") from error
         except OSError as error:
             raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
 
@@ -121,7 +122,7 @@ class ShardDataset:
             option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
             raise DataError(
                 f"{self.name(int(small[0]))} {self._too_small(int(small[0]))}{more}; lower data.image_size, or set "
-                f"data.check=none to have small images enlarged{option}"
+                f"data.check=none to enlarge small images{option}"
             )
         return {index: BadImage(self.name(index), TOO_SMALL, self._too_small(index)) for index in small.tolist()}
 

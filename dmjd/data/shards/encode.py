@@ -1,16 +1,16 @@
-"""From the bytes of an image as it was found to the bytes of a shard, which every decoder reads alike.
+"""Encode the images of a shard set so that all decoders read the same pixels.
 
-What a file is, its first bytes say and never its name. Every image is decoded to its last row before it is let in.
+The format is detected by the first bytes of a file, never by its name. Every image is decoded to its last row first.
 
-- A JPEG of 8 bits, baseline or progressive, in YCbCr or grey, keeps its bytes, but for the Exif block, which goes: some
-  decoders turn an image by its orientation tag and others do not, and MAE's pixels are those of the file as it lies.
-- Another image of up to 256 x 256 pixels that was lossless (PNG, GIF, BMP, TIFF, PPM) is a PNG, with the very pixels;
-  a PNG that is plain already keeps its bytes.
-- All else, CMYK and RGB JPEGs, WebP, AVIF and large lossless images, becomes a JPEG of quality 95 without chroma
+- JPEG, 8 bits, baseline or progressive, YCbCr or grey: keeps its bytes without the Exif block. Some decoders apply the
+  orientation tag and others do not; MAE ignores it.
+- Other lossless images (PNG, GIF, BMP, TIFF, PPM) of up to 256 x 256 pixels: a PNG of the same pixels. An 8-bit grey or
+  RGB PNG keeps its bytes.
+- Everything else (CMYK and RGB JPEG, WebP, AVIF, larger lossless images): a JPEG of quality 95 without chroma
   subsampling.
 
 Pixels are those of ``data=folder``: alpha is dropped, an animation is its first frame, 16-bit grey keeps its high byte.
-Damage inside a scan that still decodes cannot be told from a picture here; later damage the index's crc32 betrays.
+Damage inside a JPEG scan that still decodes is not detected here; later damage is, by the crc32 of the index.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
 JPEG_QUALITY = 95
-MOST_SIDE = 65500  # libjpeg's
+MOST_SIDE = 65500  # limit of libjpeg
 
 _LOSSLESS = ("PNG", "GIF", "BMP", "TIFF", "PPM")
 _MAGIC = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF", b"\0\0\0\x0cjP")
@@ -38,7 +38,7 @@ _PLAIN_PNG_CHUNKS = {b"IHDR", b"IDAT", b"IEND", b"sRGB", b"gAMA", b"cHRM", b"pHY
 
 
 class Encoded(NamedTuple):
-    """``ending`` is jpg or png; ``height`` and ``width`` are in pixels."""
+    """An encoded image. ``ending``: "jpg" or "png"; ``height`` and ``width`` in pixels."""
 
     data: bytes
     ending: str
@@ -47,14 +47,14 @@ class Encoded(NamedTuple):
 
 
 def encode(name: str, data: bytes, channels: int) -> Encoded:
-    """What a shard holds of the image file ``data``.
+    """Encode the image file ``data`` for a shard.
 
     Args:
-        name: of the image, for the sentence about it.
-        channels: 1 or 3; an image that has to be encoded anew is grey if 1, or if it was grey.
+        name: name of the image in errors.
+        channels: 1 or 3; an image that is re-encoded becomes grey if 1, or if it is grey.
 
     Raises:
-        BadImage: if it cannot be used: its kind is empty, magic (no image), truncated, undecodable, or too large.
+        BadImage: of kind empty, magic (not an image), truncated, undecodable or too large.
     """
     with _decoded(name, data) as image:
         width, height = image.size
@@ -72,7 +72,7 @@ def encode(name: str, data: bytes, channels: int) -> Encoded:
 
 
 def measure(name: str, data: bytes) -> tuple[int, int]:
-    """(height, width) of an image that stays as it is, once it has decoded to its last row.
+    """(height, width) of an image, after decoding it to its last row.
 
     Raises:
         BadImage: as :func:`encode` does.
@@ -83,12 +83,12 @@ def measure(name: str, data: bytes) -> tuple[int, int]:
 
 @contextmanager
 def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
-    """The image, until the end of the block, for all of which BadImage is what any mishap becomes."""
+    """Open and decode an image; any exception until the end of the block becomes BadImage."""
     if not data:
         raise BadImage(name, "empty", "has no bytes")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about Exif blocks, which do not matter, and large images
+            warnings.simplefilter("ignore")  # about Exif blocks and large images
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 if max(image.size) > MOST_SIDE:
                     raise BadImage(name, "too large", f"has a side of {max(image.size)} pixels, more than {MOST_SIDE}")
@@ -99,7 +99,7 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
     except UnidentifiedImageError as error:
         if data.startswith(_MAGIC):
             raise BadImage(name, "undecodable", "has a header that cannot be read") from error
-        raise BadImage(name, "magic", f"is no image: it begins with {data[:12]!r}") from error
+        raise BadImage(name, "magic", f"is not an image: it begins with {data[:12]!r}") from error
     except Image.DecompressionBombError as error:
         raise BadImage(name, "too large", f"cannot be decoded ({error})") from error
     except Exception as error:  # damaged files make Pillow's decoders raise almost anything
@@ -114,20 +114,20 @@ def _eight_bits(image: Image.Image, channels: int) -> Image.Image:
     if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
         return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     grey = channels == 1 or image.mode in ("1", "L", "LA")
-    if "transparency" in image.info:  # a palette's alpha goes in a second step
+    if "transparency" in image.info:  # Pillow drops a palette's alpha in a second step
         image = image.convert("RGBA")
     return image.convert("L" if grey else "RGB")
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, end) of every segment before the first scan; ``start`` is that of its 0xff."""
+    """(marker, start, end) of every segment up to the first scan; ``start`` is the offset of its 0xff byte."""
     position = 2
     while position + 4 <= len(data) and data[position] == 0xFF:
         marker = data[position + 1]
         if marker == 0xFF:  # a fill byte
             position += 1
             continue
-        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # these have no length
+        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # markers without a length
             position += 2
             continue
         end = position + 2 + int.from_bytes(data[position + 2 : position + 4], "big")
@@ -138,7 +138,7 @@ def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _is_plain_jpeg(data: bytes) -> bool:
-    """Whether it is baseline, extended or progressive with Huffman codes, of 8 bits, and grey or YCbCr to libjpeg."""
+    """Whether a JPEG is baseline, extended or progressive with Huffman codes, 8 bits, and grey or YCbCr for libjpeg."""
     frame, jfif, adobe = b"", False, b""
     for marker, start, end in _jpeg_segments(data):
         body = data[start + 4 : end]
@@ -174,7 +174,7 @@ def _without_exif(data: bytes) -> bytes:
 
 
 def _is_plain_png(data: bytes) -> bool:
-    """Whether it is 8-bit grey or RGB and has nothing that some decoders heed and others do not."""
+    """Whether a PNG is 8-bit grey or RGB and has no chunk that decoders treat differently."""
     depth, colour = data[24], data[25]
     position, chunks = 8, set()
     while position + 8 <= len(data):

@@ -1,4 +1,4 @@
-"""``dmjd shards index``: tars that others wrote become a shard set where they are."""
+"""``dmjd shards index``: make a shard set of existing webdataset tars, in place."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dmjd.redact import redact
 
 
 def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channels: int = 3) -> list[Saved]:
-    """Write a manifest and an index of webdataset tars, and neither change nor move them.
+    """Write a manifest and an index of webdataset tars, which stay unchanged where they are.
 
-    Images that cannot be used are left out of the index and listed in ``rejects.jsonl``. No Exif block is taken out:
-    decoders that heed its orientation tag will see such an image turned.
+    Images that cannot be used are left out of the index and listed in ``rejects.jsonl``. Exif blocks stay, so
+    decoders that apply the orientation tag rotate such images.
 
     Args:
-        tars: paths, patterns of paths, or URLs, which are downloaded one after another and not kept.
-        dst: a folder without a manifest; tars that lie in it are named relative to it.
-        workers: processes; all processors if left out.
-        channels: 1 or 3, what readers shall get.
+        tars: paths, patterns of paths, or URLs, which are downloaded temporarily.
+        dst: a folder without a manifest; tars inside it are named relative to it.
+        workers: number of processes; by default one per processor.
+        channels: 1 or 3, for readers.
 
     Raises:
-        DataError: if a tar is missing, compressed or truncated, holds no image, or ``dst`` has a manifest.
+        DataError: if a tar is missing, compressed or truncated, no tar has a usable image, or ``dst`` has a manifest.
         StorageError: if ``dst`` cannot be written.
     """
     folder = Path(dst)
@@ -45,17 +45,17 @@ def index_tars(tars: Sequence[str], dst: str, workers: int | None = None, channe
     parts = dict(each(index_tar, locations, workers or available_workers(), "tars"))
     ordered = [_relative(parts[number], folder) for number in range(len(locations))]
     if not any(part.shard.samples for part in ordered):
-        raise DataError(f"{', '.join(tars)} hold no image that can be used; give webdataset tars of images")
+        raise DataError(f"{', '.join(tars)} have no usable image; give webdataset tars of images")
     classes = number_classes(int(part.records["label"].max()) for part in ordered if part.shard.samples)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [save_parts(folder, ordered, channels, classes, f"tars in place {' '.join(map(redact, tars))}")]
     except OSError as error:
-        raise StorageError(f"cannot write {folder}: {error.strerror}; the tars are as they were") from error
+        raise StorageError(f"cannot write {folder}: {error.strerror}; the tars are unchanged") from error
 
 
 def index_tar(location: str) -> Part:
-    """The part that a tar is, each of its images decoded once.
+    """Read a tar and decode each of its images once.
 
     Raises:
         DataError: if the tar is missing, compressed or truncated.
@@ -74,7 +74,7 @@ def index_tar(location: str) -> Part:
             with open_regular(path) as file:
                 shard = Shard(location, len(rows), path.stat().st_size, sha256(file))
     except FileNotFoundError as error:
-        raise DataError(f"{location} is not there") from error
+        raise DataError(f"{location} does not exist") from error
     return Part(shard, as_records(rows), rejects)
 
 
@@ -86,11 +86,9 @@ def _expand(tars: Sequence[str]) -> list[str]:
         locations += paths
     missing = next((path for path in locations if not is_remote(path) and not Path(path).is_file()), None)
     if missing:
-        raise DataError(f"{missing} is no tar; give paths, patterns or URLs of webdataset tars")
+        raise DataError(f"{missing} is not a tar; give paths, patterns or URLs of webdataset tars")
     if not locations:
-        raise DataError(
-            f"{', '.join(tars)}: there is no tar among these; give paths, patterns or URLs of webdataset tars"
-        )
+        raise DataError(f"{', '.join(tars)} match no tar; give paths, patterns or URLs of webdataset tars")
     names = (path if is_remote(path) else str(Path(path).resolve()) for path in locations)
     (most, times), *_ = Counter(names).most_common(1)
     if times > 1:

@@ -1,4 +1,4 @@
-"""Samples of shards that lie on a disk, or a network disk: one ``pread`` each, from files that stay open."""
+"""Read samples of shards on a local or network disk: one ``pread`` each, from files that stay open."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_OPEN = 1024
 
 
 class OpenFiles:
-    """Reads parts of files by path, and keeps the files last read open.
+    """Reads parts of files by path, and keeps the most recently used files open.
 
-    Processes may share them by fork, for ``pread`` moves no position; one that gets this by pickle opens its own.
+    Forked processes share the files, since ``pread`` does not move the position; an unpickled copy opens its own.
 
     Args:
-        capacity: files open at a time; by default 1024 or half of what the system allows, whichever is less.
+        capacity: open files; by default 1024 or half the process's limit, whichever is less.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -35,7 +35,7 @@ class OpenFiles:
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        # A network disk says so when the file was replaced behind an open one; the new one has the path now.
+        # A network disk returns ESTALE where an open file was replaced; open the new one.
         os.close(self._files.pop(path))
         return read_part(self._open(path), offset, size)
 
@@ -57,10 +57,10 @@ class OpenFiles:
 
 
 def check_files(shards: ShardSet) -> None:
-    """See that every tar on a disk is there and has its size.
+    """Check that every local tar exists and has its size.
 
     Raises:
-        DataError: naming the first that has not.
+        DataError: naming the first that does not.
     """
     for number, shard in enumerate(shards.manifest.shards):
         path = shards.location(number)
@@ -69,9 +69,9 @@ def check_files(shards: ShardSet) -> None:
         try:
             size = os.stat(path).st_size
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}), though the manifest lists it") from error
+            raise DataError(f"{path} cannot be read ({error.strerror}), but is in the manifest; restore it") from error
         if size != shard.bytes:
-            raise DataError(f"{path} has {size} bytes, and the manifest says {shard.bytes}; restore it")
+            raise DataError(f"{path} has {size} bytes, not the {shard.bytes} of the manifest; restore it")
 
 
 def read_part(file: int, offset: int, size: int) -> bytes:
@@ -79,7 +79,7 @@ def read_part(file: int, offset: int, size: int) -> bytes:
     data = os.pread(file, size, offset)
     if len(data) == size:
         return data
-    parts = [data]  # a system may give less than it has
+    parts = [data]  # pread may return less than asked for
     while data and (size := size - len(data)):
         offset += len(data)
         data = os.pread(file, size, offset)

@@ -1,4 +1,4 @@
-"""Where a file of a shard set is: a path, or a URL that fsspec opens (http, s3, gs, ...)."""
+"""Locations of the files of a shard set: paths, or URLs that fsspec opens (http, s3, gs, ...)."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from dmjd.errors import DataError
 from dmjd.files import open_regular
 
 MOST_BYTES = 1 << 44
-"""Of a tar: 16 TiB."""
+"""Limit of a tar: 16 TiB."""
 
 _LONGEST = 4096
-"""Characters of a path or a URL."""
+"""Limit of a path or a URL, in characters."""
 
 _NETWORKS = ("http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hf", "oss", "oci", "hdfs", "webhdfs")
-"""Protocols of URLs that a manifest may name wherever it is; fsspec has others that open files of this computer."""
+"""URL protocols that every manifest may use. Other fsspec protocols open local files."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def is_remote(location: str) -> bool:
-    """Whether it is a URL and not a path."""
+    """Whether ``location`` is a URL, not a path."""
     return "://" in location
 
 
 def join(folder: str, name: str) -> str:
-    """``name`` below ``folder``, or ``name`` itself where it is a URL or an absolute path."""
+    """``folder/name``, or ``name`` if it is a URL or an absolute path."""
     return name if is_remote(name) or name.startswith("/") else f"{folder.rstrip('/') or '/'}/{name}"
 
 
 def check_name(name: str, folder: str) -> None:
-    """Require that ``name``, from a manifest in ``folder``, may be joined to it.
+    """Check a ``name`` from an untrusted manifest in ``folder``.
 
-    It is the path of a file below the folder, or a URL of a network or of the folder's own protocol, or, where the
-    folder is on a disk, an absolute path or a file:// URL.
+    Allowed are the path of a file below the folder, a URL of :data:`_NETWORKS` or of the folder's own protocol, and,
+    for a local folder, an absolute path or a file:// URL.
 
     Raises:
-        ValueError: saying what is allowed.
+        ValueError: naming what is allowed.
     """
     if not _is_line(name):
         raise ValueError(f"a path or a URL of 1 to {_LONGEST} printable characters")
@@ -54,15 +54,15 @@ def check_name(name: str, folder: str) -> None:
             raise ValueError(f"a path or a URL of {', '.join(_NETWORKS)}")
         return
     if name.startswith("/") and is_remote(folder):
-        raise ValueError("relative to the manifest, which is behind a URL")
+        raise ValueError("relative to the manifest, which is remote")
     check_below(name.removeprefix("/"))
 
 
 def check_below(name: object) -> str:
-    """``name`` from a file, if joined to a folder it is below that folder, links aside.
+    """``name``, checked to stay below a folder that it is joined to, except for links.
 
     Raises:
-        ValueError: saying what is allowed.
+        ValueError: naming what is allowed.
     """
     if not isinstance(name, str) or not _is_line(name):
         raise ValueError(f"a path of 1 to {_LONGEST} printable characters")
@@ -74,7 +74,7 @@ def check_below(name: object) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether it has no line breaks, escapes and the like, and can be part of a file name."""
+    """Whether ``text`` has no control characters and can be part of a file name."""
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
@@ -87,7 +87,7 @@ def _is_line(name: str) -> bool:
 
 
 def open_binary(location: str) -> BinaryIO:
-    """The file, open for reading and seekable.
+    """Open ``location`` for reading and seeking.
 
     Raises:
         OSError: as ``open`` does; FileNotFoundError if there is none.
@@ -105,11 +105,14 @@ def open_binary(location: str) -> BinaryIO:
 
 @contextmanager
 def local_copy(location: str, limit: int = MOST_BYTES) -> Iterator[Path]:
-    """A path to the file, or to a copy, of at most ``limit`` bytes, that is removed at the end of the block.
+    """The path of a local file, or of a copy of a remote one, which is removed at the end of the block.
+
+    Args:
+        limit: greatest size of the copy in bytes.
 
     Raises:
-        FileNotFoundError: if the server says that there is none.
-        OSError: if the disk has no room for it. DataError: if it may not be read, or every attempt failed.
+        FileNotFoundError: if the remote file does not exist.
+        OSError: if the disk is full. DataError: if it may not be read, or every attempt failed.
     """
     if not is_remote(location):
         yield Path(location)
@@ -121,7 +124,7 @@ def local_copy(location: str, limit: int = MOST_BYTES) -> Iterator[Path]:
 
 
 def sha256(file: BinaryIO, limit: int = MOST_BYTES) -> str:
-    """Digest of what is left to read, or of its first bytes up to some more than ``limit``."""
+    """Hex SHA-256 of the rest of ``file``; reads at most ``limit`` bytes and one block."""
     digest, read = hashlib.sha256(), 0
     while read <= limit and (block := file.read(1 << 20)):
         digest.update(block)

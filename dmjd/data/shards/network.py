@@ -1,4 +1,4 @@
-"""Reading over a network that may stall, cut or refuse: whole, or one sentence after many tries."""
+"""Read remote files with retries. A read returns the whole file or raises one DataError."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ _log = logging.getLogger("dmjd")
 _Result = TypeVar("_Result")
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What goes wrong on this side."""
+"""Error numbers of the local disk, for which a retry is useless."""
 
-_PASSING = (408, 425, 429)  # of the 4xx, those that another try may mend
+_TRANSIENT_STATUS = (408, 425, 429)  # 4xx status codes that a retry may resolve
 
 _SLOWEST = 16 << 10
-"""Bytes a second that a download has to bring on average, after the first ``Patience.stall`` seconds."""
+"""Least average rate of a download in bytes per second, after the first ``Patience.stall`` seconds."""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to bear with a network: by default four minutes in which nothing succeeds.
+    """Retries of a network operation; the defaults give up after about four minutes of failures.
 
-    The pause doubles from ``first_pause`` to ``longest_pause`` seconds, less a random part, so that the nodes of a
-    cluster do not all come back at once. ``stall``: seconds without a byte after which a connection counts as dead.
+    attempts: number of attempts.
+    first_pause, longest_pause: seconds between attempts; the pause doubles, and is shortened by a random factor so that
+        the nodes of a cluster do not retry at the same time.
+    stall: seconds without a byte after which a connection is closed.
     """
 
     attempts: int = 10
@@ -42,81 +44,82 @@ class Patience:
     stall: float = 60.0
 
     def pause(self, failures: int) -> float:
-        """Seconds to wait after so many failures."""
+        """Seconds to wait after ``failures`` failed attempts."""
         longest = min(self.first_pause * 2 ** (failures - 1), self.longest_pause)
-        return longest * random.SystemRandom().uniform(0.5, 1.0)  # no draw from the stream that checkpoints keep
+        return longest * random.SystemRandom().uniform(
+            0.5, 1.0
+        )  # not the global generator, whose state checkpoints save
 
 
 PATIENCE = Patience()
-"""The default."""
 
 
-class PassingFault(Exception):
-    """What another attempt may mend, in words."""
+class TransientError(Exception):
+    """A fault that a retry may resolve; the message describes it."""
 
 
 def retry(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Result:
-    """What ``attempt`` returns, at the first time that it raises no :class:`PassingFault`.
+    """Call ``attempt`` until it raises no :class:`TransientError`, and return its result.
 
     Raises:
-        DataError: if the last attempt raised one too.
+        DataError: if all attempts raised one.
     """
     begin = time.monotonic()
     for number in range(1, patience.attempts + 1):
         try:
             return attempt()
-        except PassingFault as error:
+        except TransientError as error:
             fault = str(error)
         if number < patience.attempts:
             pause = patience.pause(number)
-            _log.warning("%s: %s; trying again in %.0f s (%d of %d)", url, fault, pause, number, patience.attempts)
+            _log.warning("%s: %s; retrying in %.0f s (%d of %d)", url, fault, pause, number, patience.attempts)
             time.sleep(pause)
     seconds = time.monotonic() - begin
     raise DataError(
         f"{url} cannot be fetched: {fault}, at the last of {patience.attempts} attempts in {seconds:.0f} s; "
-        "checkpoints are intact, and the same command continues once it can be reached"
+        "checkpoints are intact, and the same command continues once it is reachable"
     )
 
 
 def read(url: str, patience: Patience, limit: int) -> bytes:
-    """The file at ``url``, of at most ``limit`` bytes; no more are taken from a server that sends more.
+    """The file at ``url``, of at most ``limit`` bytes, however many the server sends.
 
     Raises:
-        FileNotFoundError: if the server says that there is none.
+        FileNotFoundError: if it does not exist.
         DataError: if it is longer, may not be read, or every attempt failed.
     """
     try:
         return retry(url, lambda: _read_once(url, patience, limit), patience)
     except _TooLong as error:
-        raise DataError(f"{url} has more than the {limit} bytes that are read of it") from error
+        raise DataError(f"{url} has more than {limit} bytes, the limit of such a file") from error
 
 
 def read_range(url: str, patience: Patience, start: int, end: int) -> bytes:
-    """Bytes ``start .. end - 1`` of the file at ``url``, as far as there are any; raises as :func:`read` does."""
+    """Bytes ``start .. end - 1`` of the file at ``url``, or fewer at its end; raises as :func:`read` does."""
     data = retry(url, lambda: _read_once(url, patience, end, (start, end)), patience)
-    return data[start:end] if len(data) > end - start else data  # a server need not know of ranges
+    return data[start:end] if len(data) > end - start else data  # a server may ignore ranges
 
 
 def download(url: str, path: Path, patience: Patience, limit: int) -> None:
-    """One attempt to put the file at ``url`` into ``path``.
+    """Download ``url`` to ``path``, in one attempt.
 
     Raises:
-        FileNotFoundError: if there is none.
-        PassingFault: if another attempt may go better; also where more than ``limit`` bytes came.
+        FileNotFoundError: if it does not exist.
+        TransientError: if a retry may succeed, and if more than ``limit`` bytes are received.
         OSError: of :data:`DISK`. DataError: if it may not be read.
     """
     try:
         _get(url, path, patience, limit)
     except _TooLong as error:
-        raise PassingFault(f"more than the {limit} bytes came that it should have") from error
+        raise TransientError(f"received more than its {limit} bytes") from error
 
 
 class _TooLong(Exception):
-    """More bytes came than are taken; the first of them are in the file."""
+    """More bytes were received than allowed; the first of them are in the file."""
 
 
 def _read_once(url: str, patience: Patience, limit: int, span: tuple[int, int] | None = None) -> bytes:
-    """At most ``limit`` bytes. With a ``span`` the file may be longer, and these are asked for or its beginning."""
+    """At most ``limit`` bytes: of the whole file, or with ``span`` of that range, where the file may be longer."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copy"
         try:
@@ -135,7 +138,7 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
     arrived, began = progress_mark(), time.monotonic()
 
     class Bound(Callback):  # type: ignore[misc]
-        """Ends a download that is too long or too slow; protocols call it after every piece."""
+        """Ends a download that is too long or too slow; fsspec calls it after every chunk."""
 
         value: int
 
@@ -144,7 +147,7 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
             if self.value > limit:
                 raise _TooLong
             if seconds > patience.stall + self.value / _SLOWEST:
-                raise PassingFault(f"{self.value} bytes came in {seconds:.0f} s")
+                raise TransientError(f"received {self.value} bytes in {seconds:.0f} s")
             arrived()
 
     protocol = url.partition("://")[0]
@@ -153,29 +156,29 @@ def _get(url: str, path: Path, patience: Patience, limit: int, span: tuple[int, 
         request["headers"] = {"Range": f"bytes={span[0]}-{span[1] - 1}"}
     try:
         files, name = url_to_fs(url, **_options(protocol, patience.stall))
-        if getattr(files, "async_impl", False):  # fsspec's own limit of a call; headers can trickle as well
+        if getattr(files, "async_impl", False):  # fsspec's time limit of a call, for servers that send headers slowly
             request["timeout"] = patience.stall + limit / _SLOWEST
         if span is not None and "headers" not in request:
             path.write_bytes(files.cat_file(name, start=span[0], end=span[1], **request))
         else:
             files.get_file(name, str(path), callback=Bound(), **request)
-            if path.stat().st_size > limit:  # a local file is copied at once
+            if path.stat().st_size > limit:  # file:// copies without calling back
                 raise _TooLong
-    except (FileNotFoundError, PassingFault, _TooLong):
+    except (FileNotFoundError, TransientError, _TooLong):
         raise
     except (PermissionError, ImportError, ValueError) as error:
         raise DataError(f"{url} cannot be fetched: {_reason(error)}") from error
-    except Exception as error:  # every protocol has its own
+    except Exception as error:  # fsspec's protocols have no common base class
         if isinstance(error, OSError) and error.errno in DISK:
             raise
         status = getattr(error, "status", 500)
-        if 400 <= status < 500 and status not in _PASSING:
+        if 400 <= status < 500 and status not in _TRANSIENT_STATUS:
             raise DataError(f"{url} cannot be fetched: {_reason(error)}") from error
-        raise PassingFault(_reason(error)) from error
+        raise TransientError(_reason(error)) from error
 
 
 def _options(protocol: str, stall: float) -> dict[str, Any]:
-    """What makes a protocol give up on a dead connection, and leave trying again to us."""
+    """fsspec options: time-outs of a dead connection, and no retries of the protocol's own."""
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout
 
@@ -190,7 +193,7 @@ def _options(protocol: str, stall: float) -> dict[str, Any]:
 
 @cache
 def _redirects() -> Any:
-    """A hook that ends a redirect from https to http; aiohttp itself follows none to a protocol but these two."""
+    """An aiohttp hook that rejects redirects from https to http; aiohttp rejects all other protocols itself."""
     from aiohttp import TraceConfig
 
     hook = TraceConfig()
@@ -202,7 +205,7 @@ async def _check_redirect(session: Any, context: Any, redirect: Any) -> None:
     response = redirect.response
     location = response.headers.get("Location") or response.headers.get("URI") or ""
     if response.url.scheme == "https" and response.url.join(type(response.url)(location)).scheme != "https":
-        raise PermissionError("the server redirects from https to a connection that is not encrypted")
+        raise PermissionError("the server redirects from https to an unencrypted connection")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A part of a set: one tar with the records of its samples and the images that were left out of it."""
+"""A part of a shard set: one tar, the index records of its samples, and the images rejected from it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dmjd.data.shards.checksum import crc32
 from dmjd.data.shards.index import INDEX, Records, Shard, parse_shard, save
+from dmjd.data.shards.sample import crc32
 from dmjd.errors import BadImage, DataError
 from dmjd.files import open_regular, read_at_most, replace_file
 from dmjd.safe_load import JSON_BYTES, parse_json, read_npy
@@ -24,14 +24,14 @@ _MOST_REPORT_BYTES = 1 << 30
 
 
 class Part(NamedTuple):
-    """``records`` are of the part alone, so their shard is 0; a reject has a name, a kind and a reason."""
+    """One tar. ``records``: index rows with shard number 0; ``rejects``: dicts of name, kind and reason."""
 
     shard: Shard
     records: Records
     rejects: list[dict[str, str]]
 
     def write(self, path: Path) -> None:
-        """Keep it, so that a build that is begun again need not make it again."""
+        """Store the part, so that a restarted build does not repeat it."""
         buffer = io.BytesIO()
         buffer.write(json.dumps({"shard": asdict(self.shard), "rejects": self.rejects}).encode() + b"\n")
         np.save(buffer, self.records, allow_pickle=False)
@@ -39,19 +39,19 @@ class Part(NamedTuple):
 
     @classmethod
     def read(cls, path: Path, tar: str) -> Part | None:
-        """The part of the tar called ``tar`` that :meth:`write` kept, or None where it did not come to that."""
+        """The part of the tar named ``tar`` as :meth:`write` stored it; None if absent or damaged."""
         try:
             with open_regular(path) as file:
                 head = parse_json(file.readline(JSON_BYTES + 1))
                 shard, rejects = parse_shard(head["shard"], str(path.parent)), [_reject(row) for row in head["rejects"]]
                 records = read_npy(file, INDEX, mapped=False)
-        except (OSError, ValueError, KeyError, TypeError):  # what a computer without power leaves of a file
+        except (OSError, ValueError, KeyError, TypeError):  # absent, or damaged by a power failure
             return None
         return cls(shard, records, rejects) if shard.url == tar and not records["shard"].any() else None
 
 
 class Saved(NamedTuple):
-    """What has become of a split; ``rejects`` counts by kind."""
+    """A shard set that was written; ``rejects``: number of rejected images by kind."""
 
     folder: Path
     samples: int
@@ -59,8 +59,8 @@ class Saved(NamedTuple):
     rejects: Counter[str]
 
     @property
-    def sentence(self) -> str:
-        """What to tell of it."""
+    def summary(self) -> str:
+        """One line: folder, samples, shards and rejects."""
         made = f"{self.folder}: {self.samples} samples in {self.shards} shard(s)"
         if not self.rejects:
             return f"{made}, no image rejected"
@@ -69,17 +69,17 @@ class Saved(NamedTuple):
 
 
 def reject(bad: BadImage) -> dict[str, str]:
-    """A line of the report."""
+    """A line of ``rejects.jsonl``."""
     return {"name": bad.name, "kind": bad.kind, "reason": bad.fault}
 
 
 def record(offset: int, image: bytes, label: int, height: int, width: int) -> tuple[int, ...]:
-    """A row of :data:`dmjd.data.shards.index.INDEX`, of shard 0."""
+    """A row of :data:`dmjd.data.shards.index.INDEX` with shard number 0."""
     return 0, offset, len(image), label, crc32(image), height, width
 
 
 def save_parts(folder: Path, parts: Sequence[Part], channels: int, classes: Sequence[str], source: str) -> Saved:
-    """Make one set of them, in order, without those that have no sample, and list the rejects beside it."""
+    """Write the index and manifest of ``parts`` in order, without empty parts, and the list of rejects."""
     rejects = [line for part in parts for line in part.rejects]
     full = [part for part in parts if part.shard.samples]
     records = np.concatenate([part.records for part in full])
@@ -91,7 +91,7 @@ def save_parts(folder: Path, parts: Sequence[Part], channels: int, classes: Sequ
 
 
 def count_rejects(folder: Path) -> Counter[str]:
-    """By kind, what the report beside a set lists.
+    """Number of rejected images by kind, from the ``rejects.jsonl`` of a set.
 
     Raises:
         DataError: if it is damaged.
@@ -103,15 +103,15 @@ def count_rejects(folder: Path) -> Counter[str]:
     except FileNotFoundError:
         return Counter()
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is damaged, or is no list of rejected images ({error}); delete it") from error
+        raise DataError(f"{path} is damaged or not a list of rejected images ({error}); delete it") from error
 
 
 def _reject(row: object) -> dict[str, str]:
-    """``row`` if it is what :func:`reject` makes; raises ValueError."""
+    """``row``, checked to be as :func:`reject` makes it. Raises ValueError."""
     if not isinstance(row, dict) or row.keys() != {"name", "kind", "reason"}:
-        raise ValueError("a line needs name, kind and reason alone")
+        raise ValueError("a line must have name, kind and reason and nothing else")
     if not all(isinstance(value, str) for value in row.values()) or not row["kind"].isprintable():
-        raise ValueError("a line has a value that is no text of one line")
+        raise ValueError("a line has a value that is not text of one line")
     return row
 
 

@@ -1,4 +1,4 @@
-"""Many like jobs on several processes, and a line that says how far they are."""
+"""Run jobs on several processes and show their progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 LINE_SECONDS = 15.0
 LONGEST_SOCKET = 107
-"""Bytes of a socket's path, <sys/un.h>."""
+"""Greatest length of a socket's path in bytes, <sys/un.h>."""
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 _log = logging.getLogger("dmjd")
@@ -36,13 +36,13 @@ def available_workers() -> int:
 
 
 def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label: str) -> Iterator[tuple[int, Result]]:
-    """(number, ``work(jobs[number])``) as they finish. The first failure ends all of it, once what runs has ended.
+    """Yield (number, ``work(jobs[number])``) as they finish. After a failure no further job starts.
 
     Args:
-        work: a function of a module, which workers import; it must not mind being killed.
-        jobs: what can be pickled.
-        workers: processes; 1 is this one.
-        label: what the line of progress begins with.
+        work: a module-level function; a worker that runs it may be killed at any time.
+        jobs: picklable arguments.
+        workers: number of processes; 1 runs the jobs in this one.
+        label: beginning of the progress line.
     """
     progress = _Progress(label, len(jobs))
     workers = min(workers, len(jobs))
@@ -55,7 +55,7 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
             progress.end()
         return
     shorten_socket_paths()
-    # Not forked: the threads of this process could hold a lock at that moment.
+    # Not forked, since a thread of this process could hold a lock at that moment.
     context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, initializer=_join_parent)
     try:
@@ -64,16 +64,16 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
             yield futures[future], future.result()
             progress.advance()
     except BrokenProcessPool as error:
-        raise DataError(f"a worker was killed, perhaps for want of memory; try less than workers={workers}") from error
+        raise DataError(f"a worker was killed, perhaps for lack of memory; set fewer than workers={workers}") from error
     finally:
         progress.end()
         pool.shutdown(cancel_futures=True)
 
 
 def shorten_socket_paths() -> None:
-    """Have multiprocessing, here and in processes begun later, put its sockets where their paths are short enough.
+    """Make multiprocessing, here and in child processes, create its sockets in a folder with a short path.
 
-    It puts them into TMPDIR, as pymp-XXXXXXXX/listener-XXXXXXXX.
+    By default they are TMPDIR/pymp-XXXXXXXX/listener-XXXXXXXX.
 
     Raises:
         ConfigError: if TMPDIR is too long and no folder with a short path can be written to.
@@ -86,13 +86,13 @@ def shorten_socket_paths() -> None:
         raise ConfigError(f"TMPDIR={folder} is too long for the sockets of workers; set TMPDIR=/tmp, or workers=0")
     before, tempfile.tempdir = tempfile.tempdir, short
     try:
-        util.get_temp_dir()  # made on the first call, kept, and removed at exit
+        util.get_temp_dir()  # created by the first call, cached, and removed at exit
     finally:
         tempfile.tempdir = before
 
 
 def _join_parent() -> None:
-    """Leave an interruption to the parent, and end with it however it ends: a killed one cannot tell its workers."""
+    """Ignore SIGINT, which the parent handles, and exit when the parent exits or is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -105,7 +105,7 @@ def _join_parent() -> None:
 
 
 class _Progress:
-    """A line that renews itself on a terminal; now and then a new one elsewhere."""
+    """A progress line: updated in place on a terminal, elsewhere logged every 15 s."""
 
     def __init__(self, label: str, total: int) -> None:
         self._label, self._total, self._done = label, total, 0
@@ -123,6 +123,6 @@ class _Progress:
             _log.info(line)
 
     def end(self) -> None:
-        """Leave the line, so that what is said next has one of its own."""
+        """End the line on a terminal."""
         if self._done and sys.stderr.isatty():
             print(file=sys.stderr)

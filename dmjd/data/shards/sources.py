@@ -1,4 +1,4 @@
-"""Where the images of a build come from: a folder, webdataset tars, COCO or ADE20K, told apart by what is there."""
+"""Sources of a shard build: a folder, webdataset tars, COCO or ADE20K, detected by their files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from dmjd.errors import BadImage, DataError
 from dmjd.files import open_regular, read_at_most
 from dmjd.safe_load import JSON_BYTES, parse_json
 
-_STAT_THREADS = 16  # a network file system makes them wait
+_STAT_THREADS = 16  # stat waits for network file systems
 _NO_LABEL = -1
 _BAD_LABEL = -2
 _LEFT_OUT = -3
 _MOST_ANNOTATION_BYTES = 1 << 30
-_LABEL_DIGITS = 6  # every class below the highest has a name, so one wrong number could fill the memory
+_LABEL_DIGITS = 6  # bounds the list of class names, which has one per number up to the highest
 
 
 class Item(NamedTuple):
-    """An image as it was found: ``size`` bytes at ``offset`` of the file ``path``; size -1 where there are none.
+    """A source image: ``size`` bytes at ``offset`` of the file ``path``; size -1 if it is missing.
 
-    ``name`` is what a report calls it, ``stem`` what its key in a shard ends in, ``label`` -1 where there is none.
+    ``name``: its name in errors; ``stem``: the end of its key in a shard; ``label``: -1 for none.
     """
 
     name: str
@@ -40,17 +40,19 @@ class Item(NamedTuple):
     label: int
 
     def read(self) -> bytes:
-        """Its bytes.
+        """Read the bytes of the image.
 
         Raises:
-            BadImage: if it is missing, unreadable, another than when it was listed, or its label is none.
+            BadImage: if it is missing, unreadable, shorter than when it was listed, or has no valid label.
         """
         if self.label == _LEFT_OUT:
-            raise BadImage(self.name, "extra", "is a link, or not the first image of its key, which ends at a dot")
+            raise BadImage(
+                self.name, "extra", "is a link or not the first image of its key, which ends at the first dot"
+            )
         if self.size < 0:
-            raise BadImage(self.name, "missing", "is not there")
+            raise BadImage(self.name, "missing", "does not exist")
         if self.label == _BAD_LABEL:
-            fault = f"has a cls member that is no class number of up to {_LABEL_DIGITS} digits"
+            fault = f"has a cls member that is not a class number of up to {_LABEL_DIGITS} digits"
             raise BadImage(self.name, "label", fault)
         if self.size > MOST_IMAGE_BYTES:
             raise BadImage(self.name, "too large", f"has {self.size} bytes, more than {MOST_IMAGE_BYTES}")
@@ -59,7 +61,7 @@ class Item(NamedTuple):
                 file.seek(self.offset)
                 data = file.read(self.size)
         except FileNotFoundError as error:
-            raise BadImage(self.name, "missing", "is not there any more") from error
+            raise BadImage(self.name, "missing", "does not exist any more") from error
         except OSError as error:
             raise BadImage(self.name, "unreadable", f"cannot be read ({error.strerror})") from error
         if len(data) < self.size:
@@ -68,7 +70,7 @@ class Item(NamedTuple):
 
 
 class Source(NamedTuple):
-    """``splits`` holds "train" and maybe "val"; ``classes`` names the labels, of both splits."""
+    """The listed images. ``splits``: "train" and perhaps "val"; ``classes``: names of the labels of both."""
 
     kind: str
     splits: dict[str, list[Item]]
@@ -76,22 +78,22 @@ class Source(NamedTuple):
 
 
 def find_source(src: str, workers: int = 1) -> Source:
-    """What is to be built from, with every image listed in a fixed order and none opened.
+    """Detect the kind of source and list its images in a fixed order, without opening any.
 
     - ``*.tar`` in the folder, in its ``train`` and ``val`` or ``test``, or matched by ``src`` as a pattern: webdataset
-      tars, labelled by their cls members. Classes are called by their numbers.
-    - ``annotations/*_train2017.json`` beside ``train2017`` or ``images/train2017``: COCO. The images that these
-      list, without labels: an image has many objects. The annotations are no part of shards.
+      tars, labelled by their cls members. Class names are the numbers.
+    - ``annotations/*_train2017.json`` beside ``train2017`` or ``images/train2017``: COCO. The images that the
+      annotations list, without labels. Shards do not contain the annotations.
     - ``images/training`` beside ``images/validation``: ADE20K of the scene parsing challenge. Labels are the scenes of
-      ``sceneCategories.txt`` if that is there. The segmentation masks are no part of shards.
-    - Any other folder is what ``data=folder`` takes it for, in the same order and with the same labels.
+      ``sceneCategories.txt`` if it exists. Shards do not contain the segmentation masks.
+    - Any other folder: as ``data=folder``, in the same order and with the same labels.
 
     Args:
         src: a folder, a tar, or a pattern of tars.
-        workers: processes that read tars.
+        workers: number of processes that read tars.
 
     Raises:
-        DataError: if there is nothing of that, or it is damaged.
+        DataError: if the source is none of these, or is damaged.
     """
     root = Path(src)
     tars = _find_tars(root)
@@ -125,12 +127,12 @@ def _find_tars(root: Path) -> dict[str, list[str]]:
 
 
 def list_tar(path: str) -> list[TarSample]:
-    """All samples of a tar; raises as :func:`dmjd.data.shards.tar.tar_samples` does."""
+    """All samples of a tar; for errors see :func:`dmjd.data.shards.tar.tar_samples`."""
     return list(tar_samples(path))
 
 
 def tar_items(path: str, sample: TarSample) -> Iterator[Item]:
-    """The image of a sample of the tar at ``path``; what is left out of the sample follows, for the report."""
+    """The image of a sample of the tar at ``path``, then its extra members, which are listed as rejects."""
     stem = Path(sample.key).name
     if sample.size >= 0 or not sample.left_out:
         yield Item(f"{path}: {sample.key}", stem, path, sample.offset, sample.size, _label_of(sample))
@@ -139,7 +141,7 @@ def tar_items(path: str, sample: TarSample) -> Iterator[Item]:
 
 
 def _label_of(sample: TarSample) -> int:
-    """The class number in a cls member; -1 without one, and below that where it holds something else."""
+    """The class number of a cls member; -1 without one, -2 if it is not a number."""
     if sample.label is None:
         return _NO_LABEL
     text = sample.label.strip()
@@ -147,7 +149,7 @@ def _label_of(sample: TarSample) -> int:
 
 
 def number_classes(labels: Iterable[int]) -> tuple[str, ...]:
-    """Names of classes that have only numbers."""
+    """Class names for numbered labels: the numbers up to the highest."""
     return tuple(map(str, range(max(labels, default=-1) + 1)))
 
 
@@ -164,12 +166,12 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
 
 
 def _named_classes(folder: Path) -> tuple[str, ...]:
-    """Those of the shard set that ``folder`` may be."""
+    """Class names of the shard set in ``folder``; empty if there is none."""
     return load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()
 
 
 def _from_folder(root: Path) -> Source:
-    from dmjd.data.folder import ImageFolder  # imports torch, which workers do without
+    from dmjd.data.folder import ImageFolder  # imports torch, which workers do not need
 
     divided = any((root / name).is_dir() for name in ("val", "test"))
     folders = {"train": ImageFolder(str(root), "train", channels=3, check="none")}
@@ -191,16 +193,14 @@ def _from_coco(root: Path) -> Source:
                 f"{root} has {split} images of {' and '.join(years)}; keep the annotations of one year there"
             )
         for year in years:
-            # Captions, instances and key points list the same images; instances are twenty times the size.
+            # Captions, instances and key points list the same images; take the smallest file.
             path = min(root.glob(f"annotations/*_{split}{year}.json"), key=lambda path: (path.stat().st_size, path))
             try:
                 content = parse_json(read_at_most(path, _MOST_ANNOTATION_BYTES), _MOST_ANNOTATION_BYTES)
                 names = sorted(check_below(image["file_name"]) for image in content["images"])
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reason = f" ({error})" if isinstance(error, ValueError) else ""
-                raise DataError(
-                    f"{path} is damaged, or lists no images as COCO does{reason}; fetch it again"
-                ) from error
+                raise DataError(f"{path} is damaged or not a COCO list of images{reason}; fetch it again") from error
             folders = (root / f"{split}{year}", root / "images" / f"{split}{year}")
             folder = next((folder for folder in folders if folder.is_dir()), folders[0])
             paths = only_files([str(folder / name) for name in names], str(folder))
@@ -215,9 +215,9 @@ def _from_ade(root: Path) -> Source:
         try:
             text = read_at_most(listing, JSON_BYTES).decode()
         except ValueError as error:
-            raise DataError(f"{listing} is damaged, or is no list of scenes ({error}); fetch it again") from error
-        words = (line.split() for line in text.splitlines())
-        scenes = {pair[0]: pair[1] for pair in words if len(pair) == 2}
+            raise DataError(f"{listing} is damaged or not a list of scenes ({error}); fetch it again") from error
+        rows = (line.split() for line in text.splitlines())
+        scenes = {row[0]: row[1] for row in rows if len(row) == 2}
     classes = sorted(set(scenes.values()))
     numbers = {name: number for number, name in enumerate(classes)}
     splits = {}

@@ -1,7 +1,7 @@
-"""The layout of webdataset tars: the members of a sample lie side by side and share a key, ``KEY.cls`` and ``KEY.jpg``.
+"""Read and write webdataset tars: the members of a sample are adjacent and share a key, ``KEY.cls`` and ``KEY.jpg``.
 
-Tars are written here with the standard library and not by webdataset's own writer, which does not tell at what offset
-an image comes to lie; its reader takes them. Equal samples give equal bytes: no times, no owners, a fixed order.
+Tars are written with the standard library, since webdataset's writer does not return the offset of an image. Equal
+samples give equal bytes: no times, no owners, a fixed order.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dmjd.files import open_regular
 
 IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "img", "image")
 
-_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # webdataset's: up to the first dot after the last slash
-_MOST_LABEL_BYTES = 64  # of a cls member; what is longer is no class number
+_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # as in webdataset: up to the first dot after the last slash
+_MOST_LABEL_BYTES = 64  # of a cls member
 _META = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 END_MARK = bytes(2 * tarfile.BLOCKSIZE)
-"""What a whole tar ends in, but for more zeros."""
+"""End of a whole tar, before optional zero padding."""
 
 
 class TarSample(NamedTuple):
-    """``offset`` and ``size`` of the image, -1 where a sample has none; ``label`` is the text of its cls member.
+    """A sample. ``offset`` and ``size`` of its image, -1 for none; ``label``: content of its cls member.
 
-    ``left_out`` names members that look like images as well: links, and images behind the first.
+    ``left_out``: names of further members with an image's extension: links, and images after the first.
     """
 
     key: str
@@ -44,16 +44,16 @@ class TarSample(NamedTuple):
 
 
 def compression(head: bytes) -> str | None:
-    """What a file that begins with these bytes is compressed with."""
+    """The compression format of a file that begins with ``head``; None if it has none."""
     return next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
 
 
 class TarWriter:
-    """Context manager that puts a whole tar at ``path``, or nothing.
+    """Context manager that writes a whole tar to ``path``, or nothing.
 
     Args:
-        path: of the tar.
-        drafts: a folder of the same file system, where a killed process may leave a draft.
+        path: path of the tar.
+        drafts: a folder on the same file system for the unfinished tar, which a killed process leaves there.
 
     Raises:
         OSError: if it cannot be written.
@@ -79,19 +79,19 @@ class TarWriter:
             self._draft.unlink(missing_ok=True)
 
     def add(self, key: str, label: int, image: bytes, ending: str) -> int:
-        """Append a sample, with a cls member unless ``label`` is -1; returns the offset of the image's bytes."""
+        """Append a sample, with a cls member unless ``label`` is -1. Returns the offset of the image's bytes."""
         if label >= 0:
             self._add(f"{key}.cls", str(label).encode())
         return self._add(f"{key}.{ending}", image)
 
     @property
     def size(self) -> int:
-        """Bytes of the file, once the block has ended."""
+        """Size of the file in bytes, after the block."""
         return self._file.size
 
     @property
     def sha256(self) -> str:
-        """Digest of the file, once the block has ended."""
+        """Hex SHA-256 of the file, after the block."""
         return self._file.digest.hexdigest()
 
     def _add(self, name: str, content: bytes) -> int:
@@ -103,7 +103,7 @@ class TarWriter:
 
 
 class _HashingFile:
-    """What tarfile needs of a file that it writes from front to back."""
+    """The file interface that tarfile needs for sequential writing, with a running SHA-256."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -119,7 +119,7 @@ class _HashingFile:
         return self.size
 
     def close(self) -> None:
-        """Once this returns, a machine that loses its power keeps the file."""
+        """Flush the file to the disk and close it."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -129,35 +129,35 @@ def tar_samples(path: str) -> Iterator[TarSample]:
     """The samples of a tar in order, grouped as webdataset does.
 
     Raises:
-        DataError: if it is compressed, no tar, or ends before its end mark, where webdataset would say nothing.
+        DataError: if it is compressed, not a tar, or has no end mark, which webdataset would not report.
     """
     with open_regular(path) as file:
         packed = compression(file.read(6))
         if packed:
             raise DataError(
-                f"{path} is compressed with {packed}, so no sample can be read by offset; unpack it to a .tar"
+                f"{path} is compressed with {packed}, so samples cannot be read by offset; unpack it to a .tar"
             )
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 yield from _group(_members(tar))
                 end = tar.offset
-        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of odd headers
-            raise DataError(f"{path} is truncated, or is no tar ({error}); fetch it again") from error
-        except OSError as error:  # also of an offset in a header that no file has
-            raise DataError(f"{path} cannot be read, or is damaged ({error.strerror}); fetch it again") from error
+        except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of invalid headers
+            raise DataError(f"{path} is truncated or not a tar ({error}); fetch it again") from error
+        except OSError as error:  # also for an impossible offset in a header
+            raise DataError(f"{path} cannot be read or is damaged ({error.strerror}); fetch it again") from error
         file.seek(end)
         if file.read(len(END_MARK)) != END_MARK:
             raise DataError(f"{path} is truncated or damaged at byte {end}: its end mark is missing; fetch it again")
 
 
 def is_content(info: tarfile.TarInfo) -> bool:
-    """Whether a member is a file that may belong to a sample."""
+    """Whether a member is a regular file that can belong to a sample."""
     return info.isreg() and not info.issparse() and not _META.match(info.name)
 
 
 class _Member(NamedTuple):
-    """``offset`` and ``size`` are -1 of a link, which has no content where it lies."""
+    """A member of a tar. ``offset`` and ``size`` are -1 for a link."""
 
     name: str
     offset: int
@@ -167,7 +167,7 @@ class _Member(NamedTuple):
 
 def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
     for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
+        tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all headers in memory
         if (info.islnk() or info.issym()) and not _META.match(info.name):
             yield _Member(info.name, -1, -1, b"")
         if not is_content(info):

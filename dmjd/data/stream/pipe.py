@@ -1,4 +1,4 @@
-"""What a shell command writes, as a file that is read once."""
+"""The output of a shell command as a file."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from contextlib import suppress
 from typing import Any
 
 _groups: set[int] = set()
-"""Process groups of the commands that this process has started and not ended."""
+"""Process groups of the running commands of this process."""
 
 
 def end_commands() -> None:
-    """Kill what every :class:`Pipe` of this process has started, for one that is about to leave without closing any."""
+    """Kill the command of every open :class:`Pipe` of this process, which exits without closing them."""
     for group in tuple(_groups):
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
 
 
 class Pipe(io.RawIOBase):
-    """The output of ``command``, which is killed with all that it has started when this is closed before its end.
+    """The output of ``command``; closing it before the end kills the command and its children.
 
     Args:
-        command: for the shell, as webdataset's ``pipe:`` has it.
-        stall: seconds without a byte after which it counts as dead.
+        command: shell command, as after webdataset's ``pipe:``.
+        stall: seconds without a byte after which the command is considered dead.
 
-    Reading raises TimeoutError for a dead one, and OSError at the end of one that ended with another exit code than 0:
-    what it wrote is then not all.
+    Reading raises TimeoutError for a dead command, and OSError at the end if the exit code is not 0, since the output
+    may then be incomplete.
     """
 
     def __init__(self, command: str, stall: float) -> None:
@@ -49,7 +49,7 @@ class Pipe(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """See :meth:`io.RawIOBase.readinto`."""
         if not self._poll.poll(self._stall * 1000):
-            raise TimeoutError(f"gave nothing for {self._stall:.0f} s")
+            raise TimeoutError(f"no output for {self._stall:.0f} s")
         count = os.readv(self._output.fileno(), [buffer])
         if not count:
             self._check_exit()
@@ -59,7 +59,7 @@ class Pipe(io.RawIOBase):
         try:
             code = self._process.wait(self._stall)
         except subprocess.TimeoutExpired as error:
-            raise TimeoutError(f"did not end within {self._stall:.0f} s of its output's end") from error
+            raise TimeoutError(f"did not exit within {self._stall:.0f} s after its output ended") from error
         if code:
             raise OSError(f"ended with exit code {code}")
 
@@ -70,6 +70,6 @@ class Pipe(io.RawIOBase):
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._output.close()
-        _groups.discard(self._process.pid)  # before it is waited for, when another may get its number
+        _groups.discard(self._process.pid)  # before wait(), after which the number may be reused
         self._process.wait()
         super().close()

@@ -1,7 +1,7 @@
-"""The images of a tar that is read from front to back, grouped by webdataset.
+"""Read the images of a tar sequentially, grouped by webdataset.
 
-A tar that ends between two members, or has one with a damaged header, looks like a whole one to tarfile, and so to
-webdataset, which then says nothing. A whole one has its end mark, 1024 zeros, where its members end, and zeros behind.
+A tar that is cut between two members, or has a damaged header, looks complete to tarfile and webdataset, which report
+no error. A whole tar has its end mark, 1024 zeros, after the last member, and nothing but zeros after that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIPE = "pipe:"
 
 
 class TarImage(NamedTuple):
-    """``name`` is the tar's and the sample's key; ``data`` the bytes of the image's file."""
+    """An image. ``name``: location of the tar and key of the sample; ``data``: bytes of the image file."""
 
     name: str
     data: bytes
@@ -33,13 +33,13 @@ def tar_images(location: str, stall: float) -> Iterator[TarImage]:
 
     Args:
         location: a path, a URL that fsspec opens, or ``pipe:`` and a command that writes the tar.
-        stall: seconds without a byte after which a command counts as dead.
+        stall: seconds without a byte after which a command is considered dead.
 
     Raises:
-        BadImage: that the tar is, once what comes before the damage has been yielded: missing, unreadable, truncated.
+        BadImage: for the tar (missing, unreadable, truncated), after the images before the damage were yielded.
         DataError: if fsspec lacks what the URL needs.
     """
-    from webdataset.handlers import ignore_and_continue  # here, since only streams need it
+    from webdataset.handlers import ignore_and_continue  # an optional dependency, for streams only
     from webdataset.tariterators import group_by_keys
 
     try:
@@ -47,27 +47,27 @@ def tar_images(location: str, stall: float) -> Iterator[TarImage]:
             stream = _Stream(file)
             with tarfile.open(fileobj=cast(BinaryIO, stream), mode="r|") as tar:
                 members = _members(tar, location)
-                for sample in group_by_keys(members, handler=ignore_and_continue):  # of equal names the first counts
+                for sample in group_by_keys(members, handler=ignore_and_continue):  # the first of equal names
                     ending = next((key for key in sample if key.rpartition(".")[2] in IMAGE_ENDINGS), None)
                     if ending is not None:
                         yield TarImage(f"{redact(location)}: {sample['__key__']}", sample[ending])
                 stream.finish(tar.offset)
     except DataError:
         raise
-    except Exception as error:  # every protocol has its own
+    except Exception as error:  # fsspec's protocols have no common base class
         raise BadImage(redact(location), *_describe(error)) from error
 
 
 def _open(location: str, stall: float) -> BinaryIO:
-    if location.startswith(PIPE):  # not buffered: what came before an error is then not lost
+    if location.startswith(PIPE):  # unbuffered, so that nothing before an error is lost
         return cast(BinaryIO, Pipe(location.removeprefix(PIPE), stall))
     return open_binary(location)
 
 
 def _members(tar: tarfile.TarFile, location: str) -> Iterator[dict[str, Any]]:
-    """As webdataset wants them."""
+    """Members in the form that webdataset's ``group_by_keys`` takes."""
     for info in tar:
-        tar.members = []  # type: ignore[attr-defined]  # it would keep every header
+        tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all headers in memory
         if not is_content(info):
             continue
         if info.size > MOST_IMAGE_BYTES:
@@ -83,7 +83,7 @@ class _Damage(Exception):
 
 
 class _Stream:
-    """What tarfile needs of a file, and what it read last: it reads by records of 10240 bytes, so beyond the end."""
+    """The file interface that tarfile needs, and the last bytes read: tarfile reads 10240 at a time, beyond the end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -96,31 +96,31 @@ class _Stream:
         self._arrived()
         packed = compression(block) if not self._position else None
         if packed:
-            raise _Damage("unreadable", f"is compressed with {packed}, so its end cannot be told; have it unpacked")
+            raise _Damage("unreadable", f"is compressed with {packed}, so its end cannot be verified; decompress it")
         self._position += len(block)
         self._last = (self._last + block)[-2 * tarfile.RECORDSIZE :]
         return block
 
     def finish(self, end: int) -> None:
-        """Read the rest, which leads a command to its exit; it must be zeros from ``end`` on."""
+        """Read the rest, so that a command can exit; it must be zeros from offset ``end`` on."""
         zeros = self._last[end - self._position :] if end < self._position else b""
         damaged = any(zeros)
         while block := self._file.read(1 << 16):
             damaged = damaged or any(block)
             zeros = (zeros + block)[: len(END_MARK)]
         if damaged:
-            raise _Damage("unreadable", f"is damaged at byte {end}: there is more behind what looks like its end")
+            raise _Damage("unreadable", f"is damaged at byte {end}: data follows after its end mark")
         if len(zeros) < len(END_MARK):
             raise _Damage("truncated", f"ends at byte {end} without its end mark")
 
 
 def _describe(error: Exception) -> tuple[str, str]:
-    """Kind and fault."""
+    """Kind and fault of a :class:`BadImage`."""
     if isinstance(error, _Damage):
         return error.kind, str(error)
     if isinstance(error, FileNotFoundError):
-        return "missing", "is not there"
+        return "missing", "does not exist"
     if isinstance(error, tarfile.TarError):
-        return "truncated", f"is truncated, or is no tar ({error})"
+        return "truncated", f"is truncated or not a tar ({error})"
     strerror = error.strerror if isinstance(error, OSError) else None
     return "unreadable", f"cannot be read ({strerror or ' '.join(str(error).split()) or type(error).__name__})"

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from skimage import data
 
-from dmjd.data.shards.build import build
+from dmjd.data.shards.build import build_shards
 from tests.data.shards.http_server import Server
 
 ASTRONAUT = data.astronaut()
@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     folder = tmp_path_factory.mktemp("finished") / "shards"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dmjd.data.shards.build.MEGABYTE", 7_000)
-        build(str(photos), str(folder), workers=1, shard_mb=1)
+        build_shards(str(photos), str(folder), workers=1, shard_mb=1)
     return folder
 
 

@@ -19,7 +19,7 @@ import webdataset
 from PIL import Image
 
 from dmjd.data.folder import ImageFolder
-from dmjd.data.shards.build import PARTS, build
+from dmjd.data.shards.build import PARTS, build_shards
 from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
 from dmjd.data.shards.part import REJECTS
@@ -81,7 +81,7 @@ def test_tars_have_about_the_size_asked_for(finished: Path) -> None:
 
 def test_what_cannot_be_used_is_listed(photos: Path, finished: Path) -> None:
     (line,) = (finished / "train" / "rejects.jsonl").read_text().splitlines()
-    reason = "is no image: it begins with b'<!DOCTYPE ht'"
+    reason = "is not an image: it begins with b'<!DOCTYPE ht'"
     assert json.loads(line) == {"name": str(photos / "train/ant/page.jpg"), "kind": "magic", "reason": reason}
     assert not (finished / "val" / "rejects.jsonl").exists()
 
@@ -100,17 +100,19 @@ def test_webdataset_reads_the_tars(finished: Path) -> None:
 def test_equal_builds_have_equal_bytes_and_a_finished_one_is_left_alone(
     photos: Path, finished: Path, tmp_path: Path
 ) -> None:
-    first = build(str(photos), str(tmp_path / "again"), workers=1, shard_mb=1)
+    first = build_shards(str(photos), str(tmp_path / "again"), workers=1, shard_mb=1)
     assert content_of(tmp_path / "again") == content_of(finished)
     assert [(saved.samples, dict(saved.rejects)) for saved in first] == [(24, {"magic": 1}), (4, {})]
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")}
-    assert build(f"{photos}/", str(tmp_path / "again"), workers=1, shard_mb=1) == first, "as a shell completes it"
+    assert build_shards(f"{photos}/", str(tmp_path / "again"), workers=1, shard_mb=1) == first, (
+        "as a shell completes it"
+    )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "again").rglob("*")} == times
 
 
 @pytest.mark.usefixtures("small_tars")
 def test_processes_change_nothing(photos: Path, finished: Path, tmp_path: Path) -> None:
-    build(str(photos), str(tmp_path / "shards"), workers=3, shard_mb=1)
+    build_shards(str(photos), str(tmp_path / "shards"), workers=3, shard_mb=1)
     assert content_of(tmp_path / "shards") == content_of(finished)
 
 
@@ -137,7 +139,7 @@ def test_a_build_killed_before_any_commit_continues_to_the_same_bytes(
 ) -> None:
     monkeypatch.setattr("dmjd.data.shards.build.MEGABYTE", 25_000)
     finished = tmp_path / "finished"
-    build(str(photos), str(finished), workers=1, shard_mb=1)
+    build_shards(str(photos), str(finished), workers=1, shard_mb=1)
     tars = sum(len(shards.manifest.shards) for shards in load_splits(finished).values())
     assert tars == 3
     renames = 1 + 2 * tars + 1 + 2 * 2  # the recipe, tars and notes, the report, an index and a manifest for each split
@@ -148,7 +150,7 @@ def test_a_build_killed_before_any_commit_continues_to_the_same_bytes(
         process.join()
         assert process.exitcode == -signal.SIGKILL, number
         assert not all((folder / split / "manifest.json").exists() for split in ("train", "val"))
-        build(str(photos), str(folder), workers=1, shard_mb=1)
+        build_shards(str(photos), str(folder), workers=1, shard_mb=1)
         assert content_of(folder) == content_of(finished), number
 
 
@@ -171,7 +173,7 @@ def test_a_build_by_several_processes_killed_amid_them_continues_to_the_same_byt
     process.join()
     assert not (folders[0] / "manifest.json").exists(), "killed too late to tell anything"
     for folder in folders:
-        build(str(source), str(folder), workers=1, shard_mb=1)
+        build_shards(str(source), str(folder), workers=1, shard_mb=1)
     assert content_of(folders[0]) == content_of(folders[1])
 
 
@@ -188,11 +190,11 @@ def test_a_full_disk_is_one_sentence_and_the_build_continues(
         return add(self, *sample)
 
     monkeypatch.setattr(TarWriter, "add", full)
-    with pytest.raises(StorageError, match=r"cannot write .*\.tar: No space left on device; what is finished stays"):
-        build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+    with pytest.raises(StorageError, match=r"cannot write .*\.tar: No space left on device; finished tars stay"):
+        build_shards(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     assert not list(tmp_path.rglob("*.tmp"))
     left[0] = 1 << 30
-    build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+    build_shards(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     assert content_of(tmp_path / "shards") == content_of(finished)
 
 
@@ -205,14 +207,14 @@ def test_a_build_whose_twin_ends_first_says_so_and_the_set_is_whole(
     def overtaken(*arguments: Any) -> None:
         monkeypatch.undo()
         monkeypatch.setattr("dmjd.data.shards.build.MEGABYTE", 7_000)
-        build(str(photos), str(folder), workers=1, shard_mb=1)
+        build_shards(str(photos), str(folder), workers=1, shard_mb=1)
         replace(*arguments)
 
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", overtaken)
-    with pytest.raises(StorageError, match="perhaps since another process builds there as well"):
-        build(str(photos), str(folder), workers=1, shard_mb=1)
-    build(str(photos), str(folder), workers=1, shard_mb=1)
+    with pytest.raises(StorageError, match="another process may build there as well"):
+        build_shards(str(photos), str(folder), workers=1, shard_mb=1)
+    build_shards(str(photos), str(folder), workers=1, shard_mb=1)
     assert content_of(folder) == content_of(finished)
 
 
@@ -224,8 +226,8 @@ def test_a_disk_that_is_full_only_when_the_tar_is_to_be_safe_leaves_no_tar(
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
     monkeypatch.setattr(os, "fsync", full)  # where a network disk says so
-    with pytest.raises(StorageError, match=r"cannot write .*\.tar: Disk quota exceeded; what is finished stays"):
-        build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+    with pytest.raises(StorageError, match=r"cannot write .*\.tar: Disk quota exceeded; finished tars stay"):
+        build_shards(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     assert not [path for ending in ("tar", "part", "tmp") for path in tmp_path.rglob(f"*.{ending}")]
 
 
@@ -236,13 +238,13 @@ def test_a_finished_tar_that_is_damaged_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr("dmjd.data.shards.build.save_parts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+            build_shards(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     tars = sorted((tmp_path / "shards" / "train").glob("*.tar"))
     tars[0].unlink()
     tars[1].write_bytes(tars[1].read_bytes()[:-1])
     note = tmp_path / "shards" / PARTS / f"{tars[2].stem}.part"
     note.write_bytes(note.read_bytes()[:200])
-    build(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
+    build_shards(str(photos), str(tmp_path / "shards"), workers=1, shard_mb=1)
     assert content_of(tmp_path / "shards") == content_of(finished)
 
 
@@ -254,7 +256,7 @@ def test_a_flat_folder_has_no_labels_and_its_files_are_what_they_hold(photo: Pho
     (tmp_path / "source").mkdir()
     for name, content in files.items():
         (tmp_path / "source" / name).write_bytes(content)
-    (saved,) = build(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
+    (saved,) = build_shards(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
     shards = load(tmp_path / "shards")
     assert (saved.folder, dict(saved.rejects)) == (tmp_path / "shards", {"empty": 1})
     assert (labels(tmp_path / "shards"), shards.manifest.classes) == ([-1] * 3, ())
@@ -266,7 +268,7 @@ def test_names_become_keys_that_webdataset_understands(photo: Photo, tmp_path: P
     for name in ("__meta__.jpg", "a.b.c.jpg", "ünï cödé.jpg", f"{'long' * 50}.jpg"):
         (tmp_path / "source" / "a.class").mkdir(parents=True, exist_ok=True)
         (tmp_path / "source" / "a.class" / name).write_bytes(photo())
-    build(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
+    build_shards(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
     samples = list(webdataset.WebDataset(str(tmp_path / "shards" / "train-000000.tar"), shardshuffle=False))
     assert [sorted(sample) for sample in samples] == [["__key__", "__local_path__", "__url__", "cls", "jpg"]] * 4
 
@@ -287,7 +289,7 @@ def test_tars_are_sharded_anew(photo: Photo, tmp_path: Path) -> None:
     }
     for split, names in (("train", list(members)), ("val", ["x/1.jpg", "x/1.cls"])):
         foreign_tar(tmp_path / "source" / split / "0.tar", {name: members[name] for name in names})
-    train, val = build(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
+    train, val = build_shards(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
     assert (labels(train.folder), labels(val.folder)) == ([2, 0, -1], [2])
     assert dict(train.rejects) == {"missing": 1, "label": 2}
     assert load(train.folder).manifest.classes == load(val.folder).manifest.classes == ("0", "1", "2")
@@ -305,7 +307,7 @@ def test_no_image_of_a_tar_is_left_out_in_silence(photo: Photo, tmp_path: Path) 
             link = tarfile.TarInfo(name)
             link.type, link.linkname = kind, "img.0.jpg"
             tar.addfile(link)
-    (built,) = build(str(tmp_path / "dotted.tar"), str(tmp_path / "shards"), workers=1)
+    (built,) = build_shards(str(tmp_path / "dotted.tar"), str(tmp_path / "shards"), workers=1)
     (indexed,) = index_tars([str(tmp_path / "dotted.tar")], str(tmp_path / "index"), workers=1)
     for saved in (built, indexed):
         assert (saved.samples, dict(saved.rejects)) == (1, {"extra": 4})
@@ -315,7 +317,7 @@ def test_no_image_of_a_tar_is_left_out_in_silence(photo: Photo, tmp_path: Path) 
 
 
 def test_shards_are_sharded_anew_with_their_classes(finished: Path, tmp_path: Path) -> None:
-    build(str(finished), str(tmp_path / "one"), workers=1, shard_mb=100)
+    build_shards(str(finished), str(tmp_path / "one"), workers=1, shard_mb=100)
     few, many = load(tmp_path / "one" / "train"), load(finished / "train")
     assert len(few.manifest.shards) == 1
     assert few.manifest.classes == ("ant", "bee")
@@ -326,7 +328,7 @@ def test_shards_are_sharded_anew_with_their_classes(finished: Path, tmp_path: Pa
 def test_a_pattern_picks_tars(photo: Photo, tmp_path: Path) -> None:
     for name in ("train-1", "train-0", "validation-0"):
         foreign_tar(tmp_path / "source" / f"{name}.tar", {f"{name}.jpg": photo(len(name))})
-    (saved,) = build(str(tmp_path / "source" / "train-*.tar"), str(tmp_path / "shards"), workers=1)
+    (saved,) = build_shards(str(tmp_path / "source" / "train-*.tar"), str(tmp_path / "shards"), workers=1)
     assert saved.samples == 2
 
 
@@ -342,7 +344,7 @@ def test_coco_is_what_its_annotations_list(photo: Photo, tmp_path: Path, below: 
         (source / "annotations" / f"instances_{split}.json").write_text(json.dumps({"images": listed, "x": [0] * 99}))
         (source / "annotations" / f"captions_{split}.json").write_text(json.dumps({"images": listed}))
     (source / below / "train2017" / "stray.jpg").write_bytes(photo(7))
-    train, val = build(str(source), str(tmp_path / "shards"), workers=1)
+    train, val = build_shards(str(source), str(tmp_path / "shards"), workers=1)
     assert (train.samples, dict(train.rejects), val.samples) == (2, {"missing": 1}, 1)
     assert image_bytes(load(train.folder), 0) == photo(1)
     assert (labels(train.folder), load(train.folder).manifest.classes) == ([-1, -1], ())
@@ -360,7 +362,7 @@ def test_ade_is_labelled_by_its_scenes(photo: Photo, tmp_path: Path, scenes: boo
                 (source / kind / split / f"{stem}.{'jpg' if kind == 'images' else 'png'}").write_bytes(content)
     if scenes:
         (source / "sceneCategories.txt").write_text("ADE_train_1 street\nADE_train_2 attic\nADE_val_1 pub\n")
-    train, val = build(str(source), str(tmp_path / "shards"), workers=1)
+    train, val = build_shards(str(source), str(tmp_path / "shards"), workers=1)
     assert (labels(train.folder), labels(val.folder)) == (([2, 0, -1], [1]) if scenes else ([-1] * 3, [-1]))
     assert load(val.folder).manifest.classes == (("attic", "pub", "street") if scenes else ())
 
@@ -371,7 +373,7 @@ def test_ade_is_labelled_by_its_scenes(photo: Photo, tmp_path: Path, scenes: boo
 def refuse(sentence: str, src: Path, dst: Path, **options: Any) -> None:
     before = content_of(dst) if dst.is_dir() else {}
     with pytest.raises(DataError, match=sentence) as caught:
-        build(str(src), str(dst), workers=1, **options)
+        build_shards(str(src), str(dst), workers=1, **options)
     assert "\n" not in str(caught.value)
     assert (content_of(dst) if dst.is_dir() else {}) == before, "nothing is half written"
 
@@ -388,7 +390,7 @@ def test_a_source_without_a_good_image_leaves_nothing(tmp_path: Path) -> None:
         (tmp_path / "source" / name).parent.mkdir(parents=True)
         (tmp_path / "source" / name).write_bytes(b"words")
     refuse(
-        "none of the 1 images of train can be used, the first, .*1.jpg, is no image",
+        "none of the 1 images of train can be used, the first, .*1.jpg, is not an image",
         tmp_path / "source",
         tmp_path / "d",
     )
@@ -408,7 +410,7 @@ def test_a_truncated_tar_is_refused(photo: Photo, tmp_path: Path, cut: int) -> N
 def test_a_compressed_tar_is_refused(photo: Photo, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "0.tar", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("1.jpg"), io.BytesIO())
-    refuse("is compressed with gzip, so no sample can be read by offset", tmp_path / "0.tar", tmp_path / "shards")
+    refuse("is compressed with gzip, so samples cannot be read by offset", tmp_path / "0.tar", tmp_path / "shards")
 
 
 def test_damaged_annotations_are_refused(tmp_path: Path) -> None:
@@ -419,19 +421,19 @@ def test_damaged_annotations_are_refused(tmp_path: Path) -> None:
 
 def test_a_destination_of_something_else_is_refused(photos: Path, finished: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    refuse("holds something else than a build of shards", photos, tmp_path)
+    refuse("has files that are not of a shard build", photos, tmp_path)
     refuse("is a file", photos, tmp_path / "thesis.tex")
-    refuse("lies within the source", photos, photos / "train" / "shards")
+    refuse("is inside the source", photos, photos / "train" / "shards")
     copy = shutil.copytree(finished, tmp_path / "copy")
-    refuse("holds a build of shard_mb=1, and it is shard_mb=2 now", photos, copy, shard_mb=2)
+    refuse("has another build: shard_mb was 1, now 2", photos, copy, shard_mb=2)
 
 
 @pytest.mark.usefixtures("small_tars")
 def test_a_source_that_has_changed_is_refused(photos: Path, photo: Photo, tmp_path: Path) -> None:
     source = shutil.copytree(photos, tmp_path / "source")
-    build(str(source), str(tmp_path / "shards"), workers=1)
+    build_shards(str(source), str(tmp_path / "shards"), workers=1)
     (source / "train" / "bee" / "99.jpg").write_bytes(photo(99))
-    refuse("holds a build of a list of files, and it is another now", source, tmp_path / "shards")
+    refuse("has another build: the list of source files changed", source, tmp_path / "shards")
     assert not (tmp_path / "shards" / PARTS).exists()
 
 
@@ -452,7 +454,7 @@ def test_a_source_is_the_same_however_it_is_written(
     monkeypatch.setenv("HOME", str(place))
     shards = str(tmp_path / "shards")
     monkeypatch.chdir(tmp_path / "b")
-    first = build(f"source{ending}", shards, workers=1, shard_mb=1)
+    first = build_shards(f"source{ending}", shards, workers=1, shard_mb=1)
     before = content_of(tmp_path / "shards")
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
     for number, (folder, src) in enumerate(
@@ -465,15 +467,15 @@ def test_a_source_is_the_same_however_it_is_written(
         ]
     ):
         monkeypatch.chdir(folder)
-        assert build(src, shards, workers=1, shard_mb=1) == first, src
+        assert build_shards(src, shards, workers=1, shard_mb=1) == first, src
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")} == times, src
         next((tmp_path / "shards").rglob("manifest.json")).unlink()  # a build that goes on
-        assert build(src, shards, workers=1, shard_mb=1) == first, src
+        assert build_shards(src, shards, workers=1, shard_mb=1) == first, src
         assert content_of(tmp_path / "shards") == before, number
         times = {path: path.stat().st_mtime_ns for path in (tmp_path / "shards").rglob("*")}
     shutil.copytree(real, tmp_path / "other")
-    with pytest.raises(DataError, match="holds a build of source="):
-        build(f"{tmp_path / 'other'}{ending}", shards, workers=1, shard_mb=1)
+    with pytest.raises(DataError, match="has another build: source was "):
+        build_shards(f"{tmp_path / 'other'}{ending}", shards, workers=1, shard_mb=1)
 
 
 def test_a_named_pipe_in_the_place_of_annotations_is_not_waited_for(tmp_path: Path) -> None:
@@ -487,7 +489,9 @@ def test_a_named_pipe_in_the_place_of_annotations_is_not_waited_for(tmp_path: Pa
     before = signal.signal(signal.SIGALRM, ring)
     signal.alarm(10)
     try:
-        with pytest.raises(DataError, match=r"instances_train2017.json is damaged, or lists no images") as caught:
+        with pytest.raises(
+            DataError, match=r"instances_train2017.json is damaged or not a COCO list of images"
+        ) as caught:
             find_source(str(tmp_path / "coco"))
     finally:
         signal.alarm(0)

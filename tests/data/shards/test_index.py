@@ -67,7 +67,7 @@ def test_splits_are_folders_or_the_root(tmp_path: Path) -> None:
     both, one = load_splits(tmp_path / "both"), load_splits(tmp_path / "one")
     assert {split: len(shards.records) for split, shards in both.items()} == {"train": 3, "val": 2}
     assert {split: len(shards.records) for split, shards in one.items()} == {"train": 3}
-    with pytest.raises(DataError, match=r"is no shard set, for it has no manifest.json; make one with"):
+    with pytest.raises(DataError, match=r"is not a shard set: it has no manifest.json; make one with"):
         load_splits(tmp_path)
 
 
@@ -84,12 +84,12 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path) -> None:
     ("fields", "sentence"),
     [
         ({"format": 2}, "has format 2, and this dmjd reads format 1"),
-        ({"samples": 4}, "counts 4 samples, and its shards 3"),
-        ({"index_sha256": TWOS}, "is not the index that"),
+        ({"samples": 4}, "has samples=4, but its shards have 3"),
+        ({"index_sha256": TWOS}, "is not the index of"),
         ({"shards": [{"url": "a.tar"}]}, "lacks or has too many fields"),
         ({"colour": "blue"}, "lacks or has too many fields"),
         ({"channels": 2}, "has channels=2, which must be 1 or 3"),
-        ({"classes": ["ant"]}, "names 1 classes, and its index has labels -1 to 1"),
+        ({"classes": ["ant"]}, "has 1 classes, but its index has labels -1 to 1"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[str, Any], sentence: str) -> None:
@@ -101,11 +101,11 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, fields: dict[st
 @pytest.mark.parametrize(
     ("shards", "sentence"),
     [
-        ([Shard("a.tar", 1, 100, ZEROS), Shard("b.tar", 2, 80, ONES)], "counts 1 samples in a.tar, and its index 2"),
-        ([Shard("a.tar", 2, 99, ZEROS), SHARDS[1]], "has sample 1 end beyond the 99 bytes of a.tar"),
+        ([Shard("a.tar", 1, 100, ZEROS), Shard("b.tar", 2, 80, ONES)], "has samples=1 for a.tar, but its index has 2"),
+        ([Shard("a.tar", 2, 99, ZEROS), SHARDS[1]], "has sample 1 beyond the 99 bytes of a.tar"),
         (
             [Shard("a.tar", 3, 100, ZEROS)],
-            "counts 3 samples, and its shards 3|lists 1 shards, and its index has one of number 1",
+            "has 1 shards, but its index has shard number 1",
         ),
     ],
 )
@@ -141,7 +141,7 @@ def test_a_manifest_that_was_edited_is_refused_in_a_sentence_or_still_fits(tmp_p
 
 
 def test_an_index_out_of_order_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="not in the order of the shards"):
+    with pytest.raises(DataError, match="not sorted by shard"):
         saved(tmp_path, [ROWS[0], ROWS[2], ROWS[1]])
     assert list(tmp_path.iterdir()) == []
 
@@ -161,7 +161,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_tar_in_place_of_a_folder_is_no_shard_set(tmp_path: Path) -> None:
     (tmp_path / "train-000000.tar").write_bytes(b"a tar")
-    with pytest.raises(DataError, match=r"train-000000.tar is no shard set.*dmjd shards build"):
+    with pytest.raises(DataError, match=r"train-000000.tar is not a shard set.*dmjd shards build"):
         load_splits(tmp_path / "train-000000.tar")
 
 

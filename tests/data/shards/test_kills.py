@@ -24,14 +24,14 @@ KILL = lambda: os.kill(MAIN, 9)  # the run, though a worker may come to it first
 FAULTS = {
     "before the first byte of a download": """
 import dmjd.data.shards.cache as cache
-cache.fetch = lambda *arguments: KILL()
+cache.fetch_shard = lambda *arguments: KILL()
 """,
     "amid a download": """
 import dmjd.data.shards.cache as cache
 def fault(url, shard, path, patience):
     path.write_bytes(b"half of it")
     KILL()
-cache.fetch = fault
+cache.fetch_shard = fault
 """,
     "between a download and its name": """
 from pathlib import Path

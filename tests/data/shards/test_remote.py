@@ -20,13 +20,12 @@ import torch
 from dmjd.config import DataConfig
 from dmjd.data.build import build_dataset, fetch_ahead, training_batches
 from dmjd.data.loader import make_loader
-from dmjd.data.shards.cache import ShardCache
+from dmjd.data.shards.cache import ShardCache, fetch_shard
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.index import INDEX, Manifest, Shard, ShardSet, load, load_splits
 from dmjd.data.shards.network import Patience
-from dmjd.data.shards.plan import ShardPlan, shard_plan
 from dmjd.data.shards.prefetch import Prefetch
-from dmjd.data.shards.remote import fetch
+from dmjd.data.shards.sampler import ShardSampler, shard_sampler
 from dmjd.errors import DataError
 from dmjd.ops.philox import make_key
 from tests.data.shards.http_server import SIZE, Server, content
@@ -64,7 +63,7 @@ def test_a_fault_that_passes_costs_another_attempt_and_nothing_else(
     server: Server, tmp_path: Path, faults: list[str]
 ) -> None:
     server.faults = list(faults)
-    fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+    fetch_shard(server.url("a"), shard("a"), tmp_path / "a", QUICK)
     assert (tmp_path / "a").read_bytes() == content("a")
     assert server.requests["a"] == 1 + len(faults)
 
@@ -75,8 +74,8 @@ def test_a_fault_that_passes_costs_another_attempt_and_nothing_else(
     [
         ("503", "503"),
         ("cut", "."),
-        ("short", "20000 bytes came, and the manifest says 40000"),
-        ("other", "what came has another sha256 than the manifest says"),
+        ("short", "received 20000 bytes, not the 40000 of the manifest"),
+        ("other", "the download has another sha256 than in the manifest"),
         ("stall", "."),
     ],
 )
@@ -86,7 +85,7 @@ def test_a_fault_that_stays_is_one_sentence_after_the_last_attempt(
     server.faults = [fault] * 9
     begin = time.monotonic()
     with pytest.raises(DataError, match=said) as caught:
-        fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+        fetch_shard(server.url("a"), shard("a"), tmp_path / "a", QUICK)
     assert time.monotonic() - begin < 4 * (QUICK.stall + 0.5)
     assert server.requests["a"] == 4
     assert str(caught.value).startswith(f"{server.url('a')} cannot be fetched: ")
@@ -98,15 +97,15 @@ def test_a_fault_that_stays_is_one_sentence_after_the_last_attempt(
 def test_what_no_attempt_can_mend_is_said_at_once(server: Server, tmp_path: Path, fault: str) -> None:
     server.faults = [fault]
     with pytest.raises(DataError, match=r"cannot be fetched: \S"):
-        fetch(server.url("a"), shard("a"), tmp_path / "a", QUICK)
+        fetch_shard(server.url("a"), shard("a"), tmp_path / "a", QUICK)
     assert server.requests["a"] == 1
 
 
 def test_nobody_at_the_port_and_no_such_protocol(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"at the last of 4 attempts"):
-        fetch("http://127.0.0.1:9/a", shard("a"), tmp_path / "a", QUICK)
+        fetch_shard("http://127.0.0.1:9/a", shard("a"), tmp_path / "a", QUICK)
     with pytest.raises(DataError, match=r"gopher://x cannot be fetched: .*gopher"):
-        fetch("gopher://x", shard("a"), tmp_path / "a", QUICK)
+        fetch_shard("gopher://x", shard("a"), tmp_path / "a", QUICK)
 
 
 def test_the_pauses_of_the_default_bridge_minutes_and_do_not_coincide() -> None:
@@ -307,7 +306,9 @@ def test_threads_that_read_while_others_evict_get_the_right_bytes(server: Server
 
 
 NAMES = [f"{number}.tar" for number in range(12)]
-PLAN = ShardPlan(np.full(12, 10), batch_size=4, streams=2, window=20)  # 30 steps; about four shards are read at a time
+SAMPLER = ShardSampler(
+    np.full(12, 10), batch_size=4, streams=2, shuffle_samples=20
+)  # 30 steps; about four shards are read at a time
 
 
 def remote_set(server: Server) -> ShardSet:
@@ -320,13 +321,13 @@ def remote_set(server: Server) -> ShardSet:
 
 def shards_read(steps: range, epoch: int = 0) -> list[str]:
     """The shards of some steps of an epoch, as they are first read."""
-    ids = PLAN.order(make_key(5, epoch), 0, 4)[steps.start : steps.stop].flatten()
+    ids = SAMPLER.order(make_key(5, epoch), 0, 4)[steps.start : steps.stop].flatten()
     return list(dict.fromkeys(NAMES[number // 10] for number in ids.tolist()))
 
 
 def test_shards_come_in_the_order_of_the_plan_as_far_as_there_is_room(server: Server, tmp_path: Path) -> None:
     cache = ShardCache(tmp_path, 6 * SIZE, QUICK)
-    ahead = Prefetch(cache, remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead = Prefetch(cache, remote_set(server), SAMPLER, seed=5, columns=(0, 4))
     ahead.start(0, 60)
     wait_for(lambda: len(list(tmp_path.glob("*.tar"))) == 6)
     time.sleep(0.2)
@@ -343,9 +344,9 @@ def test_shards_come_in_the_order_of_the_plan_as_far_as_there_is_room(server: Se
 
 
 def test_a_resumed_run_fetches_for_what_is_left_of_it(server: Server, tmp_path: Path) -> None:
-    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 2))
+    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), SAMPLER, seed=5, columns=(0, 2))
     ahead.start(25, 28)
-    own = PLAN.order(make_key(5, 0), 0, 2)
+    own = SAMPLER.order(make_key(5, 0), 0, 2)
     wanted = {NAMES[number // 10] for number in own[25:28].flatten().tolist()}
     wait_for(lambda: wanted <= set(server.requests))
     time.sleep(0.2)
@@ -357,9 +358,9 @@ def test_a_network_that_dies_ends_fetching_ahead_and_not_the_run(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.faults = ["404"] * 99
-    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead = Prefetch(ShardCache(tmp_path, 99 * SIZE, QUICK), remote_set(server), SAMPLER, seed=5, columns=(0, 4))
     ahead.start(0, 30)
-    wait_for(lambda: "no shards are fetched ahead any more" in caplog.text)
+    wait_for(lambda: "prefetching of shards stopped" in caplog.text)
     ahead.reach(3)
     ahead.close()
 
@@ -367,7 +368,7 @@ def test_a_network_that_dies_ends_fetching_ahead_and_not_the_run(
 def test_a_budget_below_what_is_read_at_a_time_is_warned_of(
     server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), remote_set(server), PLAN, seed=5, columns=(0, 4))
+    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), remote_set(server), SAMPLER, seed=5, columns=(0, 4))
     ahead.start(0, 30)
     wait_for(lambda: "data.cache_gib=" in caplog.text)
     ahead.close()
@@ -381,7 +382,7 @@ def test_tars_on_a_disk_take_nothing_of_the_budget(
     far = remote_set(server)
     near = [replace(each, url=f"/{each.url}") for each in far.manifest.shards[1:]]
     mixed = far._replace(manifest=replace(far.manifest, shards=(far.manifest.shards[0], *near)))
-    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), mixed, PLAN, seed=5, columns=(0, 4))
+    ahead = Prefetch(ShardCache(tmp_path, 2 * SIZE, QUICK), mixed, SAMPLER, seed=5, columns=(0, 4))
     ahead.start(0, 30)
     wait_for(lambda: server.requests.total() == 1)
     ahead.close()
@@ -415,7 +416,7 @@ def test_one_process_of_a_host_fetches_ahead_for_all(server: Server, tmp_path: P
     dataset = ShardDataset(remote_set(server), ShardCache(tmp_path, 99 * SIZE, QUICK))
     ranks = [fetch_ahead(dataset, 4, 5, rank, 4, rank % 2, 2) for rank in range(4)]
     assert [ahead is not None for ahead in ranks] == [True, False, True, False]
-    order = shard_plan(dataset.sizes, 4).order(make_key(5, 0), 2, 4)
+    order = shard_sampler(dataset.sizes, 4).order(make_key(5, 0), 2, 4)
     assert ranks[2] is not None
     ranks[2].start(0, 30)
     wanted = {NAMES[number // 10] for number in order.flatten().tolist()}
@@ -462,5 +463,5 @@ def test_a_port_that_nobody_serves_is_said(server: Server) -> None:
 def test_a_split_that_is_not_there_is_no_fault(server: Server, finished: Path) -> None:
     server.root = finished / "train"
     assert list(load_splits(server.url(""), QUICK)) == ["train"]
-    with pytest.raises(DataError, match=r"is no shard set, for it has no manifest\.json"):
+    with pytest.raises(DataError, match=r"is not a shard set: it has no manifest\.json"):
         load(server.url("elsewhere"), QUICK)

@@ -20,9 +20,9 @@ from dmjd.compose import compose
 from dmjd.config import DataConfig
 from dmjd.data.build import build_dataset, fetch_ahead, training_batches
 from dmjd.data.loader import make_loader
+from dmjd.data.shards.cache import fetch_shard
 from dmjd.data.shards.index import load_splits
 from dmjd.data.shards.network import Patience
-from dmjd.data.shards.remote import fetch
 from dmjd.data.shards.verify import verify
 from dmjd.errors import DataError
 
@@ -194,7 +194,7 @@ def test_what_passes_costs_another_attempt_and_nothing_else(
 ) -> None:
     shards = load_splits(finished)["train"]
     bucket.faults = list(faults)
-    fetch("s3://data/set/train/train-000000.tar", shards.manifest.shards[0], tmp_path / "a", QUICK)
+    fetch_shard("s3://data/set/train/train-000000.tar", shards.manifest.shards[0], tmp_path / "a", QUICK)
     assert (tmp_path / "a").read_bytes() == Path(shards.location(0)).read_bytes()
     assert not bucket.faults
 
@@ -204,12 +204,12 @@ def test_what_stays_is_one_sentence(bucket: Bucket, finished: Path, tmp_path: Pa
     url = "s3://data/set/train/train-000000.tar"
     bucket.faults = ["503"] * 99
     with pytest.raises(DataError, match=r"cannot be fetched: \S.* at the last of 1 attempts") as caught:
-        fetch(url, shard, tmp_path / "a", Patience(attempts=1))  # s3fs has tries of its own, which take seconds
+        fetch_shard(url, shard, tmp_path / "a", Patience(attempts=1))  # s3fs has tries of its own, which take seconds
     assert str(caught.value).startswith(url)
     assert "\n" not in str(caught.value)
     bucket.faults = []
-    with pytest.raises(DataError, match="it is not there"):
-        fetch("s3://data/set/train/other.tar", shard, tmp_path / "a", QUICK)
+    with pytest.raises(DataError, match="it does not exist"):
+        fetch_shard("s3://data/set/train/other.tar", shard, tmp_path / "a", QUICK)
 
 
 def test_credentials_that_do_not_hold_are_said_at_once(
@@ -220,7 +220,7 @@ def test_credentials_that_do_not_hold_are_said_at_once(
     with pytest.raises(
         DataError, match=r"s3://data/set/train/train-000000.tar cannot be fetched: .*(Forbidden|Denied)"
     ):
-        fetch("s3://data/set/train/train-000000.tar", shard, tmp_path / "a", QUICK)
+        fetch_shard("s3://data/set/train/train-000000.tar", shard, tmp_path / "a", QUICK)
     with pytest.raises(DataError, match=r"manifest.json cannot be fetched: .*(Forbidden|Denied)"):
         load_splits("s3://data/set", QUICK)
 

@@ -20,7 +20,7 @@ import pytest
 
 from dmjd.config import DataConfig
 from dmjd.data.build import build_dataset
-from dmjd.data.shards.build import RECIPE, build
+from dmjd.data.shards.build import RECIPE, build_shards
 from dmjd.data.shards.cache import ShardCache
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.encode import measure
@@ -82,11 +82,11 @@ def test_a_forged_set_is_one_that_loads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ((4_000_000_000, 512, 100, 1, 7, 40, 56), "lists 1 shards, and its index has one of number 4000000000"),
-        ((0, 2**63 - 10, 100, 1, 7, 40, 56), "end beyond the 10240 bytes"),
-        ((0, -1, 100, 1, 7, 40, 56), "end beyond"),
-        ((0, 10_141, 100, 1, 7, 40, 56), "end beyond"),
-        ((0, 0, 2**32 - 1, 1, 7, 40, 56), "end beyond"),
+        ((4_000_000_000, 512, 100, 1, 7, 40, 56), "has 1 shards, but its index has shard number 4000000000"),
+        ((0, 2**63 - 10, 100, 1, 7, 40, 56), "beyond the 10240 bytes"),
+        ((0, -1, 100, 1, 7, 40, 56), "beyond the"),
+        ((0, 10_141, 100, 1, 7, 40, 56), "beyond the"),
+        ((0, 0, 2**32 - 1, 1, 7, 40, 56), "beyond the"),
         ((0, 512, 100, 2, 7, 40, 56), "labels 2 to 2"),
         ((0, 512, 100, -2, 7, 40, 56), "labels -2 to -2"),
         ((0, 512, 100, 1, 7, 0, 56), "without pixels"),
@@ -131,7 +131,7 @@ def npy_of(header: str, content: bytes = ROWS.tobytes(), version: bytes = b"\1\0
     ids=range(19),
 )
 def test_an_index_of_another_kind_is_neither_read_nor_mapped(tmp_path: Path, index: bytes) -> None:
-    assert "index.npy is no index that this dmjd reads: " in fault(forge(tmp_path, index))
+    assert "index.npy is not an index that this dmjd reads: " in fault(forge(tmp_path, index))
 
 
 # The manifest
@@ -223,11 +223,11 @@ def test_a_digest_that_is_none(tmp_path: Path, digest: str) -> None:
 def test_counts_that_disagree_and_names_given_twice(tmp_path: Path) -> None:
     twice = [SHARD, {**SHARD, "sha256": "1" * 64}]
     assert "lists 2 shards under 1 names" in fault(forge(tmp_path, shards=twice, samples=2))
-    assert "counts 7 samples, and its shards 1" in fault(forge(tmp_path, samples=7))
+    assert "has samples=7, but its shards have 1" in fault(forge(tmp_path, samples=7))
     wrong = [{**SHARD, "samples": 7}]
-    assert "counts 7 samples, and its index 1" in fault(forge(tmp_path, shards=wrong, samples=7))
+    assert "has samples=7, but its index has 1" in fault(forge(tmp_path, shards=wrong, samples=7))
     many = [{**SHARD, "url": f"{number}.tar", "samples": 0} for number in range(100_000)]
-    with pytest.raises(DataError, match="counts 1 samples, and its shards 0"):
+    with pytest.raises(DataError, match="has samples=1, but its shards have 0"):
         load(forge(tmp_path, shards=many))
 
 
@@ -282,7 +282,7 @@ def test_a_server_that_never_ends_is_left(
     monkeypatch.setattr("dmjd.data.shards.network._SLOWEST", 1 << 20)
     server.root = forge(tmp_path)
     server.faults = [how] * 9
-    with pytest.raises(DataError, match=r"manifest\.json (cannot be fetched|has more than the 1048576 bytes)"):
+    with pytest.raises(DataError, match=r"manifest\.json (cannot be fetched|has more than 1048576 bytes)"):
         load(server.url("")[:-1], Patience(attempts=1, stall=0.5))
 
 
@@ -301,7 +301,7 @@ def test_a_manifest_that_unpacks_to_more_is_left_at_the_limit(
     server.root = forge(tmp_path)
     (tmp_path / MANIFEST).write_bytes(gzip.compress(bytes(1 << 30), 1))
     server.faults = ["gzip"] * 9
-    assert "more than the 1048576 bytes" in fault(server.url("")[:-1], 64 << 20), "aiohttp unpacks it in pieces"
+    assert "more than 1048576 bytes" in fault(server.url("")[:-1], 64 << 20), "aiohttp unpacks it in pieces"
 
 
 RESPONSES = {
@@ -463,7 +463,7 @@ HEADERS = {
 def test_a_tar_with_an_odd_header_is_one_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "a.tar").write_bytes(HEADERS[name])
     for make in (
-        lambda: build(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1),
+        lambda: build_shards(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1),
         lambda: index_tars([str(tmp_path / "a.tar")], str(tmp_path / "index"), workers=1),
     ):
         with pytest.raises(DataError) as caught:
@@ -477,7 +477,7 @@ def test_a_tar_with_an_odd_header_is_one_error(tmp_path: Path, name: str) -> Non
 def test_an_error_about_a_member_disturbs_no_terminal(tmp_path: Path, name: str) -> None:
     tar_with(tmp_path / "a.tar", (tarfile.TarInfo(f"{name}.jpg"), b"no image"))
     with pytest.raises(DataError) as caught:
-        build(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
+        build_shards(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
     assert "\n" in name or str(caught.value).isprintable()
     with pytest.raises(BadImage) as bad:
         measure(f"{name}.jpg", b"no image")
@@ -499,7 +499,7 @@ def test_members_that_would_fill_the_memory_are_not_read(
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     tracemalloc.start()
-    (saved,) = build(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
+    (saved,) = build_shards(str(tmp_path / "a.tar"), str(tmp_path / "built"), workers=1)
     with pytest.raises(BadImage, match="has a member of 41943040 bytes, more than 1048576"):
         list(tar_images(str(tmp_path / "a.tar"), 1.0))
     peak = tracemalloc.get_traced_memory()[1]
@@ -529,15 +529,15 @@ def test_annotations_name_no_file_outside_their_folder(photo: Photo, tmp_path: P
         (tmp_path / "coco" / folder).mkdir(parents=True)
     content = content.replace(b"SECRET", str(tmp_path / "secret.jpg").encode())
     (tmp_path / "coco" / "annotations" / "captions_train2017.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"captions_train2017\.json is damaged, or lists no images as COCO does"):
-        build(str(tmp_path / "coco"), str(tmp_path / "built"), workers=1)
+    with pytest.raises(DataError, match=r"captions_train2017\.json is damaged or not a COCO list of images"):
+        build_shards(str(tmp_path / "coco"), str(tmp_path / "built"), workers=1)
 
 
 @pytest.mark.parametrize("content", [b"[" * 100_000, b"[]", b"7", b"\xff", b'{"source": {"a": 1}}', b"\0" * (2 << 20)])
 def test_a_recipe_that_is_none_is_another_build(photos: Path, tmp_path: Path, content: bytes) -> None:
     (tmp_path / RECIPE).write_bytes(content)
-    with pytest.raises(DataError, match="holds a build of source=") as caught:
-        build(str(photos), str(tmp_path), workers=1)
+    with pytest.raises(DataError, match="has another build: source was ") as caught:
+        build_shards(str(photos), str(tmp_path), workers=1)
     assert "\n" not in str(caught.value)
 
 
@@ -545,10 +545,10 @@ def test_a_recipe_that_is_none_is_another_build(photos: Path, tmp_path: Path, co
 def test_a_list_of_rejects_that_is_none_is_one_error(
     photos: Path, tmp_path: Path, line: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(str(photos), str(tmp_path), workers=1)
+    build_shards(str(photos), str(tmp_path), workers=1)
     (tmp_path / "train" / REJECTS).write_bytes(line + b"\n")
     with pytest.raises(DataError, match=r"rejects\.jsonl is damaged") as caught:
-        build(str(photos), str(tmp_path), workers=1)
+        build_shards(str(photos), str(tmp_path), workers=1)
     assert "\n" not in str(caught.value)
 
 
@@ -582,8 +582,8 @@ def test_a_forged_note_of_a_finished_tar_is_made_again(
     with monkeypatch.context() as patch:
         patch.setattr("dmjd.data.shards.build.save_parts", ended)
         with pytest.raises(Exception, match="No space left"):
-            build(str(photos), str(tmp_path), workers=1, shard_mb=1)
+            build_shards(str(photos), str(tmp_path), workers=1, shard_mb=1)
     forged_note(tmp_path / ".parts" / "train-000001.part", kind)
-    build(str(photos), str(tmp_path), workers=1, shard_mb=1)
+    build_shards(str(photos), str(tmp_path), workers=1, shard_mb=1)
     expected = load(finished / "train")
     assert load(tmp_path / "train").manifest == expected.manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dmjd.data.shards.build import build
+from dmjd.data.shards.build import build_shards
 from dmjd.data.shards.index import ShardSet, load, save
 from dmjd.data.shards.verify import verify
 
@@ -20,7 +20,7 @@ def shards(photo: Callable[..., bytes], tmp_path: Path) -> ShardSet:
     (tmp_path / "source").mkdir()
     for number in range(3):
         (tmp_path / "source" / f"{number}.jpg").write_bytes(photo(number, size=(8, 8 + number)))
-    build(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
+    build_shards(str(tmp_path / "source"), str(tmp_path / "shards"), workers=1)
     return load(tmp_path / "shards")
 
 
@@ -36,7 +36,7 @@ def test_a_tar_cut_anywhere_is_found(shards: ShardSet) -> None:
     for cut in range(size - 1, -1, -1):
         os.truncate(path, cut)
         first, *samples = verify(shards, workers=1)
-        assert first == f"{path} has {cut} bytes, and the manifest says {size}"
+        assert first == f"{path} has {cut} bytes, not the {size} of the manifest"
         assert len(samples) == int((ends > cut).sum()), "and every sample that is lost, but no other"
 
 
@@ -46,17 +46,17 @@ def test_a_changed_byte_anywhere_is_found(shards: ShardSet) -> None:
     for place in range(0, len(content), 5):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
         first, *samples = verify(shards, workers=1)
-        assert first == f"{path} has another sha256 than the manifest says"
+        assert first == f"{path} has another sha256 than in the manifest"
         starts, ends = shards.records["offset"], shards.records["offset"] + shards.records["size"]
         assert len(samples) == int(((starts <= place) & (place < ends)).sum())
 
 
 def test_a_lost_tar_is_found(shards: ShardSet) -> None:
     Path(shards.location(0)).unlink()
-    assert verify(shards, workers=1) == [f"{shards.location(0)} is not there"]
+    assert verify(shards, workers=1) == [f"{shards.location(0)} is missing"]
 
 
-@pytest.mark.parametrize(("column", "fault"), [("height", "and the index says 9x8"), ("offset", "cannot be decoded")])
+@pytest.mark.parametrize(("column", "fault"), [("height", "not the 9x8 of the index"), ("offset", "cannot be decoded")])
 def test_decoding_finds_an_index_that_is_wrong(shards: ShardSet, column: str, fault: str) -> None:
     records = np.array(shards.records)
     records[column][0] += 1

@@ -26,8 +26,7 @@ from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.network import Patience
 from dmjd.data.skipped_batches import SkippedBatches
-from dmjd.data.stream.batches import StreamBatches
-from dmjd.data.stream.source import TarStream
+from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError
 from dmjd.ops import make_key
 from tests.compare import NO_PICTURES, rows, telling
@@ -87,13 +86,13 @@ def test_a_pass_gives_every_tar_one_reader_and_passes_and_starts_differ(tars: Pa
     stream = TarStream([f"pipe:cat {tars}/{number}.tar" for number in range(6)], 60, 3, 8)
     deals = set()
     for start, number in ((0, 0), (0, 1), (0, 2), (7, 0)):
-        dealt = [stream.deal(3, (start, 1), number, reader, 4) for reader in range(4)]
+        dealt = [stream.assign(3, (start, 1), number, reader, 4) for reader in range(4)]
         assert sorted(map(len, dealt)) == [1, 1, 2, 2]
         assert sorted(chain.from_iterable(dealt)) == stream.locations
         deals.add(str(dealt))
     assert len(deals) == 4
     for reader in range(4):
-        expected = [tar for number in range(2) for tar in stream.deal(3, (0, 1), number, reader, 4)]
+        expected = [tar for number in range(2) for tar in stream.assign(3, (0, 1), number, reader, 4)]
         images = stream.images(3, (0, 1), reader, 4, lambda bad: pytest.fail(str(bad)))
         counts = [int(location[-5]) for location in expected]
         names = [picture.name.rpartition(": ")[0] for picture in islice(images, sum(SIZES[tar] for tar in counts))]
@@ -151,9 +150,7 @@ def test_a_tar_that_breaks_off_once_is_read_on_where_it_broke_off(tars: Path, tm
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_nothing_comes_any_more_the_run_stops_instead_of_hanging(tmp_path: Path, workers: int) -> None:
     begin = time.monotonic()
-    with pytest.raises(
-        DataError, match=r"no image came from any of 3 tar\(s\), of the last for this reason: pipe:exit \d "
-    ):
+    with pytest.raises(DataError, match=r"no image can be read from any of 3 tar\(s\); the last: pipe:exit \d "):
         launch(config("pipe:exit {1..3}", max_bad_percent=100.0), tmp_path, 0, 5, workers, world=1)
     assert time.monotonic() - begin < 30
 
@@ -163,7 +160,7 @@ def test_workers_are_no_more_than_tars_to_read_and_it_is_said(
 ) -> None:
     (batches,) = launch(config(f"{tars}/{{1..2}}.tar"), tmp_path, 0, 12, 5, world=1)
     assert len(batches) == 12
-    assert "2 tars for 1 process(es) keep 2 worker(s) of each busy, not workers=5" in caplog.text
+    assert "2 tars for 1 process(es) are enough for 2 worker(s) each, not workers=5" in caplog.text
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -179,7 +176,7 @@ def test_where_nothing_that_comes_can_be_used_the_run_stops_instead_of_hanging(
     ("error", "said", "values"),
     [
         (DataError, "needs data.root, such as", {"root": None}),
-        (DataError, "/absent/1.tar, which data.root names, is not there", {"root": "/absent/{1..2}.tar"}),
+        (DataError, "/absent/1.tar of data.root does not exist", {"root": "/absent/{1..2}.tar"}),
         (ConfigError, "has an unmatched brace", {"root": "pipe:cat {1..2.tar"}),
         (ConfigError, "needs data.samples", {"samples": None}),
         (ConfigError, "set data.check=none", {"check": "header"}),
@@ -199,14 +196,13 @@ def test_what_is_only_for_streams_or_never_for_them_is_said(tars: Path) -> None:
         build_dataset(config(piped(tars)), "test")
     stream = training_source(config(piped(tars)))
     assert isinstance(stream, TarStream)
-    crop = RandomResizedCrop((8, 8))
-    for arguments, said in (
-        ((61, crop, 0), "batch_size=61 must be between 1 and data.samples=60"),
-        ((8, crop, 0, 0, 3), "must be a multiple of the 3 processes"),
-        ((56, crop, 0, 0, 7), r"7 processes cannot share the 6 tar\(s\)"),
+    for arguments, message in (
+        ((61, 0), "batch_size=61 must be between 1 and the 60 images of an epoch"),
+        ((8, 0, 0, 3), "must be a multiple of the 3 processes"),
+        ((56, 0, 0, 7), r"7 processes cannot share the 6 tar\(s\)"),
     ):
-        with pytest.raises(ConfigError, match=said):
-            StreamBatches(stream, *arguments)
+        with pytest.raises(ConfigError, match=message):
+            training_batches(DataConfig(), stream, *arguments)
 
 
 def test_online_knn_of_a_stream_is_refused_before_anything_is_written(
@@ -304,7 +300,7 @@ def test_a_run_of_two_ranks_comes_to_its_end(
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
     assert [step for step, _ in columns(tmp_path / "run")] == list(range(1, 9))
-    assert (tmp_path / "said").read_text().count("data.name=stream is not resumed exactly") == 1
+    assert (tmp_path / "said").read_text().count("data.name=stream does not resume exactly") == 1
 
 
 def test_a_run_that_is_killed_goes_on_with_other_images_and_says_so(
@@ -325,4 +321,4 @@ loop.Trainer.save_checkpoint = fault
     second.join(60)
     assert second.exitcode == 0
     assert [step for step, _ in columns(tmp_path / "run")] == list(range(1, 9))
-    assert "data.name=stream is not resumed exactly" in (tmp_path / "said").read_text()
+    assert "data.name=stream does not resume exactly" in (tmp_path / "said").read_text()

@@ -65,12 +65,12 @@ def test_what_is_wrong_is_said(tar: Path, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     for location, kind, said in (
         (f"{tmp_path}/packed", "unreadable", "is compressed with gzip"),
-        (f"{tmp_path}/empty", "truncated", "is truncated, or is no tar"),
-        (f"{tmp_path}/page", "truncated", "is truncated, or is no tar"),
-        (f"{tmp_path}/cut", "truncated", "is truncated, or is no tar (unexpected end of data)"),
-        (f"{tmp_path}/two", "unreadable", "there is more behind what looks like its end"),
-        (f"{tmp_path}/header", "unreadable", "is damaged at byte 2048: there is more behind what looks like its end"),
-        (f"{tmp_path}/absent", "missing", "is not there"),
+        (f"{tmp_path}/empty", "truncated", "is truncated or not a tar"),
+        (f"{tmp_path}/page", "truncated", "is truncated or not a tar"),
+        (f"{tmp_path}/cut", "truncated", "is truncated or not a tar (unexpected end of data)"),
+        (f"{tmp_path}/two", "unreadable", "data follows after its end mark"),
+        (f"{tmp_path}/header", "unreadable", "is damaged at byte 2048: data follows after its end mark"),
+        (f"{tmp_path}/absent", "missing", "does not exist"),
         (f"{tmp_path}", "unreadable", "cannot be read (Is a directory)"),
         ("pipe:true", "truncated", "is truncated"),
         ("pipe:exit 4", "unreadable", "cannot be read (ended with exit code 4)"),

@@ -1,4 +1,4 @@
-"""Fashion-MNIST (and MNIST, whose files look the same) in the IDX format of its authors."""
+"""Small data sets held in memory: Fashion-MNIST (or MNIST) in IDX files, and scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _PREFIX = {"train": "train", "test": "t10k"}
 _REMEDY = "download Fashion-MNIST's four files again, or leave data.root empty to have them found or fetched"
 _CLASSES = 10
+_DIGITS_TEST_IMAGES = 360
+_DIGITS_ENLARGE = 4
 
 
 def find_idx(folder: Path, stem: str) -> Path | None:
@@ -100,3 +102,26 @@ def _locate(folder: Path, stem: str) -> Path:
             f"or {_REMEDY}"
         )
     return path
+
+
+class Digits(ArrayDataset):
+    """1797 grey 8x8 digits, each pixel repeated 4x4 to make 32x32, in 10 classes.
+
+    There is no official split: the last 360 of one fixed permutation are "test", the other 1437 "train".
+
+    Raises:
+        DataError: if scikit-learn is not installed.
+    """
+
+    def __init__(self, split: Split) -> None:
+        try:
+            from sklearn.datasets import load_digits  # here, since no other data set needs scikit-learn
+        except ModuleNotFoundError as error:
+            raise DataError("data.name=digits needs scikit-learn: pip install scikit-learn") from error
+        pixels, labels = load_digits(return_X_y=True)
+        # RandomState and not Generator: numpy promises that its stream never changes, so neither does the split.
+        order = np.random.RandomState(0).permutation(len(labels))
+        chosen = order[:-_DIGITS_TEST_IMAGES] if split == "train" else order[-_DIGITS_TEST_IMAGES:]
+        grey = (pixels.reshape(-1, 8, 8)[chosen].astype(np.int64) * 255 + 8) // 16  # 0..16 -> 0..255, rounded
+        images = grey.astype(np.uint8).repeat(_DIGITS_ENLARGE, axis=1).repeat(_DIGITS_ENLARGE, axis=2)[..., None]
+        super().__init__(images, labels[chosen], num_classes=10, source=f"digits.{split}")

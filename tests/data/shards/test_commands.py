@@ -36,16 +36,16 @@ def test_help_shows_every_form(dmjd: Command) -> None:
     [
         ([], "takes one of build, index, verify, stat, show"),
         (["biuld"], "takes one of build, index, verify, stat, show"),
-        (["build", "here"], "the form is: dmjd shards build SRC DST"),
+        (["build", "here"], "usage: dmjd shards build SRC DST"),
         (["build", "a", "b", "wrkers=2"], "wrkers is not a key of dmjd shards build; did you mean workers?"),
         (["build", "a", "b", "workers=0"], "workers must be an integer above 0, got 0"),
         (["build", "a", "b", "workers=²"], "workers must be an integer above 0, got ²"),
         (["build", "a", "b", "channels=4"], "channels must be 1 or 3, got 4"),
-        (["verify", "nowhere"], "nowhere is no shard set"),
-        (["stat", "nowhere"], "nowhere is no shard set"),
+        (["verify", "nowhere"], "nowhere is not a shard set"),
+        (["stat", "nowhere"], "nowhere is not a shard set"),
         (["show", "a", "many"], "how many samples to show, got many"),
         (["show", "a", "²"], "how many samples to show, got ²"),
-        (["index", "nowhere.tar", "there"], "nowhere.tar is no tar"),
+        (["index", "nowhere.tar", "there"], "nowhere.tar is not a tar"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -92,7 +92,7 @@ def test_stat_counts(dmjd: Command, finished: Path) -> None:
     records = load(finished / "train").records
     assert facts["samples"].startswith("24 in ")
     assert facts["labels"] == "2 classes of 12 to 12 samples"
-    assert facts["formats"] == "JPEG 100.0 % (24 looked at)"
+    assert facts["formats"] == "JPEG 100.0 % (of 24)"
     assert facts["bytes"].startswith(f"{records['size'].min()} to {records['size'].max()}, ")
     assert facts["height"].startswith("40 to 51, median ")
     counts = [int(line.split()[1]) for line in train[10:] if line.split()[0] != "2048"]
@@ -122,7 +122,7 @@ def test_show_and_stat_name_a_sample_whose_bytes_are_others(dmjd: Command, finis
     tar = Path(shards.location(0))
     content, place = bytearray(tar.read_bytes()), int(shards.records["offset"][0]) + 300
     content[place] ^= 1
-    for damaged, fault in ((content, "has another crc32 than the index says"), (content[:place], "is cut at 300 of")):
+    for damaged, fault in ((content, "has another crc32 than in the index"), (content[:place], "has 300 of")):
         tar.write_bytes(damaged)
         for words in (("show", str(folder), "3", f"output={tmp_path / 'x.png'}"), ("stat", str(folder))):
             code, _, err = dmjd("shards", *words)

@@ -1,22 +1,28 @@
-"""``dmjd shards stat``: a set in a screenful."""
+"""``dmjd shards stat`` and ``dmjd shards show``: a summary and a contact sheet of a shard set."""
 
 from __future__ import annotations
 
+import io
+import math
 from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image, ImageDraw
 
+from dmjd.data.decode import FORMATS, decode_errors, require_plausible
 from dmjd.data.shards.index import ShardSet
-from dmjd.data.shards.sample import evenly, image_bytes
+from dmjd.data.shards.sample import image_bytes
 
-LOOKED_AT = 1000
-"""Images whose format is looked up, evenly spaced: the index does not hold it."""
+FORMAT_SAMPLES = 1000
+"""Images whose format is read from the file, evenly spaced, since the index has no formats."""
 
 _MAGIC = ((b"\xff\xd8", "JPEG"), (b"\x89PNG", "PNG"), (b"GIF8", "GIF"), (b"BM", "BMP"), (b"RIFF", "WebP"))
 _SIDES = (1, 64, 128, 256, 384, 512, 1024, 2048)
 _BAR = 40
+_CELL, _CAPTION, _GAP = 160, 28, 8  # pixels
+_PAPER, _INK = "white", "#1f2328"
 
 
 def describe(shards: ShardSet) -> Iterator[str]:
@@ -29,10 +35,10 @@ def describe(shards: ShardSet) -> Iterator[str]:
     yield f"labels    {_labels(records['label'], manifest.classes)}"
     if not len(records):
         return
-    chosen = evenly(len(records), LOOKED_AT)
+    chosen = _evenly(len(records), FORMAT_SAMPLES)
     formats = Counter(_format(image_bytes(shards, index)) for index in chosen)
     parts = ", ".join(f"{name} {100 * count / len(chosen):.1f} %" for name, count in formats.most_common())
-    yield f"formats   {parts} ({len(chosen)} looked at)"
+    yield f"formats   {parts} (of {len(chosen)})"
     yield f"bytes     {_spread(records['size'])}"
     yield f"height    {_spread(records['height'])}"
     yield f"width     {_spread(records['width'])}"
@@ -64,3 +70,39 @@ def _histogram(sides: npt.NDArray[np.unsignedinteger]) -> Iterator[str]:
     for low, high, count in zip(edges, edges[1:], counts, strict=False):
         name = f"{low}..{high - 1}" if high < 1 << 16 else f"{low} and more"
         yield f"  {name:>13} {count:10} {'#' * round(_BAR * count / max(counts))}".rstrip()
+
+
+def _evenly(total: int, count: int) -> list[int]:
+    """Up to ``count`` indices below ``total``, evenly spaced from the first on."""
+    count = min(count, total)
+    return [number * total // count for number in range(count)]
+
+
+def contact_sheet(shards: ShardSet, count: int) -> bytes:
+    """A PNG of ``count`` samples, evenly spaced over the set, each with its number, size and class.
+
+    Raises:
+        BadImage: if one cannot be read.
+    """
+    chosen = _evenly(len(shards.records), count)
+    columns = math.ceil(math.sqrt(len(chosen)))
+    rows = math.ceil(len(chosen) / columns)
+    pitch, height = _CELL + _GAP, _CELL + _CAPTION + _GAP
+    sheet = Image.new("RGB", (columns * pitch + _GAP, rows * height + _GAP), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for place, index in enumerate(chosen):
+        left, top = place % columns * pitch + _GAP, place // columns * height + _GAP
+        data = image_bytes(shards, index)
+        with decode_errors(shards.name(index)), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            require_plausible(image.format, (image.height, image.width), len(data))
+            size = f"{image.height}x{image.width}"
+            image.draft("RGB", (_CELL, _CELL))
+            picture = image.convert("RGB")
+        picture.thumbnail((_CELL, _CELL))
+        sheet.paste(picture, (left + (_CELL - picture.width) // 2, top + (_CELL - picture.height) // 2))
+        label = int(shards.records["label"][index])
+        name = shards.manifest.classes[label] if label >= 0 else ""
+        draw.text((left, top + _CELL + 1), f"{index}  {size}\n{name[:26]}", fill=_INK, font_size=10)
+    buffer = io.BytesIO()
+    sheet.save(buffer, "PNG")
+    return buffer.getvalue()
