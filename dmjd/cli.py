@@ -10,10 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError, printable_message
+from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
 from dmjd.redact import redact_output
 
@@ -76,21 +78,10 @@ def _of_checkpoint(words: Sequence[str]) -> list[str]:
 def _evaluate(verb: str, words: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    config = compose(verb, _of_checkpoint(words))
-    from dmjd.evaluate.verbs import VERBS as EVALUATIONS
-
-    record = EVALUATIONS[verb](config)
-    print(f"{verb} top-1 {record['top1']:.2f} %  ({record['weights']}, step {record['step']})")
-
-
-def _linprobe(words: Sequence[str]) -> None:
-    """linear probe of a checkpoint's frozen features"""
-    _evaluate("linprobe", words)
-
-
-def _knn(words: Sequence[str]) -> None:
-    """k-nearest-neighbour accuracy of a checkpoint's frozen features"""
-    _evaluate("knn", words)
+    record = evaluate(verb, compose(verb, _of_checkpoint(words)))
+    for score, column in EVALUATIONS[verb].columns.items():
+        value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
+        print(f"{verb}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
 
 
 def _report(words: Sequence[str]) -> None:
@@ -226,8 +217,6 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "pretrain": _pretrain,
     "demo": _demo,
     "plan": _plan,
-    "linprobe": _linprobe,
-    "knn": _knn,
     "report": _report,
     "ops": _ops,
     "export": _export,
@@ -238,6 +227,12 @@ VERBS: dict[str, Callable[[Sequence[str]], None]] = {
     "preflight": _preflight,
     "doctor": _doctor,
 }
+
+
+def verbs() -> dict[str, tuple[str, Callable[[Sequence[str]], None]]]:
+    """Verb -> its line in the help and its function; evaluations come after the others."""
+    found = {name: ((run.__doc__ or "").strip(), run) for name, run in VERBS.items()}
+    return found | {name: (each.summary, partial(_evaluate, name)) for name, each in EVALUATIONS.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -256,15 +251,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, rest = words[0], words[1:]
     try:
-        if verb not in VERBS:
-            raise ConfigError(f"no verb {verb!r}; choose from {', '.join(VERBS)}")
+        if verb not in verbs():
+            raise ConfigError(f"no verb {verb!r}; choose from {', '.join(verbs())}")
         if "-h" in rest or "--help" in rest:
             print(_help(verb, [word for word in rest if word not in ("-h", "--help")]))
         elif "--cfg" in rest:
             print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
         else:
             with _recorded_exit():
-                VERBS[verb](rest)
+                verbs()[verb][1](rest)
     except UserError as error:
         if not error.reported:
             print(f"error: {error}", file=sys.stderr)
@@ -344,13 +339,13 @@ def _usage() -> str:
         "",
         "verbs",
     ]
-    lines += [f"  {name:11} {(run.__doc__ or '').strip()}" for name, run in VERBS.items()]
+    lines += [f"  {name:11} {summary}" for name, (summary, _) in verbs().items()]
     return "\n".join(lines)
 
 
 def _help(verb: str, words: Sequence[str]) -> str:
-    lines = [f"dmjd {verb}: {(VERBS[verb].__doc__ or '').strip()}"]
-    from dmjd.compose import SCHEMAS
+    lines = [f"dmjd {verb}: {verbs()[verb][0]}"]
+    from dmjd.config import SCHEMAS
     from dmjd.manual import page
 
     if verb in SCHEMAS:
@@ -367,7 +362,8 @@ def _help(verb: str, words: Sequence[str]) -> str:
 
 
 def _resolved(verb: str, words: Sequence[str]) -> str:
-    from dmjd.compose import SCHEMAS, compose, to_yaml
+    from dmjd.compose import compose, to_yaml
+    from dmjd.config import SCHEMAS
 
     if verb not in SCHEMAS:
         raise ConfigError(f"dmjd {verb} has no configuration; --cfg works with {', '.join(SCHEMAS)}")

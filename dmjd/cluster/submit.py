@@ -1,7 +1,7 @@
 """``dmjd submit VERB key=value ...``: from words and a site to a job of Slurm.
 
-The script is the launcher that ships, launchers/slurm/VERB.sbatch, with its header filled in and the words written into
-it: what is in the run folder is what runs, and it can be submitted again as it is.
+The script is the launcher that ships, launchers/slurm/VERB.sbatch (evaluate.sbatch for evaluations), with its header
+filled in and the words written into it: what is in the run folder is what runs, and it can be submitted again as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dmjd.cluster.site import read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
+from dmjd.evaluate import EVALUATIONS
 from dmjd.files import at_home, replace_file
 from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
@@ -88,8 +89,8 @@ class Job:
 
 
 def verbs() -> list[str]:
-    """What can be submitted."""
-    return sorted(path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch"))
+    """The commands that can be submitted."""
+    return ["pretrain", "preflight", *EVALUATIONS]
 
 
 def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
@@ -114,7 +115,8 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     if "/" in options.get("name", ""):
         raise ConfigError(f"name={options['name']}: a job's log is named after it, so take a name without a slash")
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    template = launchers_dir() / "slurm" / f"{verb}.sbatch"
+    script_name, arguments = (EVALUATIONS[verb].script, [verb]) if verb in EVALUATIONS else (verb, [])
+    template = launchers_dir() / "slurm" / f"{script_name}.sbatch"
     header = _header(template.read_text())
     header.update(site_header(site))
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
@@ -174,10 +176,11 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
     notes += _missing_here(site)
     notes += [f"code: {code}"] if code is not None else []
     look = f"look with dmjd doctor {shlex.quote(config.run)}" if verb == "pretrain" else "its log tells the rest"
-    script = _render(template.read_text(), header, exports, own)
+    arguments += own
+    script = _render(template.read_text(), header, exports, arguments)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
     header = {name: value and redact(value) for name, value in header.items()}
-    shown = _render(template.read_text(), header, hidden, list(map(redact, own)))
+    shown = _render(template.read_text(), header, hidden, list(map(redact, arguments)))
     if shown != script:
         notes.append("secrets: in the script, which only you can read")
     return Job(verb, script, shown, folder, chain, look, notes)

@@ -88,7 +88,7 @@ launch() {
 
 # Run a verb that ends by itself and is simply done again if it did not.
 run_once() {
-    [[ $# -gt 1 ]] || die "name what $1 shall work on: sbatch $1.sbatch key=value ..."
+    [[ $# -gt 1 ]] || die "arguments are missing: ${1:-COMMAND} key=value ..."
     local error
     error=$(container_error)
     [[ -z $error ]] || die "$error"

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from dmjd.cli import VERBS
+from dmjd.cli import verbs
 from dmjd.cluster.submit import OPTIONS
-from dmjd.compose import SCHEMAS, compose, groups
+from dmjd.compose import compose, groups
+from dmjd.config import SCHEMAS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -46,7 +47,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def test_commands_are_understood(page: Path) -> None:
     of_jobs = {*OPTIONS, "warm"}
     for verb, words in commands(page.read_text()):
-        assert verb in VERBS, verb
+        assert verb in verbs(), verb
         if verb in SCHEMAS:
             required = {"convert": ("input=a.pth", "output=b.pth")}.get(verb, ("checkpoint=x",))
             needed = () if verb in ("pretrain", "plan") else required
