@@ -1,4 +1,4 @@
-"""``dmjd VERB key=value ...``. Heavy imports happen inside verbs, so that help and mistakes answer at once."""
+"""``dmjd COMMAND key=value ...``. Commands import torch and the like inside, so help and errors take no seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 from dmjd import __version__
@@ -22,87 +21,85 @@ from dmjd.redact import redact_output
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
 
-def _pretrain(words: Sequence[str]) -> None:
-    """pre-train a masked image model into a run folder"""
+def _pretrain(arguments: Sequence[str]) -> None:
+    """Pre-train an encoder; writes a run folder, or resumes the run in it"""
     from dmjd.compose import compose
 
-    config = compose("pretrain", words)
-    from dmjd.train.loop import pretrain  # torch takes seconds to come: a typo need not wait for it
+    config = compose("pretrain", arguments)
+    from dmjd.train.loop import pretrain  # after compose: an unknown key is reported before torch is imported
 
-    judges = []
+    callbacks = []
     if config.online_knn.every_epochs:
         from dmjd.data.build import resolve_auto
         from dmjd.evaluate.online import OnlineKnn
 
         config.data = resolve_auto(config.data)
-        judges.append(OnlineKnn(config))
-    atexit.register(gc.freeze)  # else the interpreter's end collects garbage for seconds
-    run = pretrain(config, judges)
+        callbacks.append(OnlineKnn(config))
+    atexit.register(gc.freeze)  # saves seconds of garbage collection at exit
+    run = pretrain(config, callbacks)
     if _rank() != 0:
         return
     ending = run.read_stop_reason()
     if not ending:
-        print(
-            f"{run.path}: this launch has ended; {run.stop_reason} does not say how, for another launch has begun "
-            "there or it could not be written"
-        )
+        print(f"{run.path}: ended; {run.stop_reason} is missing: not writable, or another launch resumed the run")
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
 
 
-def _demo(words: Sequence[str]) -> None:
-    """pre-train a small model in minutes, score it beside an untrained one, write a report; takes pretrain's keys"""
+def _demo(arguments: Sequence[str]) -> None:
+    """Pre-train a small model in minutes on a CPU, evaluate it, write a report; takes the keys of pretrain"""
     from dmjd.demo import demo
 
-    demo(words)
+    demo(arguments)
 
 
-def _plan(words: Sequence[str]) -> None:
-    """parameters, FLOPs, memory per GPU and GPU hours of a pre-training, before it is submitted"""
+def _plan(arguments: Sequence[str]) -> None:
+    """Estimate parameters, FLOPs, memory per GPU and GPU hours of a pre-training"""
     from dmjd.compose import compose
 
-    config = compose("plan", words)
+    config = compose("plan", arguments)
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
-    only = config.engine.name if any(word.startswith(("engine=", "engine.name=")) for word in words) else None
+    only = config.engine.name if any(text.startswith(("engine=", "engine.name=")) for text in arguments) else None
     print(*page(Plan(config), only), sep="\n")
 
 
-def _of_checkpoint(words: Sequence[str]) -> list[str]:
+def _of_checkpoint(arguments: Sequence[str]) -> list[str]:
     """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
-    return [f"checkpoint={words[0]}", *words[1:]] if words and "=" not in words[0] else list(words)
+    return [f"checkpoint={arguments[0]}", *arguments[1:]] if arguments and "=" not in arguments[0] else list(arguments)
 
 
-def _evaluate(verb: str, words: Sequence[str]) -> None:
+def _evaluate(command: str, arguments: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    record = evaluate(verb, compose(verb, _of_checkpoint(words)))
-    for score, column in EVALUATIONS[verb].columns.items():
+    record = evaluate(command, compose(command, _of_checkpoint(arguments)))
+    for score, column in EVALUATIONS[command].columns.items():
         value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
-        print(f"{verb}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
+        print(f"{command}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
 
 
-def _report(words: Sequence[str]) -> None:
-    """a run's report.html, or a comparison of several: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
+def _report(arguments: Sequence[str]) -> None:
+    """Write an HTML report of a run, or compare runs: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
     from dmjd.report import write_comparison, write_report
 
     keys = ("baseline", "output")
-    runs = [word for word in words if word.partition("=")[0] not in keys]
-    options = {key: at_home(value) for key, _, value in (word.partition("=") for word in words) if key in keys}
+    runs = [text for text in arguments if text.partition("=")[0] not in keys]
+    options = {key: at_home(value) for key, _, value in (text.partition("=") for text in arguments) if key in keys}
     if not runs or (len(runs) == 1 and options):
         raise ConfigError(
-            "dmjd report takes one run folder, or several to compare: dmjd report RUN RUN [baseline=RUN] [output=DIR]"
+            "dmjd report takes one run folder, or several to compare: "
+            "dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"
         )
     paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
     print(*paths, sep="\n")
 
 
-def _ops(words: Sequence[str]) -> None:
-    """which kernel serves which op on which device: dmjd ops status"""
-    if list(words) != ["status"]:
-        raise ConfigError("dmjd ops takes one word: dmjd ops status")
+def _ops(arguments: Sequence[str]) -> None:
+    """List the kernel that each op uses on CPU and CUDA: dmjd ops status"""
+    if list(arguments) != ["status"]:
+        raise ConfigError("dmjd ops takes one argument: dmjd ops status")
     import torch
 
     from dmjd.ops import build_info, status
@@ -110,7 +107,7 @@ def _ops(words: Sequence[str]) -> None:
     print(f"dmjd {__version__} on torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}")
     info = build_info()
     if info is None:
-        print("no native build: dmjd._core is not there")
+        print("no native build: dmjd._core is not installed")
     else:
         cuda = f"CUDA {info['cuda']} for {';'.join(info['cuda_archs'])}" if info["cuda"] else "without CUDA kernels"
         print(f"built by {info['compiler']} for torch >= {info['torch_target']}, {cuda}")
@@ -121,73 +118,72 @@ def _ops(words: Sequence[str]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _export(words: Sequence[str]) -> None:
-    """write a checkpoint's encoder as safetensors for timm.create_model"""
+def _export(arguments: Sequence[str]) -> None:
+    """Export the encoder as safetensors for timm.create_model"""
     from dmjd.compose import compose
 
-    config = compose("export", _of_checkpoint(words))
+    config = compose("export", _of_checkpoint(arguments))
     from dmjd.evaluate.export import export, sidecar
 
     path = export(config)
-    print(f"{path}: timm computes the same features from it; the call is in {sidecar(path)}")
+    print(f"{path}: encoder for timm; {sidecar(path)} has the timm.create_model call")
 
 
-def _consolidate(words: Sequence[str]) -> None:
-    """write a checkpoint's weights and moments into one safetensors file that every engine reads"""
+def _consolidate(arguments: Sequence[str]) -> None:
+    """Merge a sharded checkpoint (weights and optimizer state) into one safetensors file"""
     from dmjd.compose import compose
 
-    config = compose("consolidate", _of_checkpoint(words))
+    config = compose("consolidate", _of_checkpoint(arguments))
     from dmjd.runs.consolidate import consolidate
 
     print(consolidate(config))
 
 
-def _convert(words: Sequence[str]) -> None:
-    """a checkpoint of one code base for another: dmjd convert input=FILE output=FILE to=LAYOUT"""
+def _convert(arguments: Sequence[str]) -> None:
+    """Convert weights between code bases (MAE, BEiT, timm, ...): dmjd convert input=FILE output=FILE to=LAYOUT"""
     from dmjd.compose import compose
 
-    config = compose("convert", words)
+    config = compose("convert", arguments)
     from dmjd.evaluate.convert import convert
 
     done = convert(config)
     print(f"{done.path}: {done.tensors} tensors in the layout of {done.target}, from {done.source}")
 
 
-def _shards(words: Sequence[str]) -> None:
-    """make and check tar shards with an index: dmjd shards build|index|verify|stat|show"""
+def _shards(arguments: Sequence[str]) -> None:
+    """Build, index and verify webdataset tars: dmjd shards build|index|verify|stat|show"""
     from dmjd.data.shards.verbs import run
 
-    for line in run(words):
+    for line in run(arguments):
         print(line)
 
 
-def _submit(words: Sequence[str]) -> None:
-    """submit a verb to Slurm: dmjd submit VERB site=NAME nodes=N key=value ... [--dry-run]"""
+def _submit(arguments: Sequence[str]) -> None:
+    """Submit a command as a Slurm job: dmjd submit COMMAND site=NAME nodes=N key=value ... [--dry-run]"""
     from dmjd.cluster.submit import plan, submit, verbs
 
-    words = list(words)
-    dry = "--dry-run" in words
-    words = [word for word in words if word != "--dry-run"]
-    if not words:
+    dry = "--dry-run" in arguments
+    arguments = [text for text in arguments if text != "--dry-run"]
+    if not arguments:
         raise ConfigError(
-            f"dmjd submit takes one of {', '.join(verbs())} and its words: dmjd submit pretrain nodes=4 ..."
+            f"dmjd submit takes one of {', '.join(verbs())} and its arguments: dmjd submit pretrain nodes=4 ..."
         )
-    verb, *rest = words
+    command, *rest = arguments
     if dry:
-        job = plan(verb, rest)
+        job = plan(command, rest)
         print(job.shown, end="")
         print("\n".join(f"# {line}" for line in [*job.explanation, "nothing was submitted"]))
     else:
-        print("\n".join(submit(verb, rest)))
+        print("\n".join(submit(command, rest)))
 
 
-def _preflight(words: Sequence[str]) -> None:
-    """check nodes before a long job, with its words, which are pretrain's: dmjd preflight [warm=true] key=value ..."""
+def _preflight(arguments: Sequence[str]) -> None:
+    """Check the nodes of a job before a long run, with the arguments of pretrain; warm=true also runs one step"""
     from dmjd.cluster.submit import WARM
     from dmjd.compose import compose
 
-    warm = "warm=true" in words
-    config = compose("pretrain", [word for word in words if word not in WARM])
+    warm = "warm=true" in arguments
+    config = compose("pretrain", [text for text in arguments if text not in WARM])
     from dmjd.cluster.checks import report
     from dmjd.cluster.preflight import preflight
 
@@ -201,117 +197,106 @@ def _preflight(words: Sequence[str]) -> None:
         raise error
 
 
-def _doctor(words: Sequence[str]) -> None:
-    """what happened to a run, which rank, in which phase, and what to do: dmjd doctor RUN"""
+def _doctor(arguments: Sequence[str]) -> None:
+    """Explain why a run stopped or hangs: rank, phase, cause, what to do: dmjd doctor RUN"""
     from dmjd.cluster.doctor import examine
 
-    if len(words) != 1:
+    if len(arguments) != 1:
         raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
-    for finding in examine(Path(words[0])):
+    for finding in examine(Path(arguments[0])):
         print(printable_message(finding.what))
         if finding.advice:
             print(f"    -> {printable_message(finding.advice)}")
 
 
-VERBS: dict[str, Callable[[Sequence[str]], None]] = {
-    "pretrain": _pretrain,
-    "demo": _demo,
-    "plan": _plan,
-    "report": _report,
-    "ops": _ops,
-    "export": _export,
-    "consolidate": _consolidate,
-    "convert": _convert,
-    "shards": _shards,
-    "submit": _submit,
-    "preflight": _preflight,
-    "doctor": _doctor,
+GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
+    "train": {"pretrain": _pretrain, "demo": _demo, "plan": _plan},
+    "evaluate": {"report": _report},
+    "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
+    "data": {"shards": _shards},
+    "cluster": {"submit": _submit, "preflight": _preflight, "doctor": _doctor},
+    "installation": {"ops": _ops},
 }
+"""Commands by group, in the order of the usage page. A command's docstring is its line there.
+
+The group evaluate begins with the registered evaluations.
+"""
+COMMANDS = {name: run for group in GROUPS.values() for name, run in group.items()}
 
 
-def verbs() -> dict[str, tuple[str, Callable[[Sequence[str]], None]]]:
-    """Verb -> its line in the help and its function; evaluations come after the others."""
-    found = {name: ((run.__doc__ or "").strip(), run) for name, run in VERBS.items()}
-    return found | {name: (each.summary, partial(_evaluate, name)) for name, each in EVALUATIONS.items()}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 for a run that had to stop, 2 for a mistake the user can mend."""
-    words = [word for word in (sys.argv[1:] if arguments is None else arguments) if not _local_rank(word)]
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0; 1 for a run that had to stop; 2 for an error of the user's input."""
+    arguments = [text for text in (sys.argv[1:] if argv is None else argv) if not _local_rank(text)]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")  # the name of a file is printed as it is
+        sys.stdout.reconfigure(errors="surrogateescape")  # file names that are not UTF-8 are printed as they are
     redact_output()
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
-    if not words or words[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         print(f"dmjd {__version__}")
         return 0
-    verb, rest = words[0], words[1:]
+    command, rest = arguments[0], arguments[1:]
     try:
-        if verb not in verbs():
-            raise ConfigError(f"no verb {verb!r}; choose from {', '.join(verbs())}")
+        if command not in COMMANDS and command not in EVALUATIONS:
+            raise ConfigError(f"no command {command!r}; choose from {', '.join((*COMMANDS, *EVALUATIONS))}")
         if "-h" in rest or "--help" in rest:
-            print(_help(verb, [word for word in rest if word not in ("-h", "--help")]))
+            print(_help(command, [text for text in rest if text not in ("-h", "--help")]))
         elif "--cfg" in rest:
-            print(_resolved(verb, [word for word in rest if word != "--cfg"]), end="")
+            print(_resolved(command, [text for text in rest if text != "--cfg"]), end="")
         else:
             with _recorded_exit():
-                verbs()[verb][1](rest)
+                _evaluate(command, rest) if command in EVALUATIONS else COMMANDS[command](rest)
     except UserError as error:
-        if not error.reported:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if error.reported else _fail(str(error), 2)
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
             raise
-        print(f"error: dmjd {verb} needs {error.name}; {_TRAINING_EXTRA}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # the reader has seen enough: | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit complains once more
+        return _fail(f"dmjd {command} needs {error.name}; {_TRAINING_EXTRA}", 2)
+    except BrokenPipeError:  # such as | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _fail(str(error), 1)
     except MemoryError:
-        print("error: memory ran out; take smaller images, batches or models, or fewer workers", file=sys.stderr)
-        return 1
+        return _fail("out of memory; use smaller images, batches or models, or fewer workers", 1)
     except KeyboardInterrupt:
-        print("interrupted; what was finished is intact", file=sys.stderr)
+        print("interrupted; files written so far are complete", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        if str(error).startswith("DataLoader worker"):  # torch's signal handler raises it wherever the run is
-            said = " ".join(str(error).split()).rstrip(".")
-            print(
-                f"error: {said}; perhaps memory or /dev/shm was full: try fewer workers, the same command continues",
-                file=sys.stderr,
+        if str(error).startswith("DataLoader worker"):  # raised by torch's signal handler, in any place
+            reason = " ".join(str(error).split()).rstrip(".")
+            return _fail(
+                f"{reason}; memory or /dev/shm may have been full: use fewer workers, the same command resumes the run",
+                1,
             )
-            return 1
         if "DefaultCPUAllocator: " in str(error):
-            said = " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()).rstrip(".")
-            print(
-                f"error: {said}; take smaller images, batches or models, or fewer workers (a configuration that you "
-                "did not write may ask for too much)",
-                file=sys.stderr,
+            reason = " ".join(str(error).partition("DefaultCPUAllocator: ")[2].split()).rstrip(".")
+            return _fail(
+                f"{reason}; use smaller images, batches or models, or fewer workers (a run folder from others may have "
+                "a configuration that needs more memory than this machine has)",
+                1,
             )
-            return 1
         if type(error).__name__ != "Diverged":
             raise
-        if not getattr(error, "reported", False):
-            print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 1 if getattr(error, "reported", False) else _fail(str(error), 1)
     return 0
 
 
-def _local_rank(word: str) -> bool:
-    """Whether the word is what DeepSpeed's launcher adds unless told not to; it sets LOCAL_RANK as well."""
-    return word.startswith(("--local_rank=", "--local-rank="))
+def _fail(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _local_rank(argument: str) -> bool:
+    """Whether DeepSpeed's launcher has added this argument; it sets LOCAL_RANK as well."""
+    return argument.startswith(("--local_rank=", "--local-rank="))
 
 
 def _rank() -> int:
-    """This process's rank; 0 where the launcher's variables are wrong, which is then the error that is printed."""
+    """This process's rank; 0 if the launcher's variables are wrong, so that the error is printed."""
     from dmjd.parallel.launch import read_launch
 
     try:
@@ -322,7 +307,7 @@ def _rank() -> int:
 
 @contextmanager
 def _recorded_exit() -> Iterator[None]:
-    """Tell a batch script, which sees torchrun's exit code alone, why there was no run that could have said so."""
+    """Write the exit reason for the batch script, which sees only torchrun's exit code, if the run did not start."""
     try:
         yield
     except Exception as error:
@@ -335,36 +320,47 @@ def _recorded_exit() -> Iterator[None]:
 
 def _usage() -> str:
     lines = [
-        "dmjd VERB key=value ...   (dmjd VERB --help explains its keys, --cfg prints its configuration)",
+        "dmjd COMMAND [KEY=VALUE ...]",
         "",
-        "verbs",
+        "  dmjd COMMAND --help              list the command's keys with values and meanings",
+        "  dmjd COMMAND KEY=VALUE --cfg     print the resolved configuration and exit",
+        "  dmjd --version                   print the version",
     ]
-    lines += [f"  {name:11} {summary}" for name, (summary, _) in verbs().items()]
+    for group, commands in GROUPS.items():
+        names = [*EVALUATIONS, *commands] if group == "evaluate" else commands
+        lines += ["", group, *(f"  {name:11} {_summary(name)}" for name in names)]
     return "\n".join(lines)
 
 
-def _help(verb: str, words: Sequence[str]) -> str:
-    lines = [f"dmjd {verb}: {verbs()[verb][0]}"]
+def _summary(command: str) -> str:
+    return EVALUATIONS[command].summary if command in EVALUATIONS else (COMMANDS[command].__doc__ or "").strip()
+
+
+def _help(command: str, arguments: Sequence[str]) -> str:
+    lines = [f"dmjd {command}: {_summary(command)}"]
     from dmjd.config import SCHEMAS
     from dmjd.manual import page
 
-    if verb in SCHEMAS:
-        lines += ["", *page(verb, _of_checkpoint(words) if verb not in ("pretrain", "plan", "convert") else words)]
-    if verb == "submit":
+    if command in SCHEMAS:
+        takes_checkpoint = command not in ("pretrain", "plan", "convert")
+        lines += ["", *page(command, _of_checkpoint(arguments) if takes_checkpoint else arguments)]
+    if command in ("demo", "preflight"):
+        lines += ["", "keys: see dmjd pretrain --help"]
+    if command == "submit":
         from dmjd.cluster.submit import OPTIONS
 
         lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
-    if verb == "shards":
+    if command == "shards":
         from dmjd.data.shards.verbs import VERBS as SHARD_VERBS
 
         lines += ["", *(f"  dmjd shards {shard_verb.usage}" for shard_verb in SHARD_VERBS.values())]
     return "\n".join(lines)
 
 
-def _resolved(verb: str, words: Sequence[str]) -> str:
+def _resolved(command: str, arguments: Sequence[str]) -> str:
     from dmjd.compose import compose, to_yaml
     from dmjd.config import SCHEMAS
 
-    if verb not in SCHEMAS:
-        raise ConfigError(f"dmjd {verb} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
-    return to_yaml(compose(verb, words))
+    if command not in SCHEMAS:
+        raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
+    return to_yaml(compose(command, arguments))

@@ -1,7 +1,7 @@
-"""From command-line words to a typed configuration, through Hydra's compose API.
+"""Compose a typed configuration from command-line overrides with Hydra's compose API.
 
-``hydra.main`` makes a folder per rank, changes the working directory and dies on ``--local_rank``; composing ourselves
-does none of that. Whatever Hydra or OmegaConf object to becomes one sentence that names the key and what it may be.
+``hydra.main`` is not used: it makes a folder per rank, changes the working directory and fails on ``--local_rank``.
+Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and its allowed values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dmjd.safe_load import parse_yaml
 logger = logging.getLogger("dmjd")
 
 DESCRIBING = ("experiment", "backbone")
-"""Words of pre-training's by which other verbs are told the model of a file."""
+"""Groups of pre-training that describe the model of a file of weights to other commands."""
 
 
 def groups() -> dict[str, list[str]]:
@@ -43,48 +43,48 @@ def groups() -> dict[str, list[str]]:
     return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
-def compose(verb: str, overrides: Sequence[str]) -> Any:
-    """The configuration object of ``verb`` (see :data:`SCHEMAS`) under ``overrides`` such as ``"optim.base_lr=1e-3"``.
+def compose(command: str, overrides: Sequence[str]) -> Any:
+    """The configuration object of ``command`` (:data:`SCHEMAS`) with overrides such as ``"optim.base_lr=1e-3"``.
 
     Raises:
-        ConfigError: naming the key and the allowed keys or values.
+        ConfigError: with the key and the allowed keys or values.
     """
-    described = _describing(overrides) if _takes_files(SCHEMAS[verb]) else []
-    composed = _composed(verb, overrides)
+    described = _describing(overrides) if _takes_files(SCHEMAS[command]) else []
+    composed = _composed(command, overrides)
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
         if missing:
-            raise ConfigError(f"{missing[0]} is required: dmjd {verb} {missing[0]}=...")
+            raise ConfigError(f"{missing[0]} is required: dmjd {command} {missing[0]}=...")
         config = _configuration(composed)
     except OmegaConfBaseException as error:
-        raise ConfigError(_sentence(error)) from error
+        raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
     check_fields(config)
     return config
 
 
-def values(verb: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """What :func:`compose` starts from, as nested dicts, in which a required value that is not given is "???".
+def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The composed values as nested dicts, before :func:`compose` checks them; a missing required value is "???".
 
     Raises:
-        ConfigError: as :func:`compose`, of words and their types.
+        ConfigError: as :func:`compose`, for keys, options and types.
     """
-    found = OmegaConf.to_container(_composed(verb, overrides))
+    found = OmegaConf.to_container(_composed(command, overrides))
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}
 
 
-def _composed(verb: str, overrides: Sequence[str]) -> DictConfig:
-    schema = SCHEMAS[verb]
+def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
+    schema = SCHEMAS[command]
     described = _describing(overrides) if _takes_files(schema) else []
-    words = _checked(verb, [word for word in overrides if word not in described])
-    ConfigStore.instance().store(name=f"{verb}_schema", node=schema)
+    checked = _checked(command, [override for override in overrides if override not in described])
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
     try:
         with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
-            return hydra_compose(verb, words)
+            return hydra_compose(command, checked)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_sentence(error)) from error
+        raise ConfigError(_reason(error)) from error
 
 
 def _configuration(composed: Any) -> Any:
@@ -96,7 +96,7 @@ def _configuration(composed: Any) -> Any:
 
 
 def _keep_typed(config: Any, typed: Any) -> None:
-    """Put a :class:`Typed` where a text, but for a choice, has been resolved, so that its secret need not be stored."""
+    """Replace resolved strings by :class:`Typed`, which keeps the text as typed: a secret is then never stored."""
     for item in fields(config) if isinstance(typed, dict) else ():
         value, text = getattr(config, item.name), typed[item.name]
         if is_dataclass(value):
@@ -109,9 +109,9 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\w+\}")
 
 
 def _resolvable(values: Any) -> Any:
-    """``values`` of a stored configuration, where a text reads nothing but one variable that is set, as a whole.
+    """``values`` of a stored configuration with every ``${`` escaped, except in a value that is one set variable.
 
-    A text around the variable could send its value to any host.
+    Text around the variable, such as a URL, could send its value to any host.
     """
     if isinstance(values, dict):
         return {key: _resolvable(value) for key, value in values.items()}
@@ -124,17 +124,17 @@ def _resolvable(values: Any) -> Any:
 
 
 def _takes_files(schema: type) -> bool:
-    """Whether a verb takes files of weights, which do not say what model they are of."""
+    """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
     return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
 
 
 def _describing(overrides: Sequence[str]) -> list[str]:
-    """The words of pre-training's that say which model a file of weights is of."""
-    return [word for word in overrides if word.partition("=")[0].partition(".")[0] in DESCRIBING]
+    """The overrides that describe the model of a file of weights."""
+    return [override for override in overrides if override.partition("=")[0].partition(".")[0] in DESCRIBING]
 
 
 def stored(config: Any) -> dict[str, Any]:
-    """The configuration as nested dicts for files and trackers: texts as they were typed, without secrets."""
+    """The configuration as nested dicts for files and trackers: strings as typed, without secrets."""
     return {item.name: _stored(getattr(config, item.name)) for item in fields(config)}
 
 
@@ -152,22 +152,22 @@ def to_yaml(config: Any) -> str:
 
 
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:
-    """The inverse of :func:`to_yaml`. Raises ConfigError, naming ``source``, on a text that does not fit ``schema``.
+    """The inverse of :func:`to_yaml`. Raises ConfigError with ``source`` if the text does not fit ``schema``.
 
-    Redacted secrets stay redacted, and ``${oc.env:NAME}`` stays as typed, unless it is a whole value and is set:
-    :func:`dmjd.redact.is_incomplete` finds both.
+    Redacted secrets stay redacted. ``${oc.env:NAME}`` is resolved only if it is the whole value and NAME is set.
+    :func:`dmjd.redact.is_incomplete` finds values that stay redacted or unresolved.
     """
     try:
         text = text if isinstance(text, str) else text.decode()
         know(text)
         values = parse_yaml(text)
         if not isinstance(values, dict):
-            raise ConfigError(f"it holds a {type(values).__name__}, not values by key")
+            raise ConfigError(f"it holds a {type(values).__name__}, not keys with values")
         known = OmegaConf.create(_resolvable(_with_present_keys(values)))
         config = _configuration(OmegaConf.merge(OmegaConf.structured(schema), known))
         check_fields(config)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise ConfigError(f"{source} is not a configuration of this version: {_sentence(error)}") from error
+        raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
     return config
 
 
@@ -181,45 +181,46 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def groups_of(verb: str) -> dict[str, list[str]]:
-    """The groups that a verb's defaults list knows, with their options."""
-    names = {field.name for field in fields(SCHEMAS[verb])}
-    if issubclass(SCHEMAS[verb], PretrainConfig) or _takes_files(SCHEMAS[verb]):
+def groups_of(command: str) -> dict[str, list[str]]:
+    """The groups that ``command`` takes, with their options."""
+    names = {field.name for field in fields(SCHEMAS[command])}
+    if issubclass(SCHEMAS[command], PretrainConfig) or _takes_files(SCHEMAS[command]):
         names |= set(DESCRIBING)
     return {name: options for name, options in groups().items() if name in names}
 
 
-def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra is to see them; malformed words, unknown keys and unknown options are refused here."""
-    schema, available = SCHEMAS[verb], groups_of(verb)
+def _checked(command: str, overrides: Sequence[str]) -> list[str]:
+    """The overrides for Hydra. Malformed overrides, unknown keys and unknown options raise ConfigError here."""
+    schema, available = SCHEMAS[command], groups_of(command)
     chosen: set[str] = set()
-    words = []
-    if "root" in (field.name for field in fields(schema)) and not any(word.startswith("data=") for word in overrides):
-        overrides = [re.sub("^data.root=", "root=", word) for word in overrides]
-    for word in overrides:
-        know(word)
-        former, equals, rest = word.partition("=")
+    checked = []
+    has_root = "root" in (field.name for field in fields(schema))
+    if has_root and not any(text.startswith("data=") for text in overrides):
+        overrides = [re.sub("^data.root=", "root=", text) for text in overrides]
+    for text in overrides:
+        know(text)
+        former, equals, rest = text.partition("=")
         if former in RENAMED:
             logger.warning("%s is now called %s", former, RENAMED[former])
-            word = f"{RENAMED[former]}{equals}{rest}"
-        typed = redact(word)
-        if word != printable(word):
+            text = f"{RENAMED[former]}{equals}{rest}"
+        typed = redact(text)
+        if text != printable(text):
             raise ConfigError(
-                f"{printable(word)} is not UTF-8, which a configuration is written in; give what it names another "
-                "name, or begin in that folder and name it by run=. or the like"
+                f"{printable(text)} is not UTF-8, and a configuration file is; rename the file or folder, or change "
+                "into that folder and use a relative path (run=.)"
             )
-        if re.match("([^'\"].*::)?~", word.partition("=")[2]):  # at the front it is a path's, and no symbol of Hydra's
-            word = _as_text(word)
+        if re.match("([^'\"].*::)?~", text.partition("=")[2]):  # a leading ~ is a home folder, and an error to Hydra
+            text = _quoted(text)
         try:
-            override = OverridesParser.create().parse_override(word)
+            override = OverridesParser.create().parse_override(text)
         except HydraException as error:
-            hint = "write key=value, with quotes around a value that holds symbols: key='\"a=b (c)\"'"
-            raise ConfigError(f"cannot read {typed!r}; {hint}") from error
+            hint = "write key=value, with quotes around a value that has special characters: key='\"a=b (c)\"'"
+            raise ConfigError(f"cannot parse {typed!r}; {hint}") from error
         key = override.key_or_group
         if not key:
-            raise ConfigError(f"cannot read {typed!r}; write key=value")
+            raise ConfigError(f"cannot parse {typed!r}; write key=value")
         if override.is_sweep_override():
-            raise ConfigError(f"{key}: one value at a time, got {typed!r}; submit one run per value")
+            raise ConfigError(f"{key} takes one value, got {typed!r}; start one run per value")
         if override.is_delete() or override.is_add():
             raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {key}=value to set one")
         if key in available:
@@ -233,20 +234,19 @@ def _checked(verb: str, overrides: Sequence[str]) -> list[str]:
             if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
                 raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
             if leaf in (str, str | None) and not isinstance(override.value(), str | None):
-                # Text stays as it was typed: 3.10 names a folder, not the number 3.1.
-                word = _as_text(word)
-        words.append(word)
-    return words
+                text = _quoted(text)  # a string stays as typed: 3.10 is a folder's name, not the number 3.1
+        checked.append(text)
+    return checked
 
 
-def _as_text(word: str) -> str:
+def _quoted(override: str) -> str:
     """``KEY=VALUE`` with the value in quotes."""
-    key, _, value = word.partition("=")
+    key, _, value = override.partition("=")
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
 def _leaf_type(schema: type, key: str) -> Any:
-    """The annotation of ``key``. Raises ConfigError, listing what is there, if there is no such key."""
+    """The annotation of ``key``. Raises ConfigError with the allowed keys if there is no such key."""
     node: type = schema
     path = key.split(".")
     for depth, name in enumerate(path):
@@ -278,8 +278,8 @@ def dataclass_of(annotation: Any) -> type | None:
     return None
 
 
-def _sentence(error: Exception) -> str:
-    """Hydra and OmegaConf wrap the reason in several lines and exceptions: keep the reason and the full key."""
+def _reason(error: Exception) -> str:
+    """First line of the innermost cause of an error of Hydra or OmegaConf, with the full key."""
     while isinstance(error, HydraException) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     reason = str(error).strip().splitlines()[0]

@@ -1,6 +1,6 @@
-"""``dmjd COMMAND --help`` of a command that has a configuration: groups, then every key with value, type and meaning.
+"""``dmjd COMMAND --help``: the groups of a command's configuration, then every key with value, type and meaning.
 
-A key's meaning comes from its class's docstring: one paragraph ``key: meaning`` per key, with continuation lines indented.
+Meanings are read from the classes' docstrings: one paragraph ``key: meaning`` per key, continuation lines indented.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import Diverged, UserError
+from dmjd.evaluate import EVALUATIONS
 from dmjd.ops import status
 from dmjd.runs import checkpoint
 
@@ -25,10 +26,10 @@ Words = Callable[..., list[str]]
 Command = Callable[..., tuple[int, str, str]]
 
 
-def python(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parent.parent)}
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -36,8 +37,8 @@ def everything(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
-def refused(outcome: tuple[int, str, str], *parts: str) -> None:
-    """A mistake: exit code 2, nothing on stdout, one line on stderr that has every part."""
+def rejected(outcome: tuple[int, str, str], *parts: str) -> None:
+    """Exit code 2, nothing on stdout, one line on stderr that has every part."""
     code, out, err = outcome
     assert code == 2, (code, out, err)
     assert out == ""
@@ -52,29 +53,33 @@ def refused(outcome: tuple[int, str, str], *parts: str) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
-def test_help_lists_the_verbs(dmjd: Command, words: tuple[str, ...]) -> None:
+def test_help_lists_every_command_once_in_its_group(dmjd: Command, words: tuple[str, ...]) -> None:
     code, out, err = dmjd(*words)
     assert (code, err) == (0, "")
-    for verb in ("pretrain", "linprobe", "knn", "report", "ops", "shards"):
-        (line,) = [line for line in out.splitlines() if line.split()[:1] == [verb]]
-        assert len(line.split()) > 3, "a verb says what it does"
+    blocks = [block.splitlines() for block in out.split("\n\n")[2:]]
+    assert {block[0]: [line.split()[0] for line in block[1:]] for block in blocks} == {
+        group: [*EVALUATIONS, *commands] if group == "evaluate" else list(commands)
+        for group, commands in cli.GROUPS.items()
+    }
+    assert all(len(line.split()) > 3 for block in blocks for line in block[1:]), "a command's line explains it"
+    assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("verb", ["pretrain", "linprobe", "knn", "report", "ops", "shards"])
-def test_every_verb_has_help(dmjd: Command, verb: str) -> None:
-    code, out, err = dmjd(verb, "--help")
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *EVALUATIONS])
+def test_every_command_has_help(dmjd: Command, command: str) -> None:
+    code, out, err = dmjd(command, "--help")
     assert (code, err) == (0, "")
-    assert out.startswith(f"dmjd {verb}: ")
-    assert dmjd(verb, "key=value", "-h") == (0, out, "")
+    assert out.startswith(f"dmjd {command}: ")
+    assert dmjd(command, "key=value", "-h") == (0, out, "")
 
 
 def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
     out = dmjd("pretrain", "--help")[1]
     assert "\n  experiment " in out
-    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      adaptive is the paper's Eq. 4" in out
+    assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      Peak learning rate. adaptive (" in out
 
 
-def test_help_goes_with_the_words_before_it(dmjd: Command) -> None:
+def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> None:
     assert "\n  epochs=1 " in dmjd("pretrain", "experiment=demo", "--help")[1]
     assert "\n  checkpoint=runs/first " in dmjd("knn", "runs/first", "--help")[1]
 
@@ -94,7 +99,7 @@ def test_cfg_prints_what_would_run_and_runs_nothing(
     assert everything(tmp_path) == set()
 
 
-def test_help_and_mistakes_answer_without_torch() -> None:
+def test_help_and_errors_do_not_import_torch() -> None:
     program = """
 import sys
 from dmjd.cli import main
@@ -110,11 +115,11 @@ def test_the_package_is_the_program(tmp_path: Path) -> None:
     done = python("-m", "dmjd", "--version", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"dmjd {__version__}\n", "")
     done = python("-m", "dmjd", "pretrain", "experiment=demo", "epochz=3", cwd=tmp_path)
-    refused((done.returncode, done.stdout, done.stderr), "epochz is not a key; did you mean epochs?")
+    rejected((done.returncode, done.stdout, done.stderr), "epochz is not a key; did you mean epochs?")
     assert everything(tmp_path) == set()
 
 
-def test_ops_status_says_which_kernel_serves_each_op(dmjd: Command) -> None:
+def test_ops_status_lists_the_kernel_of_each_op(dmjd: Command) -> None:
     code, out, err = dmjd("ops", "status")
     assert (code, err) == (0, "")
     build, table = out.split("\n\n")
@@ -133,13 +138,13 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
     assert "no native build" in dmjd("ops", "status")[1]
 
 
-# Mistakes
+# Errors of the user's input
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, linprobe, knn, report, ops"]),
+        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, linprobe, knn, report, export"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),
@@ -155,11 +160,11 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["pretrain", "--cfg", "job"], ["'job'"]),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_nothing(
+def test_an_error_is_one_line_and_leaves_nothing(
     dmjd: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], parts: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused(dmjd(*words), *parts)
+    rejected(dmjd(*words), *parts)
     assert everything(tmp_path) == set()
 
 
@@ -191,7 +196,7 @@ def test_a_bad_pretraining_is_one_line_and_leaves_nothing(
     monkeypatch.chdir(tmp_path)
     Path("taken").write_text("")
     before = everything(tmp_path)
-    refused(dmjd("pretrain", *tiny(Path("run"), *words)), *parts)
+    rejected(dmjd("pretrain", *tiny(Path("run"), *words)), *parts)
     assert everything(tmp_path) == before
 
 
@@ -221,14 +226,14 @@ def test_an_own_folder_of_images_trains(
 
 def test_an_empty_folder_has_no_images(dmjd: Command, tiny: Words, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={tmp_path / 'empty'}")), "empty")
+    rejected(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={tmp_path / 'empty'}")), "empty")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_file_that_is_no_image_is_named(dmjd: Command, tiny: Words, tmp_path: Path, image_folder: Path) -> None:
     root = copy_of(image_folder, tmp_path / "images")
     (root / "train" / "up" / "03.png").write_text("not a picture")
-    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png", "cannot be read")
+    rejected(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png", "cannot be read")
     assert not (tmp_path / "run").exists()
 
 
@@ -237,7 +242,7 @@ def test_an_image_smaller_than_the_crop_is_named(
 ) -> None:
     root = copy_of(image_folder, tmp_path / "images")
     Image.new("L", (16, 12)).save(root / "train" / "up" / "03.png")
-    refused(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png (12x16)", "16x16 crop")
+    rejected(dmjd("pretrain", *tiny(tmp_path / "run", *FOLDER, f"data.root={root}")), "up/03.png (12x16)", "16x16 crop")
     assert not (tmp_path / "run").exists()
 
 
@@ -252,9 +257,9 @@ def test_an_image_cut_short_is_named_when_its_turn_comes(
     os.truncate(broken, broken.stat().st_size // 2)
     words = [*FOLDER, f"data.root={root}", "checkpoint_every=1", "keep_checkpoints=99", f"workers={workers}"]
     # Its header is sound, so only a thorough check finds it before the run begins.
-    refused(dmjd("pretrain", *tiny(tmp_path / "run", *words, "data.check=decode")), "up/03.png", "cannot be read")
+    rejected(dmjd("pretrain", *tiny(tmp_path / "run", *words, "data.check=decode")), "up/03.png", "cannot be read")
     assert not (tmp_path / "run").exists()
-    refused(
+    rejected(
         dmjd("pretrain", *tiny(tmp_path / "run", *words)), "up/03.png", "1 of 48 images are bad", "data.max_bad_percent"
     )
     folder = tmp_path / "run" / "checkpoints"
@@ -262,32 +267,32 @@ def test_an_image_cut_short_is_named_when_its_turn_comes(
     assert folder.exists() == bool(checkpoint.newest(folder))
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_what_it_says_of_itself(
+def test_a_checkpoint_of_another_model_is_rejected_by_its_stored_configuration(
     dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished_run / "checkpoints", run / "checkpoints")
     before = everything(run)
-    refused(
+    rejected(
         dmjd("pretrain", *tiny(run, "backbone.depth=2")), "was started with backbone.depth=1", "name another folder"
     )
     assert everything(run) - {run / ".lock"} == before
 
 
-def test_another_experiment_in_a_used_folder_is_refused(
+def test_another_experiment_in_a_used_folder_is_rejected(
     dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path
 ) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    refused(dmjd("pretrain", *tiny(run, "seed=1")), "seed=0", "seed=1", "another folder")
-    refused(dmjd("pretrain", *tiny(run, "resume=never")), "resume=never")
+    rejected(dmjd("pretrain", *tiny(run, "seed=1")), "seed=0", "seed=1", "another folder")
+    rejected(dmjd("pretrain", *tiny(run, "resume=never")), "resume=never")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-# Other ends
+# Other exits
 
 
-def test_a_finished_run_says_what_comes_next(dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path) -> None:
+def test_a_finished_run_prints_the_next_command(dmjd: Command, tiny: Words, tmp_path: Path, finished_run: Path) -> None:
     run = Path(shutil.copytree(finished_run, tmp_path / "run"))
     code, out, err = dmjd("pretrain", *tiny(run))
     assert code == 0, err
@@ -300,10 +305,10 @@ def test_a_finished_run_says_what_comes_next(dmjd: Command, tiny: Words, tmp_pat
 
 
 def outcome_of(dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> tuple[int, str, str]:
-    def verb(words: object) -> None:
+    def command(arguments: object) -> None:
         raise error
 
-    monkeypatch.setitem(cli.VERBS, "pretrain", verb)
+    monkeypatch.setitem(cli.COMMANDS, "pretrain", command)
     return dmjd("pretrain")
 
 
@@ -317,12 +322,8 @@ def test_an_interrupt_is_no_traceback(dmjd: Command, monkeypatch: pytest.MonkeyP
     assert (code, out, len(err.splitlines())) == (130, "", 1)
 
 
-@pytest.mark.parametrize(
-    "error", [RuntimeError("of ours"), AssertionError("of ours"), ModuleNotFoundError(name="dmjd.x")]
-)
-def test_our_own_mistakes_keep_their_traceback(
-    dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), AssertionError("a bug"), ModuleNotFoundError(name="dmjd.x")])
+def test_bugs_keep_their_traceback(dmjd: Command, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     with pytest.raises(type(error)):
         outcome_of(dmjd, monkeypatch, error)
 
@@ -330,22 +331,22 @@ def test_our_own_mistakes_keep_their_traceback(
 def test_a_missing_package_names_the_extra_that_has_it(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dmjd.compose")
     monkeypatch.setitem(sys.modules, "hydra", None)
-    refused(dmjd("pretrain", "experiment=demo"), "hydra", "pip install 'dmjd[train]'")
+    rejected(dmjd("pretrain", "experiment=demo"), "hydra", "pip install 'dmjd[train]'")
 
 
-@pytest.mark.parametrize(("told", "speaks"), [(False, True), (True, False)])
+@pytest.mark.parametrize(("reported", "printed"), [(False, True), (True, False)])
 def test_an_error_that_another_rank_prints_is_not_printed_twice(
-    told: bool, speaks: bool, monkeypatch: pytest.MonkeyPatch, dmjd: Command
+    reported: bool, printed: bool, monkeypatch: pytest.MonkeyPatch, dmjd: Command
 ) -> None:
     error = UserError("the shards are gone")
-    error.reported = told
+    error.reported = reported
 
-    def verb(words: object) -> None:
+    def command(arguments: object) -> None:
         raise error
 
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setitem(cli.VERBS, "pretrain", verb)
-    assert dmjd("pretrain") == (2, "", "error: the shards are gone\n" * speaks)
+    monkeypatch.setitem(cli.COMMANDS, "pretrain", command)
+    assert dmjd("pretrain") == (2, "", "error: the shards are gone\n" * printed)
 
 
 @pytest.fixture
@@ -360,38 +361,38 @@ def misnamed(tmp_path: Path, finished_run: Path) -> Path:
 
 
 def test_a_run_whose_name_is_not_utf_8_has_a_report_and_a_doctor(misnamed: Path, finished_run: Path) -> None:
-    def told(*words: str | Path) -> bytes:
+    def output_of(*arguments: str | Path) -> bytes:
         environment = {"PYTHONPATH": str(Path(cli.__file__).parent.parent), "PYTHONIOENCODING": "utf-8:strict"}
-        command = [sys.executable, "-m", "dmjd", *map(str, words)]
+        command = [sys.executable, "-m", "dmjd", *map(str, arguments)]
         done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=120)
         assert (done.returncode, done.stderr) == (0, b"")
         return done.stdout
 
-    assert told("report", misnamed) == os.fsencode(misnamed) + b"/report.html\n"
+    assert output_of("report", misnamed) == os.fsencode(misnamed) + b"/report.html\n"
     assert "<title>caf\\xe9" in (misnamed / "report.html").read_text()
     output = misnamed.parent / os.fsdecode(b"\xff")
-    told("report", misnamed, finished_run, f"output={output}", f"baseline={misnamed}")
+    output_of("report", misnamed, finished_run, f"output={output}", f"baseline={misnamed}")
     assert "caf\\xe9" in (output / "comparison.html").read_text()
     assert (output / "comparison.md").read_text()
     # The marker of a run that was begun there names it, for the next command.
     marker = misnamed / "STOP_REASON"
     marker.write_text(marker.read_text().replace(str(finished_run), json.dumps(str(misnamed))[1:-1]))
-    assert os.fsencode(misnamed) in told("doctor", misnamed)
+    assert os.fsencode(misnamed) in output_of("doctor", misnamed)
 
 
-def test_where_a_name_has_to_be_utf_8_that_is_said(
+def test_a_name_that_has_to_be_utf_8_is_an_error(
     misnamed: Path, tmp_path: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for verb, word in (
+    for command, argument in (
         ("pretrain", f"run={misnamed}"),
         ("plan", f"run='{misnamed}'"),
         ("knn", str(misnamed)),
         ("submit", f"run={misnamed}"),
     ):
-        words = ["pretrain", word] if verb == "submit" else [word]
-        refused(dmjd(verb, *words), "caf\\xe9", "is not UTF-8", "another name")
+        arguments = ["pretrain", argument] if command == "submit" else [argument]
+        rejected(dmjd(command, *arguments), "caf\\xe9", "is not UTF-8", "rename")
     monkeypatch.chdir(misnamed)
-    refused(dmjd("export", "."), "caf\\xe9 is not UTF-8, and safetensors takes no other", "output=FILE")
+    rejected(dmjd("export", "."), "caf\\xe9 is not UTF-8, and safetensors takes no other", "output=FILE")
     target = tmp_path / "encoder.safetensors"
     assert dmjd("export", ".", f"output={target}")[0] == 0
     assert target.is_file()
@@ -411,7 +412,7 @@ def test_a_job_is_submitted_from_a_folder_whose_name_is_not_utf_8(
     assert b"#SBATCH --chdir='" + os.fsencode(misnamed) + b"'\n" in script.read_bytes()
 
 
-def test_a_long_value_is_cut_and_the_cure_is_kept(dmjd: Callable[..., tuple[int, str, str]]) -> None:
+def test_a_long_value_is_cut_and_the_end_of_the_error_is_kept(dmjd: Callable[..., tuple[int, str, str]]) -> None:
     code, _, err = dmjd("pretrain", "run=r", "epochs=" + "x" * 100_000)
     assert code == 2
     assert err.startswith("error: ")
@@ -430,7 +431,7 @@ def test_numbers_beyond_any_image_are_rejected(dmjd: Callable[..., tuple[int, st
 def test_memory_that_is_not_there_is_one_line(
     dmjd: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(cli.VERBS, "ops", lambda words: torch.empty(1 << 60, dtype=torch.uint8))
+    monkeypatch.setitem(cli.COMMANDS, "ops", lambda words: torch.empty(1 << 60, dtype=torch.uint8))
     code, _, err = dmjd("ops", "status")
     assert code == 1
-    assert re.fullmatch(r"error: .*allocate.*1152921504606846976.*; take smaller images.*\n", err)
+    assert re.fullmatch(r"error: .*allocate.*1152921504606846976.*; use smaller images.*\n", err)

@@ -23,10 +23,10 @@ def every_option() -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("word", every_option())
-def test_every_option_of_every_group_composes(word: str) -> None:
-    group, option = word.split("=")
-    config = compose("pretrain", [word])
+@pytest.mark.parametrize("override", every_option())
+def test_every_option_of_every_group_composes(override: str) -> None:
+    group, option = override.split("=")
+    config = compose("pretrain", [override])
     if group in ("method", "target", "data", "engine"):
         assert getattr(config, group).name == option
 
@@ -43,7 +43,7 @@ def test_experiments_are_the_published_ones() -> None:
     assert (dmjd.target.name, dmjd.target.norm, dmjd.method.visible_branch.enabled) == ("hog", "layernorm", True)
 
 
-def test_a_word_wins_over_the_experiment_and_a_later_word_over_an_earlier() -> None:
+def test_an_override_wins_over_the_experiment_and_a_later_one_over_an_earlier() -> None:
     config = compose("pretrain", ["experiment=demo", "epochs=3", "mask=uniform", "mask.views=3", "epochs=4"])
     assert (config.epochs, config.mask.pattern, config.mask.views) == (4, "uniform", 3)
     assert compose("pretrain", ["epochs=4", "mask=uniform", "experiment=demo"]).mask.pattern == "uniform"
@@ -59,31 +59,31 @@ def test_composing_leaves_nothing_behind_for_the_next_time() -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_yaml_holds_the_whole_configuration(experiment: str) -> None:
-    words = [f"experiment={experiment}", "optim.eps=1e-9", "mask.pred_ratio=null", "data.root=a folder/of images"]
-    config = compose("pretrain", words)
+    overrides = [f"experiment={experiment}", "optim.eps=1e-9", "mask.pred_ratio=null", "data.root=a folder/of images"]
+    config = compose("pretrain", overrides)
     again = from_yaml(PretrainConfig, to_yaml(config))
     assert again == config
     assert type(again.optim.eps) is float
 
 
 def test_yaml_of_an_evaluation_holds_its_optional_data() -> None:
-    for words in (["checkpoint=x"], ["checkpoint=x", "data=digits", "data.pad=3"]):
-        config = compose("knn", words)
+    for overrides in (["checkpoint=x"], ["checkpoint=x", "data=digits", "data.pad=3"]):
+        config = compose("knn", overrides)
         assert from_yaml(KnnConfig, to_yaml(config)) == config
-        assert (config.data is None) == (len(words) == 1)
+        assert (config.data is None) == (len(overrides) == 1)
 
 
 @pytest.mark.parametrize(
     "text",
     ["epochs: many", "epoch: 3", "mask: {colour: red}", "epochs: [1", "- 3", "epochs: 3\nepochs: 4"],
 )
-def test_yaml_that_is_no_configuration_is_refused(text: str) -> None:
+def test_yaml_that_is_no_configuration_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_yaml(PretrainConfig, text)
     assert "\n" not in str(caught.value)
 
 
-BAD_WORDS = {
+BAD_OVERRIDES = {
     # unknown keys
     "backbone.depht=3": ["backbone.depht", "did you mean depth?", "embed_dim"],
     "backbne.depth=3": ["backbne", "did you mean backbone?", "optim"],
@@ -108,7 +108,7 @@ BAD_WORDS = {
     "mask=null": ["mask", "block, uniform"],
     # outside the choices, or of the wrong sign
     "mask.pattern=blok": ["mask.pattern", "block, uniform", "'blok'"],
-    "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16', which needs a loss scale"],
+    "engine.precision=fp16": ["engine.precision", "auto, bf16, fp32", "'fp16', which needs loss scaling"],
     "engine.precision=fp8": ["engine.precision", "auto, bf16, fp32", "'fp8'"],
     "resume=yes": ["resume", "auto, never", "'yes'"],
     "method.mim_loss=huber": ["method.mim_loss", "l1, mse, smooth_l1", "'huber'"],
@@ -122,17 +122,17 @@ BAD_WORDS = {
     "backbone=3": ["backbone", "vit_base"],
     "mask={views: 3}": ["mask", "block, uniform"],
     "experiment=[demo,mae_vit_base]": ["experiment", "demo"],
-    # words that mean something else to Hydra
-    "backbone.depth=1,2": ["backbone.depth", "one value at a time"],
-    "backbone.depth=range(1,3)": ["backbone.depth", "one value at a time"],
-    "backbone=glob(*)": ["backbone", "one value at a time"],
+    # syntax that has another meaning in Hydra
+    "backbone.depth=1,2": ["backbone.depth", "takes one value"],
+    "backbone.depth=range(1,3)": ["backbone.depth", "takes one value"],
+    "backbone=glob(*)": ["backbone", "takes one value"],
     "+backbone.colour=1": ["+backbone.colour=1", "keys are fixed"],
     "~backbone.depth": ["~backbone.depth", "keys are fixed"],
     "~mask": ["~mask", "keys are fixed"],
     "data@foo=digits": ["data@foo"],
     "run=${nowhere}": ["run", "nowhere"],
     "run=???": ["run is required"],
-    # not a word at all
+    # not an override
     "epochs": ["'epochs'", "key=value"],
     "--epochs=3": ["--epochs=3", "key=value"],
     "run=a(b": ["'run=a(b'"],
@@ -143,34 +143,34 @@ BAD_WORDS = {
 }
 
 
-@pytest.mark.parametrize(("word", "parts"), BAD_WORDS.items(), ids=list(BAD_WORDS))
-def test_a_bad_word_is_answered_by_one_sentence(word: str, parts: list[str]) -> None:
+@pytest.mark.parametrize(("override", "parts"), BAD_OVERRIDES.items(), ids=list(BAD_OVERRIDES))
+def test_a_bad_override_is_an_error_of_one_line(override: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose("pretrain", ["experiment=demo", word])
-    sentence = str(caught.value)
-    assert "\n" not in sentence
+        compose("pretrain", ["experiment=demo", override])
+    message = str(caught.value)
+    assert "\n" not in message
     for part in parts:
-        assert part in sentence, f"{sentence!r} lacks {part!r}"
+        assert part in message, f"{message!r} lacks {part!r}"
 
 
-@pytest.mark.parametrize("word", ["run=a(b", "run=/data/a=b"])
-def test_a_value_that_needs_quotes_is_told_so(word: str) -> None:
+@pytest.mark.parametrize("override", ["run=a(b", "run=/data/a=b"])
+def test_the_error_of_a_value_that_needs_quotes_mentions_them(override: str) -> None:
     with pytest.raises(ConfigError, match="quote"):
-        compose("pretrain", [word])
-    key, value = word.split("=", 1)
+        compose("pretrain", [override])
+    key, value = override.split("=", 1)
     assert getattr(compose("pretrain", [f"{key}='{value}'"]), key) == value
 
 
 @pytest.mark.parametrize("value", ["true", "1e3", "3.10", "1_000", "007", "a b", "$HOME"])
-def test_a_text_stays_as_it_was_typed(value: str) -> None:
+def test_a_string_stays_as_it_was_typed(value: str) -> None:
     assert compose("pretrain", [f"run={value}"]).run == value
     assert compose("pretrain", [f"data.root={value}"]).data.root == value
 
 
 def test_a_tilde_is_a_home_wherever_a_path_begins_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    for word in ("run=~/a b", "run='~/a b'", 'run="~/a b"'):
-        assert compose("pretrain", [word]).run == "/home/me/a b"
+    for override in ("run=~/a b", "run='~/a b'", 'run="~/a b"'):
+        assert compose("pretrain", [override]).run == "/home/me/a b"
     keys = ("init", "data.cache", "data.root", "target.weights", "engine.deepspeed_config")
     config = compose("pretrain", [f"{key}=~/{key}" for key in keys])
     assert [operator.attrgetter(key)(config) for key in keys] == [f"/home/me/{key}" for key in keys]
@@ -203,9 +203,9 @@ def test_a_tilde_behind_another_root_needs_no_quotes(monkeypatch: pytest.MonkeyP
 
 
 def test_an_evaluation_needs_its_checkpoint() -> None:
-    for verb in ("knn", "linprobe"):
-        with pytest.raises(ConfigError, match=f"checkpoint is required: dmjd {verb} checkpoint="):
-            compose(verb, [])
+    for command in ("knn", "linprobe"):
+        with pytest.raises(ConfigError, match=f"checkpoint is required: dmjd {command} checkpoint="):
+            compose(command, [])
 
 
 def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
@@ -216,25 +216,25 @@ def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
     assert (moved.data, moved.root) == (None, "y")
 
 
-@pytest.mark.parametrize("word", ["mask=block", "method=mae"])
-def test_an_evaluation_has_no_groups_of_pretraining(word: str) -> None:
+@pytest.mark.parametrize("override", ["mask=block", "method=mae"])
+def test_an_evaluation_has_no_groups_of_pretraining(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        compose("knn", ["checkpoint=x", word])
-    assert word.split("=")[0] in str(caught.value)
+        compose("knn", ["checkpoint=x", override])
+    assert override.split("=")[0] in str(caught.value)
     assert "neighbours" in str(caught.value), "the keys that knn does have"
 
 
-@pytest.mark.parametrize("verb", ["knn", "linprobe", "export"])
-def test_the_model_of_a_file_is_told_by_words_of_pretraining(verb: str) -> None:
-    words = ["experiment=beit_vit_base", "backbone.depth=3"]
-    config = compose(verb, ["checkpoint=x.pth", *words])
-    assert config.model == compose("pretrain", words)
-    assert compose(verb, ["checkpoint=x"]).model is None
+@pytest.mark.parametrize("command", ["knn", "linprobe", "export"])
+def test_overrides_of_pretraining_describe_the_model_of_a_file(command: str) -> None:
+    overrides = ["experiment=beit_vit_base", "backbone.depth=3"]
+    config = compose(command, ["checkpoint=x.pth", *overrides])
+    assert config.model == compose("pretrain", overrides)
+    assert compose(command, ["checkpoint=x"]).model is None
     with pytest.raises(ConfigError, match="backbone has no option 'vit_tall'; choose from convvit_base"):
-        compose(verb, ["checkpoint=x.pth", "backbone=vit_tall"])
+        compose(command, ["checkpoint=x.pth", "backbone=vit_tall"])
 
 
-def test_fields_that_decide_no_result_say_so() -> None:
+def test_fields_that_do_not_affect_results_are_marked() -> None:
     free = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints", "lock_wait"}
     free |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
     free |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}

@@ -1,8 +1,7 @@
-"""The typed configuration: every key, its default, and what it may be.
+"""The typed configuration: every key with its default and its allowed values.
 
-A field that decides no result is marked by ``may_change``: a run may be resumed with another value of it, and of no
-other field.
-Values that depend on each other are checked by :mod:`dmjd.builders`, which has the objects at hand.
+Fields marked by ``may_change`` do not affect results: a run may be resumed with other values of them alone.
+Combinations of values are checked by :mod:`dmjd.builders`, which has the objects.
 """
 
 from dmjd.config.data import DataConfig

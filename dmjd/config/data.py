@@ -1,4 +1,4 @@
-"""The images of a run or of an evaluation."""
+"""Data configuration of pre-training and evaluation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DataConfig:
     """
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
-    root: str | None = may_change(path(between="::"), where="shards")  # checkpoints know which images it holds
+    root: str | None = may_change(path(between="::"), where="shards")  # checkpoints store which images it holds
     image_size: list[int] = numbers(224, 224, length=2, least=1, most=16_384)
     channels: int = positive(3)
     pad: int = number(0, least=0)

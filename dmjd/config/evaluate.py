@@ -72,7 +72,7 @@ class ConsolidateConfig:
     output: str | None = path()
 
 
-# Those of dmjd.interop.layouts, which needs torch; a typo need not wait for it.
+# Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
 _LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
 
 
@@ -96,7 +96,7 @@ class ConvertConfig:
     input: str = path("???")
     output: str = path("???")
     source: str = choice("auto", *_LAYOUTS)
-    to: str = choice(*_LAYOUTS)  # "target" is a group of pre-training's, which Hydra would look into
+    to: str = choice(*_LAYOUTS)  # not "target": Hydra would take it for the config group
     grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     bias_tables: str = choice("auto", "shared", "per_block")

@@ -1,4 +1,4 @@
-"""Fields of a configuration: what a value may be, said beside its default, and the check of it."""
+"""Fields of a configuration: the default with the allowed values beside it, and their check."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ RENAMED = {
 """Former key -> present key. Read for stored configurations and for the command line, and by nothing else."""
 
 
-def choice(default: str, *others: str, refused: Mapping[str, str] | None = None) -> Any:
-    """A field that may be one of a few words. ``refused``: others that are asked for -> why they are not here."""
-    return field(default=default, metadata={"choices": (default, *others), "refused": refused or {}})
+def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None) -> Any:
+    """One of a few strings. ``rejected``: value that users may expect -> reason why it is not supported."""
+    return field(default=default, metadata={"choices": (default, *others), "rejected": rejected or {}})
 
 
 def naming(default: str | None, of: str) -> Any:
-    """Text that is not blank, or None where the type allows it; ``of`` ends the sentence "... must name"."""
+    """A string that is not blank, or None where the type allows it; ``of`` completes the error "... must name"."""
     return field(default=default, metadata={"names": of})
 
 
 def path(default: str | None = None, of: str | None = None, between: str = "") -> Any:
-    """A path on this machine, or what stands for one; ``~`` at its front is somebody's home (:func:`expand_paths`).
+    """A path or URL; a leading ``~`` is expanded (:func:`expand_paths`).
 
-    ``of`` as for :func:`naming`; ``between``: what stands between paths where there may be more than one.
+    ``of`` as for :func:`naming`; ``between``: separator, if there may be several paths.
     """
     return field(default=default, metadata={"path": between} | ({} if of is None else {"names": of}))
 
@@ -60,11 +60,11 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
 
 
 def may_change(default: Any, where: str = "") -> Any:
-    """A field that decides no result, so a run folder accepts another value of it in a later launch.
+    """A field that does not affect results: a run may be resumed with another value.
 
     Args:
-        default: a field as the functions above make it, or its default value.
-        where: the ``name`` of its section for which that holds; always if left out.
+        default: a field made by a function above, or a default value.
+        where: applies only if the section's ``name`` has this value; "": always.
     """
     item = default if isinstance(default, Field) else field(default=default)
     item.metadata = MappingProxyType({**item.metadata, "may_change": where})
@@ -72,7 +72,7 @@ def may_change(default: Any, where: str = "") -> Any:
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
-    """(key, old value, new value) of the first field that differs, but for secrets and what :func:`may_change`."""
+    """(key, old value, new value) of the first field that differs, except secrets and :func:`may_change` fields."""
     for item in fields(new):
         before, now = getattr(old, item.name), getattr(new, item.name)
         where = item.metadata.get("may_change")
@@ -91,7 +91,7 @@ def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, An
 
 
 def expand_paths(config: Any) -> None:
-    """Put homes in the place of ``~`` wherever a :func:`path` begins with it; neither URLs nor commands do."""
+    """Expand a leading ``~`` in every :func:`path` field; URLs and commands have none."""
     for item in fields(config):
         value = getattr(config, item.name)
         if is_dataclass(value):
@@ -110,7 +110,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
             check_fields(value, key + ".")
         choices = item.metadata.get("choices")
         if choices and value not in choices:
-            why = item.metadata["refused"].get(value)
+            why = item.metadata["rejected"].get(value)
             reason = "" if why is None else f", which {why}"
             raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
@@ -136,7 +136,7 @@ _BOUNDS = {
 
 
 def allowed(metadata: Mapping[str, Any]) -> str:
-    """What a field's metadata says of its values: the words to choose from, or the bounds of a number."""
+    """Allowed values from a field's metadata: choices, "path", or bounds of a number."""
     if "choices" in metadata:
         return " | ".join(metadata["choices"])
     if "path" in metadata:

@@ -1,4 +1,4 @@
-"""What is learned: masks, backbone, method and target."""
+"""Model configuration: masking, backbone, method and target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pre-training run, and the plan of one."""
+"""Configuration of ``dmjd pretrain`` and ``dmjd plan``."""
 
 from __future__ import annotations
 

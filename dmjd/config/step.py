@@ -1,4 +1,4 @@
-"""How a step updates the weights, how it is computed, and what is done where it goes wrong."""
+"""Optimizer, engine and guard: how a step is computed and how failed steps are handled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dmjd.config.fields import choice, number, numbers, path, positive
 
-_FP16 = "needs a loss scale and skips steps to find one; bf16 has the range of fp32 and needs none"
+_FP16 = "needs loss scaling, which skips steps; use bf16, which has the range of fp32"
 
 
 @dataclass
@@ -76,7 +76,7 @@ class EngineConfig:
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
     device: str = choice("auto", "cpu", "cuda")
-    precision: str = choice("auto", "fp32", "bf16", refused={"fp16": _FP16})
+    precision: str = choice("auto", "fp32", "bf16", rejected={"fp16": _FP16})
     grad_accum_steps: int = positive(1)
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")

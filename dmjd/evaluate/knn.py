@@ -122,7 +122,7 @@ def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: i
 
 EVALUATION = Evaluation(
     "knn",
-    "k-nearest-neighbour accuracy of a checkpoint's frozen features",
+    "k-nearest-neighbour top-1 accuracy on frozen features",
     KnnConfig,
     run,
     {"top1": Column("kNN", "k-nearest-neighbour top-1")},

@@ -123,7 +123,7 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
 
 EVALUATION = Evaluation(
     "linprobe",
-    "linear probe of a checkpoint's frozen features",
+    "Linear probe: top-1 accuracy of a linear classifier on frozen features",
     LinprobeConfig,
     run,
     {"top1": Column("Lin.", "linear-probing top-1")},

@@ -1,4 +1,4 @@
-"""What README and docs/ tell people to type or to open exists: words of the command line, links, files."""
+"""Commands, overrides, links and file names in README and docs/ exist."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from dmjd.cli import verbs
+from dmjd.cli import COMMANDS
 from dmjd.cluster.submit import OPTIONS
 from dmjd.compose import compose, groups
 from dmjd.config import SCHEMAS
+from dmjd.evaluate import EVALUATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]
 
 _STARTS_A_RUN = ("-m dmjd pretrain", "--module dmjd pretrain", "one_host.sh", "several_hosts.sh", "pretrain.sbatch")
 _SPAN = re.compile(r"`([^`\n]+)`")
-_WORD = re.compile(r"([a-z_.]+)=\S+")
+_OVERRIDE = re.compile(r"([a-z_.]+)=\S+")
 _PLACEHOLDER = re.compile(r"\.\.\.|=[A-Z]|\*|^key=|%a")
-_ROOMS = ("csrc", "dmjd", "configs", "docs", "launchers", "benchmarks", "packaging", "tests")
+_FOLDERS = ("csrc", "dmjd", "configs", "docs", "launchers", "benchmarks", "packaging", "tests")
 _MADE = ("dmjd/configs", "*.so")
-"""Files that pages name and a checkout does not have."""
+"""Files that pages name and that a build makes."""
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """(verb, words) of every command line that has a configuration; words with a placeholder in them are left out."""
+    """(command, overrides) of every command line; overrides with a placeholder are left out."""
     for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) + re.findall(
         r"(?:^    \S.*\n)+", text, re.MULTILINE
     ):
@@ -36,32 +37,32 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
             line = line.strip()
             if not (line.startswith("dmjd ") or any(start in line for start in _STARTS_A_RUN)):
                 continue
-            words = shlex.split(line, comments=True)
-            verb = words[1] if words[0] == "dmjd" else "pretrain"
-            verb, words = (words[2], words[3:]) if verb == "submit" else (verb, words)
-            verb = "pretrain" if verb == "preflight" else verb
-            yield verb, [word for word in words if re.match(r"[a-z_.]+=", word) and not _PLACEHOLDER.search(word)]
+            typed = shlex.split(line, comments=True)
+            command = typed[1] if typed[0] == "dmjd" else "pretrain"
+            command, typed = (typed[2], typed[3:]) if command == "submit" else (command, typed)
+            command = "pretrain" if command in ("preflight", "demo") else command
+            yield command, [text for text in typed if re.match(r"[a-z_.]+=", text) and not _PLACEHOLDER.search(text)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_understood(page: Path) -> None:
+def test_commands_compose(page: Path) -> None:
     of_jobs = {*OPTIONS, "warm"}
-    for verb, words in commands(page.read_text()):
-        assert verb in verbs(), verb
-        if verb in SCHEMAS:
-            required = {"convert": ("input=a.pth", "output=b.pth")}.get(verb, ("checkpoint=x",))
-            needed = () if verb in ("pretrain", "plan") else required
-            compose(verb, [*needed, *(word for word in words if word.partition("=")[0] not in of_jobs)])
+    for command, overrides in commands(page.read_text()):
+        assert command in {*COMMANDS, *EVALUATIONS}, command
+        if command in SCHEMAS:
+            required = {"convert": ("input=a.pth", "output=b.pth")}.get(command, ("checkpoint=x",))
+            needed = () if command in ("pretrain", "plan") else required
+            compose(command, [*needed, *(text for text in overrides if text.partition("=")[0] not in of_jobs)])
 
 
-def test_words_in_the_text_are_understood() -> None:
+def test_overrides_in_the_text_compose() -> None:
     keys = {*vars(SCHEMAS["pretrain"]()), *groups()}
-    words = {word for page in PAGES for span in _SPAN.findall(page.read_text()) for word in span.split()}
-    told = [word for word in sorted(words) if (key := _WORD.fullmatch(word)) and key[1].partition(".")[0] in keys]
-    told = [word for word in told if not _PLACEHOLDER.search(word)]
-    assert len(told) > 20, "the pattern finds no words any more"
-    for word in told:
-        compose("pretrain", [word])
+    texts = {text for page in PAGES for span in _SPAN.findall(page.read_text()) for text in span.split()}
+    found = [text for text in sorted(texts) if (key := _OVERRIDE.fullmatch(text)) and key[1].partition(".")[0] in keys]
+    found = [text for text in found if not _PLACEHOLDER.search(text)]
+    assert len(found) > 20, "the pattern finds no overrides any more"
+    for text in found:
+        compose("pretrain", [text])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -74,7 +75,7 @@ def test_links_and_files_exist(page: Path) -> None:
             titles = re.findall(r"^#+ (.*)", there.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
             assert anchor in slugs, f"{target}#{anchor}"
-    for name in re.findall(rf"`((?:{'|'.join(_ROOMS)})/[\w./-]+)`", text):
+    for name in re.findall(rf"`((?:{'|'.join(_FOLDERS)})/[\w./-]+)`", text):
         made = "NAME" in name or any(fnmatch(name, pattern) for pattern in _MADE)
         assert made or (ROOT / name).exists(), name
     for name in re.findall(r"\b(\w+_(?:cpu|h100|h200)\.json)\b", text):

@@ -121,7 +121,7 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
         def verb(words: object) -> None:
             raise error
 
-        monkeypatch.setitem(cli.VERBS, "pretrain", verb)
+        monkeypatch.setitem(cli.COMMANDS, "pretrain", verb)
         with suppress(RuntimeError):
             dmjd("pretrain")
 
@@ -170,6 +170,6 @@ def test_the_next_launch_clears_the_marker_away_and_leaves_the_last_word(
     code, out, error = dmjd("pretrain", *tiny(run, "time_budget=0:00:00"))
     assert marked == [False]
     assert (code, error.count("rror")) == (0, 0)
-    assert out.startswith(f"{run}: this launch has ended; {run}/STOP_REASON does not say how, for another launch has")
+    assert out.startswith(f"{run}: ended; {run}/STOP_REASON is missing")
     assert first.read_text() == f"time: {OUT_OF_TIME}\n{NEXT['time']}\n"
     assert not second.exists()

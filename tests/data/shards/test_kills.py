@@ -188,7 +188,7 @@ StepBatches.load = lambda self, step: os.kill(os.getpid(), 9) if step == 8 else 
     assert first.exitcode == 1
     said = (tmp_path / "said").read_text()
     assert "error: DataLoader worker" in said
-    assert "try fewer workers" in said
+    assert "use fewer workers" in said
     assert "Traceback" not in said
     second = start()
     second.join(120)
