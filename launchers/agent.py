@@ -1,4 +1,4 @@
-"""torchrun that says in a line how it ended. Its own trace, longer than what a rank had to say, hides the reason."""
+"""torchrun that reports its end in one line: its own traceback is longer than the error of a rank and hides it."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from importlib.util import find_spec
 
-# torch reads it once, when it is imported. An agent that leaves last would log a C++ trace of the store of the first.
+# torch reads it at import. The last agent would log a C++ trace when the store of the first is gone.
 quiet = "TORCH_CPP_LOG_LEVEL" not in os.environ
 if quiet:
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -22,12 +22,12 @@ try:
 except (ImportError, OSError) as missing:  # OSError: a library that torch needs
     error = f"error: DMJD_PYTHON={sys.executable} on {os.uname().nodename}: {' '.join(str(missing).split())}"
     if "DMJD_EXIT_RECORD" in os.environ:
-        with suppress(OSError), open(os.environ["DMJD_EXIT_RECORD"], "x", encoding="utf-8") as word:
-            word.write(error + "\n")
-    sys.exit(f"{error}; install dmjd[train] there, or name another DMJD_PYTHON")
+        with suppress(OSError), open(os.environ["DMJD_EXIT_RECORD"], "x", encoding="utf-8") as file:
+            file.write(error + "\n")
+    sys.exit(f"{error}; install dmjd[train] there, or set another DMJD_PYTHON")
 if quiet:
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # ranks keep their warnings
-# Nor is it a failure that this store is gone when the ranks of an agent have ended well.
+# Warnings for the same cause, after the ranks of an agent have succeeded.
 for name, message in (
     ("agent.server.api", "Error waiting on exit barrier"),
     ("rendezvous.dynamic_rendezvous", "has failed to shutdown the rendezvous"),
@@ -38,11 +38,11 @@ for name, message in (
 
 try:
     main()
-except SignalException as told:
-    # Its ranks have been told as well, and have left or been killed by now. What they did, the run's marker says.
-    sys.exit(f"torchrun: ended by {signal.Signals(told.sigval).name}")
+except SignalException as error:
+    # The ranks received the signal too and have ended by now; STOP_REASON has their reason.
+    sys.exit(f"torchrun: ended by {signal.Signals(error.sigval).name}")
 except ChildFailedError as failed:
     _, failure = failed.get_first_failure()
     code = failure.exitcode
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     sys.exit(f"torchrun: process {failure.pid} of local rank {failure.local_rank} {how}")

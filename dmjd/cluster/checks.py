@@ -1,23 +1,23 @@
-"""What ranks see of their nodes, held against what a run needs: a line for each check, and what to do where it fails.
-
-Imports no torch.
-"""
+"""The checks of ``dmjd preflight``: facts that ranks measured, compared with the needs of a run. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 GIB = 2**30
 CLOCK_SKEW_SECONDS = 2.0
-LEAST_GB_PER_SECOND = {"one node": 5.0, "several nodes": 1.0}
-"""Of NCCL. NVLink and InfiniBand give ten times as much; less than this is a socket where a faster way was meant."""
+MIN_GB_PER_SECOND = {"one node": 5.0, "several nodes": 1.0}
+"""Of NCCL's all-reduce. NVLink and InfiniBand reach ten times as much; less than this is a fallback to sockets."""
+MAX_MIB_IN_USE = 8192
+"""GPU memory in use before a run starts, in MiB. More is a process of another user."""
 SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+HANGS = "it does not end"
 
 
 class Check(NamedTuple):
-    """``fix`` is empty where all is well."""
+    """Result of a check. ``fix`` is empty if it passed."""
 
     name: str
     found: str
@@ -26,12 +26,13 @@ class Check(NamedTuple):
 
 @dataclass
 class Facts:
-    """What one rank sees.
+    """Measurements of one rank.
 
-    data: the identity of the data set, and ``data_error`` why it has none; ``data_seconds`` to read a first batch.
-    clock: seconds since 1970 at the moment all ranks are together.
-    shm_free: bytes. disk_error: why the run folder cannot be written to or locked. gpus: a dict of each, from the
-        first rank of a node, and ``gpu_error`` why it has none. all_reduce_error: why there is no bandwidth.
+    data: identity of the data set, or ``data_error``. data_seconds: time to read the first batch.
+    clock: seconds since 1970, read when all ranks have met.
+    shm_free, disk_free: bytes. disk_error: why the run folder cannot be written to or locked.
+    gpus: columns of nvidia-smi for each GPU, from the first rank of a node, or ``gpu_error``.
+    gigabytes_per_second: all-reduce bandwidth, None with one process, or ``all_reduce_error``.
     """
 
     rank: int
@@ -52,7 +53,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Need:
-    """What the run asks of its nodes, in bytes."""
+    """Needs of a run: bytes per checkpoint, number of checkpoints, bytes of /dev/shm per node, whether it uses NCCL."""
 
     checkpoint: int
     checkpoints: int
@@ -60,134 +61,118 @@ class Need:
     nccl: bool
 
 
-def judge(facts: Sequence[Facts], needed: Need) -> list[Check]:
-    """The facts held against the need, check by check."""
-    return [
-        _judge_versions(facts),
-        _judge_data(facts),
-        _judge_shm(facts, needed),
-        _judge_disk(facts, needed),
-        _judge_clocks(facts),
-        _judge_gpus(facts, needed),
-        _judge_bandwidth(facts, needed),
-    ]
+def run_checks(facts: Sequence[Facts], need: Need) -> list[Check]:
+    """Compare the facts of all ranks with the needs of the run."""
+    return [Check(name, *check(facts, need)) for name, check in _CHECKS.items()]
 
 
-def _judge_versions(facts: Sequence[Facts]) -> Check:
+def _versions(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
     for name, value in facts[0].versions.items():
-        other = next((fact for fact in facts if fact.versions.get(name) != value), None)
-        if other is not None:
-            found = f"{name} is {value} on {facts[0].host} and {other.versions.get(name, 'absent')} on {other.host}"
-            return Check(
-                "versions", found, "one environment for all nodes: a container, or a disk that all of them see"
-            )
-    return Check("versions", ", ".join(f"{name} {value}" for name, value in facts[0].versions.items()))
+        for other in facts:
+            if other.versions.get(name) != value:
+                found = f"{name} is {value} on {facts[0].host} and {other.versions.get(name, 'absent')} on {other.host}"
+                return found, "use one environment on all nodes: a container, or a shared disk"
+    return (", ".join(f"{name} {value}" for name, value in facts[0].versions.items()),)
 
 
-def _judge_data(facts: Sequence[Facts]) -> Check:
-    broken = next((fact for fact in facts if fact.data_error), None)
-    if broken is not None:
-        fix = f"make data.root readable on {broken.host} as it is elsewhere; dmjd shards verify checks a shard set"
-        if all(fact.data_error for fact in facts):
-            fix = "it is so on every node: the run itself would be refused"
-        return Check("data", f"rank {broken.rank} on {broken.host}: {broken.data_error}", fix)
+def _data(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
+    broken = [fact for fact in facts if fact.data_error]
+    if broken:
+        fix = (
+            f"make data.root readable on {broken[0].host} as on the other nodes; dmjd shards verify checks a shard set"
+        )
+        if len(broken) == len(facts):
+            fix = "the same on every node: the run itself would end with this error"
+        return f"rank {broken[0].rank} on {broken[0].host}: {broken[0].data_error}", fix
     other = next((fact for fact in facts if fact.data != facts[0].data), None)
     if other is not None:
         found = f"{facts[0].data} on {facts[0].host}, {other.data} on {other.host}"
-        return Check("data", found, "data.root must be the same data on every node")
-    slowest = max(facts, key=lambda fact: fact.data_seconds)
-    return Check("data", f"{facts[0].data}, the first batch in {slowest.data_seconds:.1f} s at the slowest rank")
+        return found, "data.root must be the same data on every node"
+    seconds = max(fact.data_seconds for fact in facts)
+    return (f"{facts[0].data}, the first batch in {seconds:.1f} s on the slowest rank",)
 
 
-def _judge_shm(facts: Sequence[Facts], needed: Need) -> Check:
+def _shared_memory(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
     least = min(facts, key=lambda fact: fact.shm_free)
-    found = f"{_size(least.shm_free)} free on {least.host}, {_size(needed.shm)} needed"
-    if least.shm_free >= needed.shm:
-        return Check("/dev/shm", found)
-    return Check(
-        "/dev/shm", found, "fewer workers, or workers=0; or a larger /dev/shm (docker: --ipc=host or --shm-size)"
-    )
+    found = f"{_size(least.shm_free)} free on {least.host}, {_size(need.shm)} needed"
+    fix = "fewer workers, or workers=0; or a larger /dev/shm (docker: --ipc=host or --shm-size)"
+    return found, "" if least.shm_free >= need.shm else fix
 
 
-def _judge_disk(facts: Sequence[Facts], needed: Need) -> Check:
+def _run_folder(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
     broken = next((fact for fact in facts if fact.disk_error), None)
     if broken is not None:
-        return Check(
-            "run folder", f"{broken.host}: {broken.disk_error}", "name a folder on a disk that all nodes share"
-        )
-    least = min(facts, key=lambda fact: fact.disk_free)
-    wanted = needed.checkpoint * needed.checkpoints
-    found = f"{_size(least.disk_free)} free, {_size(wanted)} for {needed.checkpoints} checkpoints"
-    if least.disk_free >= wanted:
-        return Check("run folder", found)
-    return Check("run folder", found, "free some space, name another disk with run=, or lower keep_checkpoints")
+        return f"{broken.host}: {broken.disk_error}", "set run= to a folder on a disk that all nodes share"
+    free, needed = min(fact.disk_free for fact in facts), need.checkpoint * need.checkpoints
+    found = f"{_size(free)} free, {_size(needed)} for {need.checkpoints} checkpoints"
+    return found, "" if free >= needed else "free space, set run= to another disk, or lower keep_checkpoints"
 
 
 def _size(count: float) -> str:
-    """Bytes in GiB, or in MiB below one."""
+    """Bytes in GiB, or in MiB below one GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
-def _judge_clocks(facts: Sequence[Facts]) -> Check:
+def _clocks(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
     first, last = (pick(facts, key=lambda fact: fact.clock) for pick in (min, max))
     skew = last.clock - first.clock
     if skew <= CLOCK_SKEW_SECONDS:
-        return Check("clocks", f"{skew:.2f} s apart at most")
-    fix = "tell the administrators (chrony, ntp): time budgets, signs of life and caches go by the clock"
-    return Check("clocks", f"{last.host} is {skew:.1f} s ahead of {first.host}", fix)
+        return (f"at most {skew:.2f} s apart",)
+    fix = "report it to the administrators (chrony, ntp): time budgets, heartbeats and caches depend on the clock"
+    return f"{last.host} is {skew:.1f} s ahead of {first.host}", fix
 
 
-def _judge_gpus(facts: Sequence[Facts], needed: Need) -> Check:
-    seen = 0
+def _gpus(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
     for fact in facts:
-        if fact.gpu_error and needed.nccl:
-            return Check(
-                "GPUs", f"{fact.host}: {fact.gpu_error}", f"leave {fact.host} out (sbatch --exclude), report it"
-            )
+        exclude = f"exclude {fact.host} (sbatch --exclude) and report it"
+        if fact.gpu_error and need.nccl:
+            return f"{fact.host}: {fact.gpu_error}", exclude
         for gpu in fact.gpus:
-            seen += 1
-            name, where = (
-                f"GPU {gpu['index']} of {fact.host}",
-                f"leave {fact.host} out (sbatch --exclude) and report it",
-            )
-            errors = gpu["ecc.errors.uncorrected.volatile.total"]
-            if errors.isdigit() and int(errors):
-                return Check("GPUs", f"{name} has had {errors} uncorrectable memory error(s)", where)
+            name = f"GPU {gpu['index']} of {fact.host}"
+            errors, used = gpu["ecc.errors.uncorrected.volatile.total"], gpu["memory.used"]
             slow = [reason for reason in SLOWDOWNS if gpu[f"clocks_throttle_reasons.{reason}"] == "Active"]
+            if errors.isdigit() and int(errors):  # else not supported
+                return f"{name} has had {errors} uncorrectable memory error(s)", exclude
             if slow:
-                return Check("GPUs", f"{name} is slowed down ({', '.join(slow)})", where)
-            if gpu["memory.used"].isdigit() and int(gpu["memory.used"]) > 8192:
-                fix = "somebody else's process is on it: ask for whole nodes (--exclusive)"
-                return Check("GPUs", f"{name} has {gpu['memory.used']} MiB in use", fix)
-    return Check("GPUs", f"{seen} looked at, no memory errors, none slowed down" if seen else "none to be looked at")
+                return f"{name} is slowed down ({', '.join(slow)})", exclude
+            if used.isdigit() and int(used) > MAX_MIB_IN_USE:
+                fix = "a process of another job is on it: request whole nodes (--exclusive)"
+                return f"{name} has {used} MiB in use", fix
+    count = sum(len(fact.gpus) for fact in facts)
+    return (f"{count} checked, no memory errors, none slowed down" if count else "none found",)
 
 
-_WAYS = "NCCL_DEBUG=INFO tells which way it takes; set NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
-HANGS = "it does not end"
-
-
-def _judge_bandwidth(facts: Sequence[Facts], needed: Need) -> Check:
+def _all_reduce(facts: Sequence[Facts], need: Need) -> tuple[str, ...]:
+    fix = "NCCL_DEBUG=INFO logs the transport; set NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
     broken = [fact for fact in facts if fact.all_reduce_error]
     if broken:
-        first = min(broken, key=lambda fact: fact.all_reduce_error.startswith(HANGS))  # who hangs is a victim of others
+        first = min(broken, key=lambda fact: fact.all_reduce_error.startswith(HANGS))  # which follows from other errors
         found = f"rank {first.rank} on {first.host}: {first.all_reduce_error}"
-        return Check("all-reduce", found, f"{_WAYS}, so that they name a network that all nodes share")
+        return found, f"{fix} to a network that all nodes share"
     speeds = [fact.gigabytes_per_second for fact in facts if fact.gigabytes_per_second is not None]
     if not speeds:
-        return Check("all-reduce", "one process has nobody to talk to")
+        return ("not measured with one process",)
     kind = "one node" if len({fact.host for fact in facts}) == 1 else "several nodes"
     found = f"{min(speeds):.2f} GB/s over {len(facts)} ranks on {kind}"
-    if not needed.nccl or min(speeds) >= LEAST_GB_PER_SECOND[kind]:
-        return Check("all-reduce", found)
-    return Check("all-reduce", found, _WAYS)
+    return found, fix if need.nccl and min(speeds) < MIN_GB_PER_SECOND[kind] else ""
+
+
+_CHECKS: dict[str, Callable[[Sequence[Facts], Need], tuple[str, ...]]] = {
+    "versions": _versions,
+    "data": _data,
+    "/dev/shm": _shared_memory,
+    "run folder": _run_folder,
+    "clocks": _clocks,
+    "GPUs": _gpus,
+    "all-reduce": _all_reduce,
+}
 
 
 def report(checks: Sequence[Check]) -> str:
-    """A line a check, and below each that fails what to do."""
+    """A line for each check, followed by its fix if it failed."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
         lines.append(f"{'FAILS' if check.fix else 'ok':5}  {check.name:{width}}  {check.found}")
-        if check.fix:
-            lines.append(f"{'':7}{'':{width}}  fix: {check.fix}")
+        lines += [f"{'':7}{'':{width}}  fix: {check.fix}"] * bool(check.fix)
     return "\n".join(lines)

@@ -1,56 +1,88 @@
-"""``dmjd doctor RUN``: what happened to a run, which rank, in which phase, and what to do. Imports no torch."""
+"""``dmjd doctor RUN``: why a run ended or hangs, which rank in which phase, and what to do. Imports no torch.
+
+Everything in the run folder may be damaged: a record that cannot be read counts as absent.
+"""
 
 from __future__ import annotations
 
+import math
 import os
+import platform
 import re
+import shutil
+import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
+from itertools import starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dmjd.cluster import flight
-from dmjd.cluster.finding import CLOCK_SKEW_SECONDS, Finding
-from dmjd.cluster.job_log import causes_of_death, gave_up, log_of_last_launch
-from dmjd.cluster.launches import (
-    began_at,
-    ending,
-    read_launch_record,
-    read_launches,
-    read_marker,
-    recorded_at,
-    refused_beside,
-    slurm_state,
-)
-from dmjd.cluster.ranks import PHASE_ADVICE, alive_or_not, process_states, silent, unreadable
+from dmjd.cluster import flight, job_log
 from dmjd.errors import ConfigError
-from dmjd.files import obstacle
-from dmjd.runs.heartbeat import Beat, read_heartbeats
+from dmjd.files import obstacle, read_file
+from dmjd.runs.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
+from dmjd.safe_load import parse_json
 
-_NEVER = (
-    (r"(?i)held", "it will not start by itself: mend what the log says, then scontrol release {job}"),
-    (r"DependencyNeverSatisfied", "it will never start: scancel {job}, and dmjd submit again"),
+CLOCK_SKEW_SECONDS = 10.0
+"""Tolerated difference between the clocks of two nodes."""
+
+STALE_SECONDS = 60.0
+"""A phase that takes longer than this is more than a step of training."""
+
+_SLURM_ADVICE = (
+    (r"PENDING.*[Hh]eld", "it does not start by itself: fix what the log reports, then scontrol release {job}"),
+    (r"PENDING.*DependencyNeverSatisfied", "it never starts: scancel {job}, and dmjd submit again"),
     (
-        r"PartitionTimeLimit|PartitionNodeLimit|BadConstraints|PerJobLimit|InvalidAccount|InvalidQOS",
-        "it asks for more than it may have: scancel {job}, and submit again with another time, "
-        "nodes, partition, qos or account",
+        r"PENDING.*(PartitionTimeLimit|PartitionNodeLimit|BadConstraints|PerJobLimit|InvalidAccount|InvalidQOS)",
+        "it exceeds a limit: scancel {job}, and submit again with another time, nodes, partition, qos or account",
     ),
+    (r"PENDING", "nothing: the job is queued; `squeue --start` may estimate its start"),
+    (r"SUSPENDED", "scontrol resume {job}: a user or a job of higher priority has suspended it"),
+    (r"TIMEOUT", "a longer lead such as --signal=USR1@600 leaves time to save; dmjd submit again resumes"),
 )
-"""(pattern in Slurm's reason for which a job waits, what to do where waiting is in vain)"""
+"""(pattern of ``STATE (reason)``, advice); the first match counts"""
 
-_SLURM_ADVICE = {
-    "PENDING": "nothing: it waits for its turn; `squeue --start` may tell when that comes",
-    "SUSPENDED": "scontrol resume lets it go on: somebody has suspended it, or a job of a higher priority has",
-    "COMPLETING": "nothing: its processes are being cleared away",
-    "CANCELLED": "dmjd submit again goes on from the newest checkpoint",
-    "TIMEOUT": "dmjd submit again goes on; a longer lead such as --signal=USR1@600 lets it save before",
-    "OUT_OF_MEMORY": "fewer workers, or --mem=0 in the job's header",
+_PHASE_ADVICE = {
+    "start": "the first start compiles and reads the index of the data, which may take minutes",
+    "data": "no batch arrives: check the disk of the data, workers and data.cache",
+    "checkpoint": "the disk of the run folder does not accept the checkpoint: check its quota and its servers",
+    "evaluate": "an evaluation on one rank keeps the others waiting; a larger online_knn.every_epochs",
 }
+
+_PROCESS_STATES = {
+    "gone": ("does not exist any more: it was killed or crashed", "see its last lines in the job's log"),
+    "T": (
+        "is stopped (SIGSTOP): all other ranks wait for it",
+        "on {host}: kill -CONT {pid} continues it; kill -KILL {pid} ends the launch, and the job resumes from the "
+        "newest checkpoint",
+    ),
+    "D": ("waits for a disk that does not respond", "on {host}: check the disks of the run, the data and data.cache"),
+    "Z": ("has ended and is a zombie", "scancel the job and submit again"),
+}
+"""State letter of ps, or "gone" -> finding, advice"""
+
+
+class Finding(NamedTuple):
+    """An observation, and what to do about it."""
+
+    what: str
+    advice: str = ""
+
+
+class _Launch(NamedTuple):
+    """A line of ``slurm/launches.jsonl``. began: seconds since 1970."""
+
+    job: str
+    restart: str
+    began: float
+    log: str
 
 
 def examine(run: Path, now: float | None = None) -> list[Finding]:
-    """Everything there is to say of a run, the most telling first.
+    """Findings about a run, the most telling first.
 
     Raises:
         ConfigError: if ``run`` is no run folder.
@@ -58,87 +90,220 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
     if not any((run / name).exists() for name in ("config.yaml", "slurm", "checkpoints")):
         raise ConfigError(f"{run} is not a run folder; it has neither config.yaml nor checkpoints")
     now = time.time() if now is None else now
-    beats, launches = read_heartbeats(run), read_launches(run)
-    word = read_launch_record(run, launches[-1]) if launches else None
-    stop = ending(read_marker(run, began_at(launches[-1] if launches else None) - CLOCK_SKEW_SECONDS), word)
-    refused = "" if "step" in stop else refused_beside(word, beats)
-    if refused:
-        stop, launches = {}, [each for each in launches if each["job"] != launches[-1]["job"]]
+    beats, launches = read_heartbeats(run), _read_launches(run)
     launch = launches[-1] if launches else None
-    job = launch["job"] if launch else None
-    state = slurm_state(job) if job else None
-    # What ranks said in an earlier launch tells nothing of one that starts.
-    began = max(began_at(launch), recorded_at(run)) - CLOCK_SKEW_SECONDS
-    beats = [beat for beat in beats if beat.time >= began]
-    running = state is None or state.startswith("RUNNING")
-    findings = []
-    if stop:
-        findings.append(_ended(stop))
-        findings += silent(beats) if stop["reason"] == "lost" else []
+    end, rejected = _read_end(run, launch, beats)
+    if launch and rejected:  # two jobs were submitted for the run, and the other one holds it
+        launch = next((other for other in reversed(launches) if other.job != launch.job), None)
+    state = slurm_state(launch.job) if launch else None
+    job = launch.job if launch and state else None
+    # Heartbeats and flight records of an earlier launch do not describe this one.
+    started = max(launch.began if launch else -math.inf, _seconds(_read_record(run / "provenance.json").get("started")))
+    beats = [beat for beat in beats if beat.time >= started - CLOCK_SKEW_SECONDS]
+
+    findings: list[Finding] = []
+    if end:
+        where = f"at step {end['step']} of {end['total_steps']}" if "step" in end else "before its first step"
+        findings.append(Finding(f"run ended {where} ({end['reason']}): {end['detail']}", end["next"]))
+        findings += _killed(beats) if end["reason"] == "lost" else ()
     elif beats and all(beat.phase == "stop" for beat in beats):
-        findings.append(_unmarked(run, beats, job if state else None))
-    elif beats and running:
-        findings += alive_or_not(beats, now, job if state else None)
-    elif beats and not (state or "").startswith("SUSPENDED"):
-        findings += silent(beats)
-    elif state and running:
-        findings.append(Finding("it is starting: no rank has been heard of yet", PHASE_ADVICE["start"]))
-    elif not beats:
+        path, step = run / "STOP_REASON", max(beat.step for beat in beats)
+        problem = obstacle(path) or ("damaged, or of an earlier launch" if os.path.lexists(path) else "absent")
+        advice = "look again in a minute; if it stays so, the job's log tells the reason, and the same command resumes"
+        findings.append(
+            Finding(f"all ranks stopped at step {step}, without an exit record: {path} is {problem}", advice)
+        )
+    elif beats and (state or "RUNNING").startswith("RUNNING"):
+        findings += _progress(beats, now, job)
+    elif beats:
+        findings += _killed(beats) if not (state or "").startswith("SUSPENDED") else ()
+    elif (state or "").startswith("RUNNING"):
+        findings.append(Finding("starting: no heartbeat yet", _PHASE_ADVICE["start"]))
+    else:
         findings.append(Finding("no exit record and no heartbeat", "see the job's log"))
-    findings += unreadable(run)
-    if refused:
-        findings.append(Finding(f"another launch was refused meanwhile: {refused}", "nothing, if this one shall go on"))
-    if job and state:
-        findings.append(Finding(f"Slurm: job {job} is {state}", _advice_on(state, job)))
+    unreadable = sorted({*ranks_heard_of(run)} - {beat.rank for beat in read_heartbeats(run)})
+    if unreadable:
+        what = f"the heartbeat of rank(s) {', '.join(map(str, unreadable))} is damaged"
+        findings.append(Finding(f"{what}, as after a node or a disk failed", "nothing: the next launch replaces it"))
+    if rejected:
+        findings.append(Finding(f"another launch was rejected meanwhile: {rejected}", "nothing, if this one is meant"))
+    if job:
+        advice = next((text for pattern, text in _SLURM_ADVICE if re.match(pattern, state or "")), "")
+        findings.append(Finding(f"Slurm: job {job} is {state}", advice.format(job=job)))
     findings += [
-        Finding(sentence, "look at that rank's node; the other ranks are its victims")
-        for sentence in flight.explain(flight.read_stands(run, began))
+        Finding(text, "check the node of that rank; the other ranks only wait for it")
+        for text in flight.explain(flight.read_stands(run, started - CLOCK_SKEW_SECONDS))
     ]
-    log = log_of_last_launch(run, launch)
-    if log is not None:
-        if stop.get("reason", "error") in ("error", "crashed", "lost"):
-            findings += causes_of_death(*log)
-        findings += gave_up(log[1])
-    findings.append(_standing(run))
+    failed = end.get("reason", "error") in ("error", "crashed", "lost")
+    findings += starmap(Finding, job_log.search(run, launch.log if launch else "", causes=failed))
+    findings.append(_newest_checkpoint(run))
     return findings
 
 
-def _advice_on(state: str, job: str) -> str:
-    in_vain = (advice.format(job=job) for reason, advice in _NEVER if re.search(reason, state))
-    usual = _SLURM_ADVICE.get(state.split()[0], "")
-    return next(in_vain, usual) if state.startswith("PENDING") else usual
+def _read_record(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none."""
+    try:
+        value = parse_json(read_file(path))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
-def _ended(stop: Mapping[str, Any]) -> Finding:
-    words = {
-        "finished": "it is finished",
-        "diverged": "it diverged",
-        "error": "it ended by an error",
-        "crashed": "it crashed",
-        "lost": "it lost a rank",
-        "interrupted": "it was interrupted",
-    }
-    what = words.get(stop["reason"], f"it was asked to stop ({stop['reason']})")
-    where = f"at step {stop['step']} of {stop['total_steps']}" if "step" in stop else "before its first step"
-    return Finding(f"{what} {where}: {stop['detail']}", stop["next"])
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return read_file(path).decode(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
 
 
-def _unmarked(run: Path, beats: Sequence[Beat], job: str | None) -> Finding:
-    """Every rank has stopped, and the run has no exit record."""
-    marker, step = run / "STOP_REASON", max(beat.step for beat in beats)
-    if any(state != "gone" for state in process_states(beats, job).values()):
-        return Finding(f"it is stopping, at step {step}", "look again in a minute")
-    is_there = "damaged, or of an earlier launch" if os.path.lexists(marker) else "absent"
-    return Finding(
-        f"it has stopped at step {step}; why is not known, because {marker} is {obstacle(marker) or is_there}",
-        "the last lines of its log say how; move away what is not a file there, and the same command goes on",
-    )
+def _seconds(when: object) -> float:
+    """Seconds since 1970 of a time in ISO 8601; minus infinity for anything else."""
+    try:
+        return datetime.fromisoformat(str(when).replace("Z", "+00:00")).timestamp()
+    except (ValueError, OverflowError):
+        return -math.inf
 
 
-def _standing(run: Path) -> Finding:
-    # Not a draft, step-00001000.tmp, nor somebody's copy, step-00001000-best.
-    found = sorted(path.parent for path in (run / "checkpoints").glob(f"step-{'[0-9]' * 8}/manifest.json"))
+def _read_launches(run: Path) -> list[_Launch]:
+    """The launches by jobs; damaged lines are passed over."""
+    launches = []
+    for line in _read_lines(run / "slurm" / "launches.jsonl"):
+        with suppress(ValueError, AttributeError):
+            values = parse_json(line)
+            job, restart, log = (str(values.get(key, "")) for key in ("job", "restart", "log"))
+            launch = _Launch(job, restart, _seconds(values.get("when")), log)
+            # Both are part of a file's name, and the job is an argument of Slurm's commands.
+            if launch.began > -math.inf and re.fullmatch(r"\w{1,64} \w{1,64}", f"{job} {restart}"):
+                launches.append(launch)
+    return launches
+
+
+def _read_end(run: Path, launch: _Launch | None, beats: Sequence[Beat]) -> tuple[dict[str, Any], str]:
+    """The newest exit record of the last launch: STOP_REASON, or the launch's own if it ended before the run began.
+
+    The second value is the launch's own record if another launch holds the run, which has no exit record then.
+    """
+    end = _read_record(run / "STOP_REASON")
+    when = _seconds(end.get("when"))
+    whole = all(isinstance(end.get(key), str) for key in ("reason", "detail", "next")) and when > -math.inf
+    if not whole or (launch and when < launch.began - CLOCK_SKEW_SECONDS):
+        end = {}
+    if launch is None:
+        return end, ""
+    path = run / "slurm" / f"last_word-{launch.job}-{launch.restart}"
+    lines = _read_lines(path)
+    if len(lines) != 1:  # a run adds its advice; if ranks fail at once the two files may name different ones
+        return end, ""
+    written = path.stat().st_mtime
+    if end and when >= written:
+        return end, ""
+    if any(beat.time > written for beat in beats):
+        return {}, lines[0]
+    reason, _, detail = lines[0].partition(": ")
+    return {"reason": reason, "detail": detail, "next": "fix that, then dmjd submit again"}, ""
+
+
+def slurm_state(job: str) -> str | None:
+    """``STATE (reason)`` from scontrol, or STATE from the accounting of ended jobs; None where there is neither."""
+    for command in (["scontrol", "show", "job", job], ["sacct", "-n", "-X", "-P", "-o", "State", "-j", job]):
+        output = _output(command)
+        state = re.search(r"JobState=(\S+)(?: Reason=(\S+))?", output)
+        if state:
+            return state[1] + (f" ({state[2]})" if state[2] not in (None, "None") else "")
+        if output.strip():
+            return output.split()[0]
+    return None
+
+
+def _output(command: list[str]) -> str:
+    """The output of a program; empty if it is missing, fails or takes longer than 30 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _last_heartbeat(beat: Beat) -> str:
+    return f"rank {beat.rank} (process {beat.pid} on {beat.host}), last heartbeat in {beat.phase} of step {beat.step}"
+
+
+def _killed(beats: Sequence[Beat]) -> Iterator[Finding]:
+    """The ranks without an exit record: one that ends on an error, its own or another's, reports the phase "stop"."""
+    killed = [beat for beat in beats if beat.phase != "stop"]
+    if killed:
+        more = f", like {len(killed) - 1} more" if len(killed) > 1 else ""
+        advice = f"see the last lines of {killed[0].host} in the log; out-of-memory kills and node failures leave none"
+        yield Finding(f"{_last_heartbeat(killed[0])}, has no exit record: it was killed{more}", advice)
+
+
+def _progress(beats: Sequence[Beat], now: float, job: str | None) -> Iterator[Finding]:
+    """Whether a run that has not ended makes progress, and which rank keeps the others waiting if not."""
+    last, first = (pick(beats, key=lambda beat: beat.time) for pick in (max, min))
+    ahead = last.time - now
+    if ahead < CLOCK_SKEW_SECONDS and now - first.time < STALE_SECONDS:
+        yield Finding(f"running: step {last.step}, {last.phase}, {len(beats)} rank(s)")
+        return
+    if ahead >= CLOCK_SKEW_SECONDS:
+        what = f"the clock of {last.host} is {ahead:.0f} s ahead of the local one, or one of them was set"
+        yield Finding(what, "look again in a minute: a run that makes progress is at another step by then")
+    states, found = _process_states(beats, job), False
+    for beat in beats:
+        if states.get(beat.rank) in _PROCESS_STATES:
+            what, advice = _PROCESS_STATES[states[beat.rank]]
+            yield Finding(f"{_last_heartbeat(beat)}, {what}", advice.format(host=beat.host, pid=beat.pid))
+            found = True
     if not found:
-        return Finding("it has no checkpoint: a new launch begins anew")
-    when = datetime.fromtimestamp((found[-1] / "manifest.json").stat().st_mtime).isoformat(" ", "seconds")
-    return Finding(f"newest checkpoint: {found[-1].name} of {when}, from which the same command goes on")
+        yield Finding(_last_heartbeat(last)) if ahead >= CLOCK_SKEW_SECONDS else _furthest_behind(beats, now)
+
+
+def _furthest_behind(beats: Sequence[Beat], now: float) -> Finding:
+    """All processes exist: the others wait for the rank with the least progress."""
+
+    def progress(beat: Beat) -> tuple[int, int]:
+        return beat.step, PHASES.index(beat.phase) if beat.phase in PHASES else len(PHASES)
+
+    least, most = min(beats, key=progress), max(beats, key=progress)
+    where = f"in {least.phase} of step {least.step} for {now - least.time:.0f} s"
+    advice = _PHASE_ADVICE.get(least.phase, f"check {least.host}: nvidia-smi, dmesg, py-spy dump --pid {least.pid}")
+    if progress(least) == progress(most):
+        return Finding(f"all {len(beats)} rank(s) are {where}", advice)
+    what = f"rank {least.rank} (process {least.pid} on {least.host}) is behind: {where}"
+    return Finding(f"{what}, while rank {most.rank} is in {most.phase} of step {most.step}", advice)
+
+
+_PRINT_STATES = """for pid in "$@"; do
+    state=$(sed 's/.*) \\(.\\).*/\\1/' "/proc/$pid/stat" 2>/dev/null) || state=gone
+    echo "$pid $state"
+done"""
+
+
+def _process_states(beats: Sequence[Beat], job: str | None) -> dict[int, str]:
+    """Rank -> state letter of its process as in ps, or "gone"; without ranks whose node cannot be reached."""
+
+    def states_on(host: str) -> dict[int, str]:
+        pids = (str(beat.pid) for beat in beats if beat.host == host)
+        command = ["sh", "-c", _PRINT_STATES, "sh", *pids]
+        if host != platform.node():
+            if job is None or shutil.which("srun") is None:
+                return {}
+            # Slurm knows a node by its short name. Without --overlap the step would wait for the training to end.
+            node = host.partition(".")[0]
+            command = ["srun", "--overlap", f"--jobid={job}", f"--nodelist={node}", "-N1", "-n1", *command]
+        # A site's scripts around a step may print lines of their own.
+        lines = re.findall(r"^(\d+) (\w+)$", _output(command), re.MULTILINE)
+        return {int(pid): state for pid, state in lines}
+
+    hosts = sorted({beat.host for beat in beats})
+    with ThreadPoolExecutor(max_workers=16) as pool:  # each node that does not respond takes 30 s
+        states = dict(zip(hosts, pool.map(states_on, hosts), strict=True))
+    return {beat.rank: states[beat.host][beat.pid] for beat in beats if beat.pid in states[beat.host]}
+
+
+def _newest_checkpoint(run: Path) -> Finding:
+    # Neither a draft, step-00001000.tmp, nor a user's copy, step-00001000-best.
+    found = sorted((run / "checkpoints").glob(f"step-{'[0-9]' * 8}/manifest.json"))
+    if not found:
+        return Finding("no checkpoint: a new launch starts from scratch")
+    when = datetime.fromtimestamp(found[-1].stat().st_mtime).isoformat(" ", "seconds")
+    return Finding(f"newest checkpoint: {found[-1].parent.name} of {when}, from which the same command resumes")

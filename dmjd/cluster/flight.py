@@ -1,26 +1,24 @@
-"""What ranks remembered of their last collectives when a time-out ended them: torch's flight recorder, without torch.
+"""The last collectives of every rank before a time-out: torch's flight recorder, read without torch.
 
-Every rank numbers the collectives of a process group as it enters them. In a hang the others have entered one that
-some rank has not, and that rank is the one to look at.
+Every rank numbers the collectives of a process group as it enters them. If a rank hangs, the others wait in a
+collective that this rank has not entered.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dmjd.files import read_file
 from dmjd.parallel.environment import FLIGHT
 from dmjd.safe_load import unpickle_plain
 
 
-@dataclass(frozen=True)
-class Stand:
-    """How far a rank got in one process group: the last collective it entered, and whether that ended."""
+class Stand(NamedTuple):
+    """The last collective that a rank entered in a process group, and whether it completed."""
 
     rank: int
     group: str
@@ -30,34 +28,32 @@ class Stand:
 
 
 def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
-    """From ``run/flight/rank_N``; a file that is no such record is passed over.
+    """One per rank and process group, from ``run/flight/rank_N``; a file that is no flight record is passed over.
 
     Args:
-        since: seconds since 1970; older records are of an earlier launch.
+        since: seconds since 1970; older files belong to an earlier launch.
     """
-    stands = []
+    last: dict[tuple[int, str], Stand] = {}
     for path in sorted((run / FLIGHT).glob("rank_*")):
-        match = re.search(r"rank_(\d{1,9})$", path.name)
-        entries = _entries(path) if path.is_file() and path.stat().st_mtime >= since else []
-        last: dict[str, dict[str, Any]] = {}
-        for entry in entries:
-            group = _group(entry)
-            if group not in last or entry["collective_seq_id"] >= last[group]["collective_seq_id"]:
-                last[group] = entry
-        for group, entry in last.items():
-            if match is not None:
-                name = str(entry.get("profiling_name", "a collective")).partition(":")[2] or "a collective"
-                done = entry.get("state") == "completed" or bool(entry.get("retired"))
-                stands.append(Stand(int(match.group(1)), group, entry["collective_seq_id"], name, done))
-    return stands
+        rank = re.fullmatch(r"rank_(\d{1,9})", path.name)
+        if rank is None:
+            continue
+        for entry in _entries(path, since):
+            group = entry.get("process_group") or entry.get("pg_name") or entry.get("pg_id", "?")
+            name = " ".join(map(str, group)) if isinstance(group, (list, tuple)) else str(group)
+            operation = str(entry.get("profiling_name", "")).partition(":")[2] or "a collective"
+            completed = entry.get("state") == "completed" or bool(entry.get("retired"))
+            stand = Stand(int(rank[1]), name, entry["collective_seq_id"], operation, completed)
+            if stand.sequence >= last.get((stand.rank, name), stand).sequence:
+                last[stand.rank, name] = stand
+    return list(last.values())
 
 
-def explain(stands: Iterable[Stand]) -> list[str]:
-    """A sentence for each process group in which some rank is behind, or all wait in the same collective."""
+def explain(stands: Iterable[Stand]) -> Iterator[str]:
+    """A line for each process group in which some rank is behind, or in which all ranks wait in the same collective."""
     groups: dict[str, list[Stand]] = defaultdict(list)
     for stand in stands:
         groups[stand.group].append(stand)
-    sentences = []
     for group, members in groups.items():
         newest = max(member.sequence for member in members)
         behind = [member for member in members if member.sequence < newest]
@@ -67,25 +63,17 @@ def explain(stands: Iterable[Stand]) -> list[str]:
         what = f"{waiting[0].operation} number {newest} of group {group}"
         if behind:
             names = ", ".join(f"rank {member.rank} (last in number {member.sequence})" for member in behind)
-            sentences.append(f"{len(waiting)} rank(s) waited in {what}, which was never entered by {names}")
-        elif len(waiting) == len(members):
-            sentences.append(f"all ranks entered {what} and none left it, which points to the network or a GPU")
+            yield f"{len(waiting)} rank(s) waited in {what}, which was never entered by {names}"
         else:
             names = ", ".join(f"rank {member.rank}" for member in waiting)
-            sentences.append(f"{names} never left {what}, which the others did")
-    return sentences
+            yield f"{names if len(waiting) < len(members) else 'all ranks'} never left {what}"
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
+def _entries(path: Path, since: float) -> list[dict[str, Any]]:
     try:
-        record = unpickle_plain(read_file(path))
+        record = unpickle_plain(read_file(path)) if path.stat().st_mtime >= since else None
     except (OSError, ValueError):
         return []
-    entries = record.get("entries", []) if isinstance(record, dict) else []
+    entries = record.get("entries") if isinstance(record, dict) else None
     entries = entries if isinstance(entries, list) else []
     return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("collective_seq_id")) is int]
-
-
-def _group(entry: dict[str, Any]) -> str:
-    named = entry.get("process_group") or entry.get("pg_name") or entry.get("pg_id", "?")
-    return " ".join(map(str, named)) if isinstance(named, (list, tuple)) else str(named)

@@ -1,7 +1,6 @@
-"""``dmjd preflight key=value ...``: before a long job, whether its nodes are what it needs. Under a minute.
+"""``dmjd preflight key=value ...``: check the nodes of a long job against its needs, in under a minute.
 
-Started by the launcher that will start the run, with the run's own words. Every rank measures what it sees; rank 0
-holds all of it against what the run needs, and says for each thing that is missing what to do about it.
+Started by the launcher of the run, with the run's overrides. Every rank measures its node.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
@@ -26,7 +24,7 @@ import torch.distributed as dist
 import dmjd
 from dmjd.builders import build_objective, build_tokenizer, check_data_timeout
 from dmjd.builders.step import build_step
-from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, judge
+from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
@@ -42,10 +40,10 @@ from dmjd.parallel.sharding import SHARDED
 from dmjd.parallel.world import World, alone, join_world
 
 ALL_REDUCE_SECONDS = 60.0
-"""By then NCCL has found its ways between any number of nodes, or never will."""
+"""Longer than NCCL takes to connect any number of nodes."""
 SMI_SECONDS = 20.0
 UNKNOWN_COLUMN = 2
-"""Exit code of an nvidia-smi that calls something otherwise, which is no fault of a node."""
+"""Exit code of an nvidia-smi that lacks one of the columns, which is no fault of a node."""
 _GPU_COLUMNS = (
     "index",
     "ecc.errors.uncorrected.volatile.total",
@@ -55,7 +53,7 @@ _GPU_COLUMNS = (
 
 
 def measure(config: PretrainConfig, world: World) -> list[Facts]:
-    """The facts of every rank, on every rank. Collective."""
+    """Measure on every rank; returns the facts of all ranks. Collective."""
     facts = Facts(world.rank, platform.node(), _versions())
     began = time.monotonic()
     try:
@@ -63,26 +61,26 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
         dataset = training_source(config.data)
         facts.data = str(DataIdentity.of(dataset) or f"{len(dataset)} images")
         training_batches(config.data, dataset, config.batch_size, config.seed, world.rank, world.size).load(0)
-    except (UserError, OSError) as error:  # a disk that is gone has errors of its own
+    except (UserError, OSError) as error:  # a stale mount raises OSError
         facts.data_error = str(error)
     facts.data_seconds = time.monotonic() - began
     facts.shm_free = shared_memory_free()
     facts.disk_free, facts.disk_error = _disk(Path(config.run), world)
     if world.local_rank == 0 and shutil.which("nvidia-smi"):
         facts.gpus, facts.gpu_error = _gpus()
-    world.gather(None)  # together once more: whoever had a slow disk is here now
+    world.gather(None)  # a barrier: the disk of some rank may be slow
     facts.clock = time.time()
     facts.gigabytes_per_second, facts.all_reduce_error = _all_reduce(world)
     return [Facts(**fields) for fields in world.gather(asdict(facts))]
 
 
 def need(config: PretrainConfig, world: World, parameters: int) -> Need:
-    """What a run of a model of so many parameters needs: float32 weights and two moments, and an average of them."""
+    """Needs of a run: a checkpoint holds float32 weights, two moments of each, and their average if there is one."""
     batch = Batch.nbytes(config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels)
     states = 3 + (config.ema_decay is not None)
     return Need(
         checkpoint=4 * parameters * states,
-        checkpoints=config.keep_checkpoints + 2,  # one more while it is written, and one for a full disk's margin
+        checkpoints=config.keep_checkpoints + 2,  # one that is being written, and one as a margin
         shm=shared_memory_needed(batch, config.workers, world.local_size),
         nccl=world.device.type == "cuda",
     )
@@ -100,46 +98,41 @@ def _versions() -> dict[str, str]:
 
 
 def _disk(run: Path, world: World) -> tuple[int, str]:
-    """Free bytes where the run folder is or will be, and why it will not do. Every rank must see what rank 0 writes."""
+    """Free bytes on the disk of the run folder, or an error. Every rank must see the file that rank 0 writes."""
+    probe = run / ".preflight"
 
-    def put() -> str:
-        run.mkdir(parents=True, exist_ok=True)
-        with (run / ".preflight").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(platform.node())
-        return platform.node()
-
-    error = world.on_main(lambda: _outcome(put))
-    if error:
-        return 0, error
-    free = 0
-
-    def look() -> None:
-        nonlocal free
-        (run / ".preflight").read_bytes()
-        free = shutil.disk_usage(run).free
-
-    error = _outcome(look)
-    world.gather(None)
-    world.on_main(lambda: (run / ".preflight").unlink(missing_ok=True))
-    return free, f"what rank 0 has written there is not seen: {error}" if error else ""
-
-
-def _outcome(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except OSError as error:
+    def describe(error: OSError) -> str:
         return f"{error.filename or 'the run folder'} cannot be written to, locked and read ({error.strerror})"
-    return ""
+
+    def write() -> str:
+        try:
+            run.mkdir(parents=True, exist_ok=True)
+            with probe.open("w") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(platform.node())
+        except OSError as error:
+            return describe(error)
+        return ""
+
+    if error := world.on_main(write):
+        return 0, error
+    try:
+        probe.read_bytes()
+        result = shutil.disk_usage(run).free, ""
+    except OSError as failure:
+        result = 0, f"the file that rank 0 has written is not visible: {describe(failure)}"
+    world.gather(None)
+    world.on_main(lambda: probe.unlink(missing_ok=True))
+    return result
 
 
 def _gpus() -> tuple[list[dict[str, str]], str]:
-    """What nvidia-smi knows of each, or why it does not: of a GPU that has fallen off its bus it never answers."""
+    """Columns of nvidia-smi for each GPU, or an error. It hangs if a GPU has fallen off the bus."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_GPU_COLUMNS)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_SECONDS)
     except subprocess.TimeoutExpired:
-        return [], f"nvidia-smi does not answer within {SMI_SECONDS:.0f} s"
+        return [], f"nvidia-smi does not respond within {SMI_SECONDS:.0f} s"
     if done.returncode == UNKNOWN_COLUMN:
         return [], ""
     if done.returncode:
@@ -149,26 +142,23 @@ def _gpus() -> tuple[list[dict[str, str]], str]:
 
 
 def _all_reduce(world: World) -> tuple[float | None, str]:
-    """:func:`_bandwidth`, or why there is none. It has a thread of its own, for NCCL may never come back."""
-    outcome: list[float | None] = []
-    error: list[RuntimeError] = []
+    """:func:`_bandwidth`, or an error. In a thread of its own, since NCCL may never return."""
+    outcome: list[tuple[float | None, str]] = []
 
     def act() -> None:
         try:
-            outcome.append(_bandwidth(world))
-        except RuntimeError as failure:
-            error.append(failure)
+            outcome.append((_bandwidth(world), ""))
+        except RuntimeError as error:
+            outcome.append((None, " ".join(str(error).split())[:300]))
 
     thread = Thread(target=act, name="all-reduce", daemon=True)
     thread.start()
     thread.join(ALL_REDUCE_SECONDS)
-    if thread.is_alive():
-        return None, f"{HANGS} within {ALL_REDUCE_SECONDS:.0f} s"
-    return (None, " ".join(str(error[0]).split())[:300]) if error else (outcome[0], "")
+    return outcome[0] if outcome else (None, f"{HANGS} within {ALL_REDUCE_SECONDS:.0f} s")
 
 
 def _bandwidth(world: World) -> float | None:
-    """GB/s of an all-reduce as NCCL's tests count it: what every rank sends, 2 (n - 1) / n of its buffer."""
+    """Bus bandwidth of an all-reduce in GB/s as in nccl-tests: each rank sends 2 (n - 1) / n of its buffer."""
     if world.size == 1:
         return None
     cuda = world.device.type == "cuda"
@@ -186,10 +176,10 @@ def _bandwidth(world: World) -> float | None:
 
 
 def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
-    """All checks, on every rank; with ``warm`` each node compiles the model once for the runs that follow.
+    """Run all checks, on every rank; with ``warm`` each node also compiles the model, into the cache of the run.
 
     Raises:
-        UserError: where the configuration itself does not hold.
+        UserError: if the configuration is wrong.
     """
     prepare_environment(Path(config.run))
     world = join_world(select_device(config.engine.device), config.engine)
@@ -199,7 +189,7 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
         tokenizer = build_tokenizer(config)
         parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
         facts = measure(config, world)
-        checks = judge(facts, need(config, world, parameters))
+        checks = run_checks(facts, need(config, world, parameters))
         broken = any(fact.all_reduce_error for fact in facts)
         if warm and not broken:
             checks.append(_warm(config, world))
@@ -212,15 +202,17 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
 
 
 def _leave() -> NoReturn:
-    """End in spite of a collective that does not, which neither closing its group nor the interpreter's end would."""
+    """Exit while a collective hangs: destroying its group, and the interpreter's exit, would wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(2)
 
 
 def _warm(config: PretrainConfig, world: World) -> Check:
-    """One step of zeros, with the shapes that the run will have, by the first rank of every node. Sharded models take
-    all ranks, which then find each other's code."""
+    """Compile by one step on zeros, with the shapes of the run, on the first rank of every node.
+
+    Sharded models take all ranks.
+    """
     began, sharded = time.monotonic(), config.engine.name in (*SHARDED, *STAGES)
     if sharded or world.local_rank == 0:
         step = build_step(config, world if sharded else alone(world.device))
@@ -229,4 +221,4 @@ def _warm(config: PretrainConfig, world: World) -> Check:
         with step.engine.micro_batch(last=True):
             step.engine.backward(step.engine.module(*step.prepare(batch, 0).inputs).total)
     world.gather(None)
-    return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, kept for the runs that follow")
+    return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, cached for the run")

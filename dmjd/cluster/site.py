@@ -1,8 +1,11 @@
-"""What a cluster calls its things: the site files of ``dmjd submit site=NAME``."""
+"""Site files of ``dmjd submit site=NAME``: partition, account, GPUs, interpreter or container of a cluster."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,18 +26,17 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "DMJD_CHECK_IDS": (),
     "DMJD_DISABLE_EXT": (),
 }
-"""Variable of ours -> what it may be, if not anything; launchers/slurm/lib.sh says what they mean."""
+"""Variable -> allowed values, if not any; launchers/slurm/lib.sh documents them."""
 
 _OPTIONS = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "NO_REQUEUE": "no-requeue", "ARRAY_INX": "array"}
-"""Where sbatch's variable is not named as its option is."""
+"""SBATCH_ variables whose option has another name."""
 
 
 def read_site(path: Path) -> dict[str, str]:
     """The ``NAME=value`` lines of a site file.
 
     Raises:
-        ConfigError: naming a line that is something else, which lib.sh would pass over, or what a job would take for
-            nothing or for something else.
+        ConfigError: for any other line, an unknown DMJD_ variable, or a value that is not allowed.
     """
     site = {}
     try:
@@ -59,13 +61,13 @@ def read_site(path: Path) -> dict[str, str]:
 
 
 def _shown(line: str) -> str:
-    """The line up to the end of a secret's name, however it goes on."""
+    """The line, cut after the name of a secret."""
     match = SECRET_NAME.search(line)
     return line[: match.end()] + MARK if match else line
 
 
 def site_file(name: str) -> Path:
-    """The file of a site that ships, or at a path. Raises ConfigError where there is none."""
+    """The site file of that name in launchers/slurm/sites, or at that path. Raises ConfigError if there is none."""
     shipped = launchers_dir() / "slurm" / "sites"
     for path in (shipped / f"{name}.env", Path(name)):
         if path.is_file():
@@ -75,6 +77,39 @@ def site_file(name: str) -> Path:
 
 
 def site_header(site: Mapping[str, str]) -> dict[str, str | None]:
-    """sbatch's own variables as its options."""
+    """The SBATCH_ variables as options of sbatch."""
     names = {name.removeprefix("SBATCH_"): value for name, value in site.items() if name.startswith("SBATCH_")}
     return {_OPTIONS.get(name, name.lower().replace("_", "-")): value or None for name, value in names.items()}
+
+
+def missing_here(site: Mapping[str, str]) -> list[str]:
+    """Warnings about an image or interpreter of the site that this machine lacks; compute nodes may have it.
+
+    Raises:
+        ConfigError: if the interpreter is a folder or not executable.
+    """
+    container, python = site.get("DMJD_CONTAINER"), site.get("DMJD_PYTHON")
+    if container:  # DMJD_PYTHON is a path in it
+        is_file = container.endswith(".sif") or container.startswith(("/", "./", "../"))
+        missing = is_file and not Path(container).exists()
+        return [f"warning: DMJD_CONTAINER={container} is not on this machine; compute nodes need it"] * missing
+    if not python:
+        return []
+    if "/" in python and Path(python).exists() and (Path(python).is_dir() or not os.access(python, os.X_OK)):
+        raise ConfigError(
+            f"DMJD_PYTHON={python} is not an executable file; set it to the interpreter of the compute nodes"
+        )
+    if shutil.which(python) is None:
+        return [f"warning: DMJD_PYTHON={python} is not on this machine; compute nodes need it"]
+    probe = (
+        "from importlib.util import find_spec as f; print(*(n for n in ('torch', 'hydra') if f(n) is None), sep=', ')"
+    )
+    try:
+        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"warning: DMJD_PYTHON={python} does not run on this machine: {error}"]
+    if done.returncode:
+        reason = " ".join(done.stderr.split())[-160:] or f"exit code {done.returncode}"
+        return [f"warning: DMJD_PYTHON={python} does not run on this machine: {reason}"]
+    absent = done.stdout.strip()
+    return [f"warning: DMJD_PYTHON={python} lacks packages on this machine: {absent}"] if absent else []

@@ -1,7 +1,7 @@
-"""``dmjd submit VERB key=value ...``: from words and a site to a job of Slurm.
+"""``dmjd submit COMMAND key=value ...``: submit a command of dmjd as a Slurm job.
 
-The script is the launcher that ships, launchers/slurm/VERB.sbatch (evaluate.sbatch for evaluations), with its header
-filled in and the words written into it: what is in the run folder is what runs, and it can be submitted again as it is.
+The batch script is launchers/slurm/COMMAND.sbatch, or evaluate.sbatch for an evaluation, with its header filled in and
+the arguments written into it. It is kept in the run folder and can be submitted again as it is.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from dmjd.cluster.site import read_site, site_file, site_header
+from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
@@ -29,63 +29,53 @@ from dmjd.resources import launchers_dir
 from dmjd.source import START, snapshot
 
 OPTIONS = {
-    "site": "a file of launchers/slurm/sites, or a path to one like them",
-    "nodes": "how many",
-    "gpus": "on each node; those of the site if left out",
-    "time": "limit of one launch, as Slurm writes it: 24:00:00",
-    "array": "indices, such as 0-2; %a in a word is the index",
-    "chain": "that many jobs one after the other, where requeueing is disabled",
-    "name": "of the job; dmjd-RUN if left out",
-    "account": "as sbatch's",
-    "partition": "as sbatch's",
-    "qos": "as sbatch's",
-    "constraint": "as sbatch's",
+    "site": "site file: a name in launchers/slurm/sites, or a path",
+    "nodes": "number of nodes",
+    "gpus": "GPUs on each node; default: those of the site",
+    "time": "time limit of one launch in Slurm's format, such as 24:00:00",
+    "array": "indices of a job array, such as 0-2; %a in an argument is replaced by the index",
+    "chain": "number of jobs, each of which starts after the one before; for sites without requeueing",
+    "name": "name of the job; default: dmjd-RUN",
+    "account": "sbatch --account",
+    "partition": "sbatch --partition",
+    "qos": "sbatch --qos",
+    "constraint": "sbatch --constraint",
 }
-"""Words that are the job's and not the verb's."""
+"""Arguments of the job; all others are arguments of the command."""
+
+_HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
 
 WARM = ("warm=true", "warm=false")
-"""The word of preflight that is none of the run's."""
+"""The argument of preflight that is no override of the configuration."""
 
 KEPT = ("SLURM_CONF", "SLURM_CLUSTERS")
-"""Of Slurm's variables around us, what says where Slurm is. sbatch hands the others on, and a job that is submitted
-from within a job of an array would requeue that one, or stop when that one's time is over."""
+"""Variables of Slurm that sbatch needs. It exports its environment, and variables of a surrounding job would make the
+new one requeue that job, or stop at its time limit."""
 
 SBATCH_SECONDS = 120.0
-"""sbatch itself gives up on a controller that does not answer after about 100 s."""
+"""sbatch itself waits about 100 s for the controller."""
 
 _OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_EXIT_RECORD")
-"""How the names begin of variables that are of the job around us, if there is one."""
+"""Prefixes of variables of a surrounding job."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What will be submitted.
+    """A job to submit.
 
-    script: the whole of it, which may hold secrets. shown: the same without them, for people.
-    folder: of the run it belongs to, or of an array's jobs together.
-    chain: how many times.
-    look: how to see what became of it.
-    notes: what the user should know before.
+    script: the batch script, which may hold secrets. shown: the same without them, for printing.
+    folder: that of the run, or a common one for the logs and scripts of an array.
+    chain: number of submissions.
+    look: how to follow the job.
+    explanation: what the job will do, and warnings, as lines.
     """
 
-    verb: str
     script: str
     shown: str
     folder: Path
     chain: int
     look: str
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def explanation(self) -> list[str]:
-        """What it will do, line by line."""
-        options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", self.script, re.MULTILINE))
-        size = f"{options['nodes']} node(s) with {options.get('gpus-per-node', 'no')} GPU(s) each"
-        many = f", {self.chain} jobs one after the other" if self.chain > 1 else ""
-        many += f", array {options['array']}" if "array" in options else ""
-        lines = [f"{options['job-name']}: dmjd {self.verb} on {size}, up to {options['time']} a launch{many}"]
-        lines += [f"log: {options['output']}"]
-        return lines + self.notes
+    explanation: list[str]
 
 
 def verbs() -> list[str]:
@@ -93,76 +83,61 @@ def verbs() -> list[str]:
     return ["pretrain", "preflight", *EVALUATIONS]
 
 
-def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
-    """The job of ``dmjd VERB WORD...``; writes nothing.
+def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
+    """The job of ``dmjd COMMAND ARGUMENT...``; writes nothing.
 
     Args:
-        words: of the verb, and of :data:`OPTIONS`.
-        code: a copy of the source to run from, by default what is installed. A job in a container, which has a dmjd of
-            its own, takes the launchers alone.
+        arguments: of the command, and :data:`OPTIONS`.
+        code: a copy of the source to run from; default: the installed package. A job in a container runs the dmjd of
+            the container, and takes the launchers alone from the copy.
 
     Raises:
-        ConfigError: naming the word and what it may be; of the verb's own words too.
+        ConfigError: if an option or the configuration of the command is wrong.
     """
-    if verb not in verbs():
-        raise ConfigError(f"dmjd submit knows no verb {verb!r}; choose from {', '.join(verbs())}")
-    words = [_at_home(word) for word in words]
-    options = dict(word.split("=", 1) for word in words if word.partition("=")[0] in OPTIONS and "=" in word)
-    own = [word for word in words if word.partition("=")[0] not in OPTIONS]
-    for key, value in options.items():
-        if not value.strip() or "\n" in value:
-            raise ConfigError(f"{key} needs a value of one line, got {value!r}")
-    if "/" in options.get("name", ""):
-        raise ConfigError(f"name={options['name']}: a job's log is named after it, so take a name without a slash")
+    if command not in verbs():
+        raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(verbs())}")
+    arguments = [_at_home(argument) for argument in arguments]
+    own = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS]
+    options = _options(arguments)
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    script_name, arguments = (EVALUATIONS[verb].script, [verb]) if verb in EVALUATIONS else (verb, [])
-    template = launchers_dir() / "slurm" / f"{script_name}.sbatch"
-    header = _header(template.read_text())
-    header.update(site_header(site))
+    script_name = EVALUATIONS[command].script if command in EVALUATIONS else command
+    template = (launchers_dir() / "slurm" / f"{script_name}.sbatch").read_text()
+    header = {**_header(template), **site_header(site)}
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
-    trains = verb in ("pretrain", "preflight")
+    trains = command in ("pretrain", "preflight")
     nodes = _count(options, "nodes", header["nodes"])
     gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if trains else 1)
     chain = _count(options, "chain", 1)
     _count(site, "DMJD_IDLE_LIMIT", 3)
     if not trains and nodes * gpus > 1:
-        raise ConfigError(f"{verb} works on one GPU; leave nodes and gpus out")
+        raise ConfigError(f"{command} runs on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
-        raise ConfigError("chain and array do not go together; submit one chain for each index")
-    first = re.match(r"\d*", options.get("array", ""))
-    index = ((first.group() if first else "") or "0") if "array" in options else "%a"  # which stays what it is
+        raise ConfigError("chain and array cannot be combined; submit one chain for each index")
 
-    def composed(index: str) -> Any:
-        said = [word if word.startswith("run=") else word.replace("%a", index) for word in own if word not in WARM]
-        return compose("pretrain" if trains else verb, said)
-
-    config = composed(index)
+    config = _compose(command, trains, own, options.get("array"))
+    processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
     if trains:
-        if "array" in options and composed(f"1{index}").run != config.run:
-            raise ConfigError("run= of an array's jobs may refer to no word that has %a; write %a in it")
-        processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
         _check_batch(config, processes)
-        if processes > 1 and not any(word.startswith("engine=") for word in own):
-            own.insert(0, "engine=ddp")
+    if trains and processes > 1 and not any(argument.startswith("engine=") for argument in own):
+        own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
     container = site.get("DMJD_CONTAINER") or None
-    if verb == "pretrain" and container is None and (folder / "config.yaml").is_file():
-        from dmjd.runs.folder import RunFolder  # torch takes seconds to come, and most runs are new
+    if command == "pretrain" and container is None and (folder / "config.yaml").is_file():
+        from dmjd.runs.folder import RunFolder  # imports torch, which takes seconds; most runs are new
 
         RunFolder(folder).check(config)
-    header.update(
-        {key: options[key] for key in ("time", "array", "account", "partition", "qos", "constraint") if key in options}
-    )
-    if verb == "pretrain" and header["time"]:
+
+    header.update({key: options[key] for key in _HEADER_OPTIONS if key in options})
+    if command == "pretrain" and header["time"]:
         check_limit(header["time"], header.get("signal"), config.time_margin if config.time_budget == "auto" else None)
     header["nodes"], header["gpus-per-node"] = str(nodes), f"{kind}:{gpus}" if kind else str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
-    header["chdir"] = str(Path.cwd())  # where words name files, whoever submits the script from wherever
+    header["chdir"] = str(Path.cwd())  # relative paths stay valid, wherever the script is submitted from
     header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
-    if verb == "pretrain":  # an experiment may name it, and a word in quotes or with ${...} is not what it says
+    if command == "pretrain":  # the shell cannot resolve experiments, quotes and ${...}
         exports["DMJD_RUN"] = config.run
-    # Into the script, so that it stays what it is when the site's file changes.
+    # Written into the script, which later edits of the site file do not change.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
     if container is None and not site.get("DMJD_PYTHON"):
         exports["DMJD_PYTHON"] = sys.executable
@@ -172,123 +147,133 @@ def plan(verb: str, words: Sequence[str], code: Path | None = None) -> Job:
         header.pop("requeue", None)
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
-    notes = [f"container: {container}, with the dmjd that is in it"] if container else []
-    notes += _missing_here(site)
-    notes += [f"code: {code}"] if code is not None else []
-    look = f"look with dmjd doctor {shlex.quote(config.run)}" if verb == "pretrain" else "its log tells the rest"
-    arguments += own
-    script = _render(template.read_text(), header, exports, arguments)
+
+    if command in EVALUATIONS:
+        own.insert(0, command)
+    script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
-    header = {name: value and redact(value) for name, value in header.items()}
-    shown = _render(template.read_text(), header, hidden, list(map(redact, arguments)))
-    if shown != script:
-        notes.append("secrets: in the script, which only you can read")
-    return Job(verb, script, shown, folder, chain, look, notes)
+    redacted = {name: value and redact(value) for name, value in header.items()}
+    shown = _render(template, redacted, hidden, list(map(redact, own)))
+    many = f", {chain} jobs one after the other" if chain > 1 else ""
+    many += f", array {header['array']}" if "array" in header else ""
+    explanation = [
+        f"{redacted['job-name']}: dmjd {command} on {nodes} node(s) with {header['gpus-per-node']} GPU(s) each, "
+        f"up to {header['time']} a launch{many}",
+        f"log: {redacted['output']}",
+        *([f"container: {container}, with its own dmjd"] if container else []),
+        *missing_here(site),
+        *([f"code: {code}"] if code is not None else []),
+        *(["secrets: in the script, which only you can read"] if shown != script else []),
+    ]
+    look = f"follow it with dmjd doctor {shlex.quote(config.run)}" if command == "pretrain" else "see its log"
+    return Job(script, shown, folder, chain, look, explanation)
 
 
-def submit(verb: str, words: Sequence[str]) -> list[str]:
-    """Copy the source, write the script into the run folder, submit it. Returns lines for people.
+def _options(arguments: Sequence[str]) -> dict[str, str]:
+    pairs = (argument.split("=", 1) for argument in arguments if "=" in argument)
+    options = {key: value for key, value in pairs if key in OPTIONS}
+    for key, value in options.items():
+        if not value.strip() or "\n" in value:
+            raise ConfigError(f"{key} needs a value of one line, got {value!r}")
+    if "/" in options.get("name", ""):
+        raise ConfigError(f"name={options['name']} is part of the log's file name; choose a name without a slash")
+    return options
+
+
+def _compose(command: str, trains: bool, own: Sequence[str], array: str | None) -> Any:
+    """The configuration of the command, of an array that of its first index."""
+    first = re.match(r"\d+", array or "")
+    index = "%a" if array is None else first[0] if first else "0"
+
+    def composed(index: str) -> Any:
+        overrides = [text if text.startswith("run=") else text.replace("%a", index) for text in own if text not in WARM]
+        return compose("pretrain" if trains else command, overrides)
+
+    config = composed(index)
+    if trains and array is not None and composed(f"1{index}").run != config.run:
+        raise ConfigError("run= of an array must not refer to an argument with %a; write %a in run= itself")
+    return config
+
+
+def submit(command: str, arguments: Sequence[str]) -> list[str]:
+    """Copy the source, write the script into the run folder, submit it. Returns lines to print.
 
     Raises:
-        ConfigError: as :func:`plan`, and where Slurm is absent or refuses the job.
+        ConfigError: as :func:`plan`, and if Slurm is not available or rejects the job.
+        StorageError: if the run folder cannot be written to.
     """
-    job = plan(verb, words)  # refuses what is wrong before anything is written
+    job = plan(command, arguments)  # raises before anything is written
     if shutil.which("sbatch") is None:
-        raise ConfigError("no sbatch here; submit from a login node, or add --dry-run to see the script")
+        raise ConfigError("sbatch is not installed here; submit from a login node, or print the script with --dry-run")
     try:
         (job.folder / "slurm").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); name another folder") from error
-    job = plan(verb, words, snapshot(job.folder / "code"))
-    path = job.folder / "slurm" / f"{verb}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
+        raise StorageError(f"{job.folder} cannot be written to ({error.strerror}); choose another folder") from error
+    job = plan(command, arguments, snapshot(job.folder / "code"))
+    path = job.folder / "slurm" / f"{command}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}.sbatch"
     replace_file(path, job.script, 0o666 if job.script == job.shown else 0o600)
-    around = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(_OF_A_JOB)}
+    environment = {name: value for name, value in os.environ.items() if name in KEPT or not name.startswith(_OF_A_JOB)}
     lines, ids = [*job.explanation, f"script: {path}"], list[str]()
     for _ in range(job.chain):
         dependency = [f"--dependency=afterany:{ids[-1]}"] if ids else []
-        command = ["sbatch", "--parsable", *dependency, str(path.absolute())]
+        sbatch = ["sbatch", "--parsable", *dependency, str(path.absolute())]
         sent = f"; submitted so far: {', '.join(ids)}" if ids else ""
         try:
             done = subprocess.run(
-                command, env=around, capture_output=True, text=True, errors="surrogateescape", timeout=SBATCH_SECONDS
+                sbatch,
+                env=environment,
+                capture_output=True,
+                text=True,
+                errors="surrogateescape",
+                timeout=SBATCH_SECONDS,
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
-                f"sbatch does not answer within {SBATCH_SECONDS:g} s for {path}; see sinfo whether Slurm is up, and "
-                f"squeue --me whether the job is queued{sent}"
+                f"sbatch did not return within {SBATCH_SECONDS:g} s for {path}; check with sinfo whether Slurm is up, "
+                f"with squeue --me whether the job is queued{sent}"
             ) from error
         if done.returncode:
-            said = " ".join(done.stderr.split()) or f"sbatch left with {done.returncode} and no word"
-            raise ConfigError(f"Slurm refuses {path}: {said}{sent}")
-        numbers = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's sbatch may have more to say
+            reason = " ".join(done.stderr.split()) or f"sbatch exited with code {done.returncode} without a message"
+            raise ConfigError(f"Slurm rejected {path}: {reason}{sent}")
+        numbers = re.findall(r"^(\d+)(?:;.*)?$", done.stdout, re.MULTILINE)  # a site's sbatch may print more
         if not numbers:
-            raise ConfigError(f"sbatch names no job for {path} but says {done.stdout!r}; see squeue --me{sent}")
+            raise ConfigError(f"sbatch printed no job id for {path} but {done.stdout!r}; see squeue --me{sent}")
         ids.append(numbers[-1])
-    return [*lines, f"submitted: {', '.join(ids)}; stop it with scancel, {job.look}"]
+    return [*lines, f"submitted: {', '.join(ids)}; cancel it with scancel, {job.look}"]
 
 
-def _missing_here(site: Mapping[str, str]) -> list[str]:
-    """Warnings of what a site names and this machine lacks, though compute nodes may have it.
-
-    Raises:
-        ConfigError: if the interpreter is a folder or not executable.
-    """
-    container, python = site.get("DMJD_CONTAINER"), site.get("DMJD_PYTHON")
-    if container:  # the interpreter is one of the container
-        is_file = container.endswith(".sif") or container.startswith(("/", "./", "../"))
-        missing = is_file and not Path(container).exists()
-        return [f"warning: DMJD_CONTAINER={container} is not on this machine; compute nodes need it"] * missing
-    if not python:
-        return []
-    if "/" in python and Path(python).exists() and (Path(python).is_dir() or not os.access(python, os.X_OK)):
-        raise ConfigError(f"DMJD_PYTHON={python} is not an executable file; name the interpreter of the compute nodes")
-    if shutil.which(python) is None:
-        return [f"warning: DMJD_PYTHON={python} is not on this machine; compute nodes need it"]
-    probe = (
-        "from importlib.util import find_spec as f; print(*(n for n in ('torch', 'hydra') if f(n) is None), sep=', ')"
-    )
-    try:
-        done = subprocess.run([python, "-c", probe], capture_output=True, text=True, errors="replace", timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"warning: DMJD_PYTHON={python} does not run on this machine: {error}"]
-    said = " ".join(done.stderr.split())[-160:] if done.returncode else done.stdout.strip()
-    said = said or f"exit code {done.returncode}" * bool(done.returncode)
-    lacks = "does not run on this machine:" if done.returncode else "lacks on this machine:"
-    return [f"warning: DMJD_PYTHON={python} {lacks} {said}"] * bool(said)
-
-
-def _at_home(word: str) -> str:
-    """A script's shell reads the words too, and in a container they would mean another home."""
-    key, equals, value = word.partition("=")
+def _at_home(argument: str) -> str:
+    """The argument with ~ expanded: the shell of the script reads it too, and a container may have another home."""
+    key, equals, value = argument.partition("=")
     return key + equals + "::".join(map(at_home, value.split("::")))
 
 
 def _header(template: str) -> dict[str, str | None]:
-    """``--option=value`` lines of a script; None for an option without a value."""
+    """The ``#SBATCH --option=value`` lines of a script; None for an option without a value."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", template, re.MULTILINE)
     return {name: value or None for name, value in found}
 
 
 def _check_batch(config: Any, processes: int) -> None:
-    """What the run itself would refuse, after hours in the queue."""
+    """Raise ConfigError for a batch size that the run would reject, after hours in the queue."""
     parts = config.engine.grad_accum_steps * processes
     if config.batch_size % parts:
         raise ConfigError(
             f"batch_size={config.batch_size} is not divisible by "
             f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {processes} process(es); "
-            "take other nodes or gpus, or another batch_size"
+            "change nodes, gpus or batch_size"
         )
 
 
 def _count(options: Mapping[str, str], key: str, default: int | str | None) -> int:
     text = options.get(key, str(default))
     if not (text.isascii() and text.isdigit() and int(text)):
-        raise ConfigError(f"{key} must be a whole number above 0, got {text!r}")
+        raise ConfigError(f"{key} must be an integer above 0, got {text!r}")
     return int(text)
 
 
 def _folder(config: Any, array: bool) -> Path:
-    """Where job files go: the run folder, for an array with "array" for its %a, or that of the checkpoint."""
+    """The folder of scripts and logs: the run folder (%a of an array as "array"), or that of the checkpoint."""
     named = getattr(config, "run", None)
     if named is None:
         path = Path(config.checkpoint)
@@ -296,25 +281,25 @@ def _folder(config: Any, array: bool) -> Path:
         if folder is None:
             raise ConfigError(f"checkpoint={path} is neither a run folder with checkpoints nor in one")
     elif array and "%a" not in named:
-        raise ConfigError(f"an array's jobs need a folder each: write run={named}-%a")
+        raise ConfigError(f"jobs of an array need separate run folders: set run={named}-%a")
     else:
         folder = Path(named.replace("%a", "array") if array else named)
     if re.search(r"\\|\n|%%|%\d*[AabJjNnrstux]", str(folder.absolute())):
         raise ConfigError(
-            f"{str(folder.absolute())!r} holds a backslash, a line break or one of Slurm's patterns such as %j: a job "
-            "could not write its log there; name another folder (%a is the index of an array)"
+            f"{str(folder.absolute())!r} contains a backslash, a line break or a file name pattern of Slurm such as "
+            "%j, which Slurm would replace in the log's path; choose another folder (%a is the index of an array)"
         )
     return folder
 
 
-def _render(template: str, header: Mapping[str, str | None], exports: Mapping[str, str], words: Sequence[str]) -> str:
-    """The template with another header, and behind it the variables and words that it would be called with."""
-    # sbatch splits such a line at spaces, and takes quotes as a shell does.
+def _render(template: str, header: Mapping[str, str | None], exports: Mapping[str, str], own: Sequence[str]) -> str:
+    """The template with this header, followed by the exported variables and the arguments of the command."""
+    # sbatch splits these lines at spaces and reads quotes as a shell does.
     options = [
         f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value is not None else "") for name, value in header.items()
     ]
     filled = [f"export {name}={shlex.quote(value)}" for name, value in exports.items()]
-    filled += [f"set -- {shlex.join(words)}", ""]
+    filled += [f"set -- {shlex.join(own)}", ""]
     lines = template.splitlines()
     body = next(number for number, line in enumerate(lines) if number and not line.startswith("#"))
     return "\n".join([lines[0], *options, "", *filled, *lines[body:]]) + "\n"

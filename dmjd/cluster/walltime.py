@@ -1,4 +1,4 @@
-"""The limit of a job's time as Slurm writes it, and what a launch needs of it."""
+"""Time limits of jobs in Slurm's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIMIT = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})", re.ASCII)
 def seconds_of_limit(text: str) -> int | None:
     """Seconds of ``M``, ``M:S``, ``H:M:S``, ``D-H``, ``D-H:M`` or ``D-H:M:S``.
 
-    None where there is no limit (0, UNLIMITED), and for what sbatch alone can judge.
+    None for no limit (0, UNLIMITED) and for formats that sbatch has to check.
     """
     match = _LIMIT.fullmatch(text)
     if match is None:
@@ -26,27 +26,24 @@ def seconds_of_limit(text: str) -> int | None:
 
 
 def check_limit(limit: str, signal: str | None, margin: float | None) -> None:
-    """Refuse a limit that ends a launch before it got anywhere, again and again.
+    """Raise ConfigError for a time limit that would end every launch before it has made progress.
 
     Args:
-        limit: as sbatch's --time.
-        signal: as sbatch's --signal, by which the launch is told to stop; None for none.
-        margin: seconds before its end at which the run stops by itself; None where it does not.
-
-    Raises:
-        ConfigError: naming what comes too early.
+        limit: sbatch's --time.
+        signal: sbatch's --signal, which requests the stop of a launch.
+        margin: seconds before the limit at which the run stops by itself; None if it does not.
     """
     seconds = seconds_of_limit(limit)
     if seconds is None:
         return
     if margin is not None and seconds <= margin:
         raise ConfigError(
-            f"time={limit} is not above time_margin={margin:g} seconds: each launch would stop after one step; take a "
+            f"time={limit} is not above time_margin={margin:g} seconds: each launch would stop after one step; set a "
             "longer time or a smaller time_margin"
         )
     lead = re.search(r"@(\d+)$", signal or "")
     if lead is not None and seconds <= int(lead.group(1)):
         raise ConfigError(
-            f"time={limit} is not above the {lead.group(1)} seconds of --signal={signal}: each launch would be told to "
-            "stop when it starts; take a longer time, or another SBATCH_SIGNAL in the site's file"
+            f"time={limit} is not above the {lead.group(1)} seconds of --signal={signal}: each launch would be "
+            "stopped when it starts; set a longer time, or another SBATCH_SIGNAL in the site file"
         )

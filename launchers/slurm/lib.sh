@@ -1,30 +1,30 @@
-# What every batch script here shares. Sourced, never run; it knows Slurm and leaves everything else to dmjd.
+# Shared by all batch scripts, which source it. Handles Slurm only; everything else is done by dmjd.
 #
 # A site file (sites/*.env, named by DMJD_SITE) may set:
-#   DMJD_GPUS       GPUs of a whole node, for `dmjd submit` (8)
-#   DMJD_PYTHON      the Python of the compute nodes, or of the container (python)
-#   DMJD_CONTAINER   an image: FILE.sif runs under Apptainer, anything else goes to pyxis
-#   DMJD_MOUNTS      folders the container sees, comma separated as HOST[:CONTAINER]
-#   DMJD_RENDEZVOUS  c10d, or static where nodes cannot resolve each other's names (c10d)
-#   DMJD_PROCESSES   processes on a node (its GPUs)
-#   DMJD_REQUEUE     true; false where the site forbids it, and `dmjd submit chain=N` is the way (true)
-#   DMJD_IDLE_LIMIT  launches in a row that may end without a new checkpoint before the job gives up (3)
-# and whatever NCCL and gloo want to know: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA.
+#   DMJD_GPUS        GPUs of a node, for `dmjd submit` (8)
+#   DMJD_PYTHON      Python interpreter on the compute nodes, or in the container (python)
+#   DMJD_CONTAINER   image: FILE.sif for Apptainer, anything else for pyxis
+#   DMJD_MOUNTS      folders mounted in the container, comma separated, HOST[:CONTAINER]
+#   DMJD_RENDEZVOUS  c10d, or static if nodes cannot resolve each other's names (c10d)
+#   DMJD_PROCESSES   processes per node (one per GPU)
+#   DMJD_REQUEUE     false if the site forbids requeueing; use `dmjd submit chain=N` then (true)
+#   DMJD_IDLE_LIMIT  consecutive launches without a new checkpoint before the job gives up (3)
+# and variables of NCCL and gloo: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA.
 # shellcheck shell=bash
 set -euo pipefail
 
-say() { echo "$(date -u +%FT%TZ) dmjd: $*"; }
+log() { echo "$(date -u +%FT%TZ) dmjd: $*"; }
 
 die() {
-    say "error: $*" >&2
+    log "error: $*" >&2
     exit 2
 }
 
-: "${SLURM_JOB_ID:?is set inside a job: submit this script with sbatch, or use dmjd submit}"
-: "${DMJD_LAUNCHERS:?names the launchers folder}"
+: "${SLURM_JOB_ID:?is not set: submit this script with sbatch, or use dmjd submit}"
+: "${DMJD_LAUNCHERS:?is not set: the path of the launchers folder}"
 if [[ -n ${DMJD_SITE:-} ]]; then
-    [[ -r $DMJD_SITE ]] || die "DMJD_SITE=$DMJD_SITE is not a file that can be read here; dmjd submit takes shipped names"
-    # Plain NAME=value lines, without a shell's quotes. What was set for this job outranks them.
+    [[ -r $DMJD_SITE ]] || die "DMJD_SITE=$DMJD_SITE is not a readable file; only dmjd submit accepts site names"
+    # Lines are NAME=value without quotes. Variables that are already set take precedence.
     while IFS= read -r line || [[ -n $line ]]; do
         [[ $line =~ ^[A-Za-z_][A-Za-z0-9_]*= && $line != SBATCH_* ]] || continue
         name=${line%%=*} value=${line#*=}
@@ -32,38 +32,38 @@ if [[ -n ${DMJD_SITE:-} ]]; then
     done <"$DMJD_SITE"
 fi
 
-# The words of a job as its run is to see them, in WORDS: `%a` is the index of an array's job, and elsewhere itself.
-read_words() {
-    local word
-    WORDS=()
-    for word in "$@"; do
-        # bash has done this where it was typed, zsh has not, and a container may have another home than this shell.
-        [[ ${word#*=} != \~/* ]] || word="${word%%=*}=$HOME/${word#*=\~/}"
-        WORDS+=("${word//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
+# Set ARGUMENTS to the arguments of the run: in a job array `%a` is replaced by the index.
+read_arguments() {
+    local argument
+    ARGUMENTS=()
+    for argument in "$@"; do
+        # zsh does not expand ~ behind =, and a container may have another home.
+        [[ ${argument#*=} != \~/* ]] || argument="${argument%%=*}=$HOME/${argument#*=\~/}"
+        ARGUMENTS+=("${argument//%a/${SLURM_ARRAY_TASK_ID:-%a}}")
     done
 }
 
-# Launch `dmjd VERB WORD...` on all nodes, one torchrun agent on each. Its exit code says little: an agent that was
-# told to stop leaves with 1 even when every rank saved and left with 0.
+# Launch `dmjd COMMAND ARGUMENT...` on all nodes, one torchrun agent on each. The exit code is of little use: after a
+# signal an agent exits with 1 even if every rank saved and exited with 0.
 launch() {
     local head name variable time
-    # Before srun and outside any container, for neither scontrol nor this expansion would be right on another node.
+    # On the first node and outside any container: containers lack scontrol.
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
     [[ -n $head ]] || die "no host name in SLURM_JOB_NODELIST=$SLURM_JOB_NODELIST"
     export DMJD_HEAD=$head DMJD_PORT=$((20000 + SLURM_JOB_ID % 20000))
-    # Slurm before 23.02 does not say when a job begins and ends, which the run's time budget goes by. Of an empty text date would
-    # make this morning, after which a run stops at once.
+    # Slurm before 23.02 does not set the times of the job, from which the run computes its time budget. date reads an
+    # empty text as today 0:00, a limit in the past.
     for name in Start End; do
         variable=SLURM_JOB_${name^^}_TIME
         if [[ -z ${!variable:-} ]]; then
-            time=$(known "${name}Time")
+            time=$(job_field "${name}Time")
             [[ $time != *T* ]] || printf -v "$variable" %s "$(date -d "$time" +%s)"
         fi
     done
     export SLURM_JOB_START_TIME SLURM_JOB_END_TIME
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
-    # From 22.05 to 23.02 srun does not inherit the number of processors.
+    # srun of 22.05 to 23.02 does not inherit --cpus-per-task.
     local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
         --kill-on-bad-exit=1 --wait=60)
     local mounts='' folder
@@ -76,7 +76,7 @@ launch() {
         *.sif) agent=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$DMJD_CONTAINER" "${agent[@]}") ;;
         *) srun+=(--container-image="$DMJD_CONTAINER" --container-workdir="$PWD" --container-mounts="$mounts") ;;
     esac
-    # In the background, so that this shell hears signals while it waits.
+    # In the background: bash handles signals during wait only.
     "${srun[@]}" "${agent[@]}" &
     local step=$! code
     while true; do
@@ -86,73 +86,73 @@ launch() {
     done
 }
 
-# Run a verb that ends by itself and is simply done again if it did not.
+# Run a command that has no checkpoints: a requeued job starts it again.
 run_once() {
-    [[ $# -gt 1 ]] || die "arguments are missing: ${1:-COMMAND} key=value ..."
+    [[ $# -gt 1 ]] || die "${1:-COMMAND} needs arguments: key=value ..."
     local error
     error=$(container_error)
     [[ -z $error ]] || die "$error"
-    read_words "$@"
-    launch "${WORDS[@]}"
+    read_arguments "$@"
+    launch "${ARGUMENTS[@]}"
 }
 
-# Print why the container of the site cannot start on this node; nothing if it may.
+# Print why the container of the site cannot start on this node; nothing if it can.
 container_error() {
     case ${DMJD_CONTAINER:-} in
         *.sif)
             command -v apptainer >/dev/null ||
-                echo "DMJD_CONTAINER=$DMJD_CONTAINER needs apptainer, which $HOSTNAME does not have"
+                echo "DMJD_CONTAINER=$DMJD_CONTAINER needs apptainer, which is not installed on $HOSTNAME"
             ;;
         /* | ./* | ../*) ;;
         *) return 0 ;; # an image of a registry
     esac
-    [[ -r $DMJD_CONTAINER ]] || echo "DMJD_CONTAINER=$DMJD_CONTAINER is not an image that $HOSTNAME can read"
+    [[ -r $DMJD_CONTAINER ]] || echo "DMJD_CONTAINER=$DMJD_CONTAINER is not a readable image on $HOSTNAME"
 }
 
-# Train, and see to it that training goes on: the last word of a launch tells why it ended, the checkpoints whether it
-# got anywhere.
+# Train, and requeue the job until the run has finished. The exit record of a launch has the reason of its end, the
+# checkpoints show whether it made progress.
 train() {
     [[ ${DMJD_REQUEUE:-true} == @(true|false) ]] || die "DMJD_REQUEUE must be true or false, got $DMJD_REQUEUE"
     [[ ${DMJD_IDLE_LIMIT:-3} =~ ^[1-9][0-9]*$ ]] ||
-        die "DMJD_IDLE_LIMIT must be a whole number above 0, got $DMJD_IDLE_LIMIT"
-    read_words "$@"
-    # Words alone do not say where the run is: an experiment may, and what they say may be in quotes or refer to others.
-    RUN=${DMJD_RUN:-$(value_of run "${WORDS[@]}")}
+        die "DMJD_IDLE_LIMIT must be an integer above 0, got $DMJD_IDLE_LIMIT"
+    read_arguments "$@"
+    # dmjd submit sets DMJD_RUN. The arguments may set run= by an experiment, in quotes or by ${...}.
+    RUN=${DMJD_RUN:-$(value_of run "${ARGUMENTS[@]}")}
     [[ -n ${DMJD_RUN:-} || (-n $RUN && $RUN != *[\"\'\$]*) ]] ||
-        die "by hand a job's words must hold run=FOLDER, without quotes; dmjd submit takes them as dmjd $1 does"
+        die "the arguments must contain run=FOLDER, without quotes or \${...}; dmjd submit has no such limit"
     RUN=${RUN//%a/${SLURM_ARRAY_TASK_ID:-%a}}
-    [[ $RUN != -* ]] || RUN=./$RUN # which programs would take for an option
-    # dmjd submit made the folder, but for jobs of an array. A new one would begin anew.
+    [[ $RUN != -* ]] || RUN=./$RUN # not an option of programs
+    # dmjd submit creates the folder, except for arrays. A new folder would start the run from scratch.
     if [[ -n ${DMJD_RUN:-} && -z ${SLURM_ARRAY_TASK_ID:-} && ! -d $RUN ]] &&
         [[ ${SLURM_RESTART_COUNT:-0} -gt 0 || -n ${DMJD_CHAIN:-} ]]; then
-        die "run=$RUN was there when this job was submitted and is gone; submit again to begin anew"
+        die "run=$RUN existed when this job was submitted and was removed; submit again to start from scratch"
     fi
     if ! mkdir -p "$RUN/slurm" || [[ ! -w $RUN/slurm ]]; then
-        die "run=$RUN is not a folder that can be written to; name another"
+        die "run=$RUN is not a writable folder; choose another"
     fi
-    # A job that is cancelled, or preempted by Slurm's own requeueing, must not put itself into the queue again.
+    # A job that is cancelled, or preempted with requeueing by Slurm, must not requeue itself.
     CANCELLED=
     trap 'CANCELLED=yes' TERM
-    trap : USR1 # is for the ranks, and would end this shell
+    trap : USR1 # for the ranks; it would end this shell
 
-    local before idle log error
+    local before idle path error
     before=$(committed_step)
     idle=$(idle_launches "$before")
     if ((idle >= ${DMJD_IDLE_LIMIT:-3})); then
         give_up "$idle launches in a row ended at step $before"
     fi
     if [[ -n ${DMJD_CHAIN:-} && -e $RUN/slurm/$DMJD_CHAIN.ended ]]; then
-        say "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
+        log "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    log=$(about_job | sed -n 's/^ *StdOut=//p') # has a line of its own, and may hold what looks like the next field
-    log=${log//\\/\\\\}
+    path=$(job_info | sed -n 's/^ *StdOut=//p') # a line of its own; a path may contain KEY=
+    path=${path//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
-        "$(date -u +%FT%TZ)" "${log//\"/\\\"}" >>"$RUN/slurm/launches.jsonl"
-    say "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)) of it, from step $before of $RUN"
-    # A file of this launch alone: RUN/STOP_REASON belongs to whoever holds the folder, which may be another job by the
-    # time this one looks. Named as the run is, for a container need not see where a link leads.
+        "$(date -u +%FT%TZ)" "${path//\"/\\\"}" >>"$RUN/slurm/launches.jsonl"
+    log "job $(job_name) on $SLURM_JOB_NODELIST, launch $((${SLURM_RESTART_COUNT:-0} + 1)), from step $before of $RUN"
+    # A file of this launch alone: RUN/STOP_REASON may belong to another job by the time this one reads it. The path
+    # starts with $RUN as given, since the target of a link may not be mounted in a container.
     rm -f "$RUN/slurm/last_word-$(job_name)-"*
     DMJD_EXIT_RECORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
     export DMJD_EXIT_RECORD
@@ -161,27 +161,28 @@ train() {
     if [[ -n $error ]]; then
         echo "error: ${error%%$'\n'*}" >"$DMJD_EXIT_RECORD"
     else
-        launch "${WORDS[@]}" || code=$?
+        launch "${ARGUMENTS[@]}" || code=$?
     fi
     settle "$before" "$code"
 }
 
-# What becomes of the job after a launch that began at step $1 and left with exit code $2.
+# Requeue the job or end it, after a launch that began at step $1 and had exit code $2.
 settle() {
     local before=$1 code=$2 now after reason='' detail='' advice='' idle limit=${DMJD_IDLE_LIMIT:-3}
-    # On a node that only seemed dead this shell lives on, while Slurm has started the job anew on others.
-    now=$(known Restarts)
+    # On a node that was only unreachable this shell still runs, while Slurm has restarted the job on other nodes.
+    now=$(job_field Restarts)
     if ((${now:-0} > ${SLURM_RESTART_COUNT:-0})); then
-        say "this launch was given up by Slurm; what becomes of the job is the next one's to say"
+        log "Slurm has restarted this job on other nodes; this launch does nothing more"
         exit 1
     fi
     if [[ -z $CANCELLED && ! (-d $RUN/slurm && -r $RUN && -w $RUN && -x $RUN) ]]; then
-        say "not requeued: run=$RUN is gone, is no folder any more or cannot be read; submit again to begin anew"
+        log "not requeued: run=$RUN was removed, is not a folder or is not accessible; submit again to restart"
         exit 1
     fi
     if [[ -n ${DMJD_CONTAINER:-} && $code -ne 0 && -z $CANCELLED ]] &&
         [[ ! -e $DMJD_EXIT_RECORD && ! -e $DMJD_EXIT_RECORD.started ]]; then
-        echo "error: DMJD_CONTAINER=$DMJD_CONTAINER started on no node (srun: $code); the job's log says why" >"$DMJD_EXIT_RECORD"
+        echo "error: DMJD_CONTAINER=$DMJD_CONTAINER started on no node (srun: $code); see the job's log" \
+            >"$DMJD_EXIT_RECORD"
     fi
     rm -f "$DMJD_EXIT_RECORD.started"
     after=$(committed_step)
@@ -189,9 +190,9 @@ settle() {
         { IFS= read -r detail || true; IFS= read -r advice || true; } <"$DMJD_EXIT_RECORD"
         reason=${detail%%: *} detail=${detail#*: }
     fi
-    say "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"
+    log "stopped at step $after (began at $before): ${reason:-killed}${detail:+, $detail}"
     if [[ -n $CANCELLED ]]; then
-        say "this job was cancelled or preempted; what is committed stands"
+        log "this job was cancelled or preempted; committed checkpoints are intact"
         exit $((128 + 15))
     fi
     case $reason in
@@ -202,10 +203,10 @@ settle() {
         diverged)
             give_up "$detail; next: $advice"
             ;;
-        error) # asks for something that waiting in the queue does not bring
+        error) # the user has to fix something
             limit=1
             ;;
-        crashed) # once more, for a sick GPU looks like a mistake in the code until sound nodes have had a try
+        crashed) # try once more: the GPU or the node may be at fault
             limit=$((limit < 2 ? limit : 2))
             ;;
     esac
@@ -215,60 +216,60 @@ settle() {
         give_up "$idle launches in a row ended at step $after${detail:+: $detail}"
     fi
     if [[ -n ${DMJD_CHAIN:-} ]]; then
-        say "the next job of the chain goes on"
+        log "the next job of the chain resumes"
         exit 0
     fi
     if [[ ${DMJD_REQUEUE:-true} != true ]]; then
-        say "submit it again to go on: this site does not requeue"
+        log "submit it again to resume: this site does not requeue"
         exit $((code ? code : 1))
     fi
-    say "back into the queue"
-    trap - TERM # by which Slurm ends this shell
+    log "requeued"
+    trap - TERM # Slurm ends this shell by it
     local try
     for try in 1 2 3 4 5; do
         ! scontrol requeue "$(job_name)" || exit 0
-        say "Slurm does not answer, or refuses (try $try)"
-        sleep 20 # a controller may be busy for a while, and a night must not depend on it
+        log "scontrol requeue failed (attempt $try)"
+        sleep 20 # the controller may be busy
     done
-    die "Slurm does not requeue this job; submit it again, or with chain=N"
+    die "Slurm did not requeue this job; submit it again, or with chain=N"
 }
 
 give_up() {
-    say "not requeued: $1"
-    say "see: dmjd doctor $RUN"
+    log "not requeued: $1"
+    log "see: dmjd doctor $RUN"
     ended "gave up: $1"
     exit 1
 }
 
-# Tell the jobs of a chain that follow.
+# End the following jobs of a chain.
 ended() {
     [[ -z ${DMJD_CHAIN:-} ]] || echo "$1" >"$RUN/slurm/$DMJD_CHAIN.ended"
 }
 
-# The job as scontrol wants it named: an array's job has an id of its own, which names another job to requeue.
+# The name of the job for scontrol: SLURM_JOB_ID of a job in an array would requeue another one.
 job_name() {
     echo "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
-# What Slurm knows of the job; nothing if it does not answer.
-about_job() {
+# scontrol show job; empty if it fails.
+job_info() {
     scontrol show job "$(job_name)" 2>/dev/null || true
 }
 
-# A field of that, which holds no spaces.
-known() {
-    about_job | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ .*//'
+# A field of job_info without spaces.
+job_field() {
+    job_info | sed -n "s/^\(.* \)\{0,1\}$1=//p" | sed 's/ .*//'
 }
 
-# value_of KEY WORD...: the value that the words give to a key, of which the last counts; nothing if they give none.
+# value_of KEY ARGUMENT...: the value of the last KEY=VALUE; empty if there is none.
 value_of() {
-    local key=$1 value='' word
+    local key=$1 value='' argument
     shift
-    for word in "$@"; do [[ $word != "$key="* ]] || value=${word#*=}; done
+    for argument in "$@"; do [[ $argument != "$key="* ]] || value=${argument#*=}; done
     printf '%s\n' "$value"
 }
 
-# Optimizer steps behind the newest committed checkpoint; 0 without one. What is called otherwise is somebody's copy.
+# Optimizer steps of the newest committed checkpoint; 0 without one. Folders with other names are copies by users.
 committed_step() {
     local manifest name step=0
     for manifest in "$RUN"/checkpoints/step-*/manifest.json; do
@@ -278,8 +279,8 @@ committed_step() {
     echo $((10#${step#step-}))
 }
 
-# How many launches of this job, or of its chain, counted from the last backwards, began at step $1. The list goes to awk
-# by its input: the name of a file such as lr=1/slurm/launches.jsonl would be an assignment.
+# Number of consecutive launches of this job or chain, the last included, that began at step $1. awk reads the list from
+# its standard input: a file name such as lr=1/slurm/launches.jsonl would be an assignment.
 idle_launches() {
     [[ -f $RUN/slurm/launches.jsonl ]] || { echo 0 && return; }
     awk -v of="\"of\": \"${DMJD_CHAIN:-$(job_name)}\"" -v step="\"step\": $1," '

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Pre-train on every GPU of this host: launchers/torchrun/one_host.sh experiment=... key=value ...
-# Ctrl-C, or a TERM or USR1 to this process, makes all ranks save and leave; the same line goes on.
-# PROCESSES sets another number of processes, DMJD_PYTHON another Python.
+# Ctrl-C, or TERM or USR1 to this process, makes all ranks save and exit; the same command resumes.
+# PROCESSES: number of processes (default: GPUs). DMJD_PYTHON: Python interpreter.
 set -euo pipefail
 PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)} || {
-    echo "error: nvidia-smi lists no GPUs here; PROCESSES=2, for one, starts as many without" >&2
+    echo "error: nvidia-smi lists no GPUs on this host; set PROCESSES to start processes without GPUs" >&2
     exit 2
 }
 [[ " $*" == *" engine="* ]] || set -- engine=ddp "$@"

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from dmjd.cluster import doctor, flight, ranks
+from dmjd.cluster import doctor, flight
 from dmjd.cluster.doctor import examine
 from dmjd.cluster.job_log import PATTERNS
 from dmjd.errors import ConfigError
@@ -100,32 +100,32 @@ def test_a_rank_that_hangs_a_run(
 
     try:
         wait_for(lambda beats: len(beats) == 2 and min(beat.step for beat in beats) > 5)
-        assert "it is running" in dmjd("doctor", str(run))[1]
+        assert "running: step" in dmjd("doctor", str(run))[1]
         os.kill(world[1].pid, signal.SIGSTOP)
-        patience = ranks.STALE_SECONDS
-        monkeypatch.setattr(ranks, "STALE_SECONDS", 3.0)
-        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > ranks.STALE_SECONDS)
+        patience = doctor.STALE_SECONDS
+        monkeypatch.setattr(doctor, "STALE_SECONDS", 3.0)
+        wait_for(lambda beats: time.time() - max(beat.time for beat in beats) > doctor.STALE_SECONDS)
         stuck = read_heartbeats(run)[1]
         code, found, _ = dmjd("doctor", str(run))
         assert code == 0
         assert (
-            f"rank 1 (process {world[1].pid} on {HERE}), last heard of in {stuck.phase} of step {stuck.step}, "
-            f"is stopped (SIGSTOP): all others wait for it\n    -> on {HERE}: kill -CONT {world[1].pid}"
+            f"rank 1 (process {world[1].pid} on {HERE}), last heartbeat in {stuck.phase} of step {stuck.step}, "
+            f"is stopped (SIGSTOP): all other ranks wait for it\n    -> on {HERE}: kill -CONT {world[1].pid}"
         ) in found
         assert "rank 0 (" not in found
         assert "newest checkpoint: step-" in found
 
         os.kill(world[1].pid, signal.SIGCONT)  # as the doctor said
-        monkeypatch.setattr(ranks, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
+        monkeypatch.setattr(doctor, "STALE_SECONDS", patience)  # on a busy machine a step may take three seconds
         wait_for(lambda beats: min(beat.step for beat in beats) > stuck.step + 1)
-        assert "it is running" in dmjd("doctor", str(run))[1]
+        assert "running: step" in dmjd("doctor", str(run))[1]
 
         os.kill(world[1].pid, signal.SIGKILL)
         world[0].join(60)
         _, found, _ = dmjd("doctor", str(run))
-        assert "it lost a rank at step" in found
+        assert re.search(r"run ended at step \d+ of \d+ \(lost\)", found)
         assert f"rank 1 (process {world[1].pid} on {HERE})" in found
-        assert "says nothing of its end: it was killed" in found
+        assert "has no exit record: it was killed" in found
     finally:
         for process in world:
             process.kill()
@@ -138,7 +138,7 @@ def test_a_process_that_is_gone(run: Path, process: subprocess.Popen[bytes]) -> 
     beat(run, 0)
     beat(run, 1, pid=process.pid, phase="forward")
     assert "rank 1" in said(run)
-    assert "forward of step 7, is gone" in said(run)
+    assert "forward of step 7, does not exist any more" in said(run)
 
 
 def test_of_ranks_elsewhere_the_one_that_got_least_far_is_named(run: Path) -> None:
@@ -153,13 +153,13 @@ def test_of_ranks_elsewhere_the_one_that_got_least_far_is_named(run: Path) -> No
 def test_a_run_that_is_well_is_left_alone(run: Path) -> None:
     beat(run, 0, ago=1)
     beat(run, 1, ago=2)
-    assert "it is running: step 7" in said(run)
+    assert "running: step 7" in said(run)
 
 
 def test_the_marker_outranks_signs_of_life(run: Path) -> None:
     beat(run, 0)
     mark(run, reason="time", detail="its time is over", next="the same command")
-    assert "it was asked to stop (time) at step 7 of 20: its time is over -> the same command" in said(run)
+    assert "run ended at step 7 of 20 (time): its time is over -> the same command" in said(run)
     assert "quiet" not in said(run)
 
 
@@ -177,8 +177,8 @@ def test_what_cannot_be_read_does_not_keep_the_doctor_from_the_rest(run: Path) -
     with (run / "slurm" / "launches.jsonl").open("a") as file:
         file.write('{"of": "7", "jo')
     found = said(run)
-    assert "it is running: step 7" in found
-    assert "what rank(s) 3 said last is damaged" in found
+    assert "running: step 7" in found
+    assert "the heartbeat of rank(s) 3 is damaged" in found
 
 
 @pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig'])
@@ -200,9 +200,11 @@ def test_a_clock_that_is_ahead_is_not_taken_for_a_sign_of_life(
     beat(run, 0, ago=-behind)
     beat(run, 1, ago=-behind, pid=process.pid)
     found = said(run)
-    assert "it is running" not in found
-    assert f"the clock of {HERE} is {behind} s ahead of the one here" in found
-    assert f"rank 1 (process {process.pid} on {HERE}), last heard of in step of step 7, is gone" in found
+    assert "running: step" not in found
+    assert f"the clock of {HERE} is {behind} s ahead of the local one" in found
+    assert (
+        f"rank 1 (process {process.pid} on {HERE}), last heartbeat in step of step 7, does not exist any more" in found
+    )
 
 
 def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,10 +214,10 @@ def test_a_second_job_that_was_refused_is_not_taken_for_the_run(run: Path, monke
     speak(run, "error: run=run is in use by process 3 on n1\n", ago=90, launch="9-0")
     beat(run, 0, ago=1)
     found = said(run)
-    assert "it is running: step 7" in found
+    assert "running: step 7" in found
     assert "job 7 is RUNNING" in found
-    assert "another launch was refused meanwhile: error: run=run is in use by process 3 on n1" in found
-    assert "it ended" not in found
+    assert "another launch was rejected meanwhile: error: run=run is in use by process 3 on n1" in found
+    assert "run ended" not in found
     assert "job 9" not in found
 
 
@@ -239,7 +241,7 @@ if [ $1 = 101 ]; then echo "101 T"; else echo "$1 S"; fi
     )
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{srun.parent}:{os.environ['PATH']}")
-    assert "rank 1 (process 101 on n1.cluster.site), last heard of in step of step 7, is stopped" in said(run)
+    assert "rank 1 (process 101 on n1.cluster.site), last heartbeat in step of step 7, is stopped" in said(run)
     assert sorted(re.findall(r"--nodelist=(\S+)", (tmp_path / "asked").read_text())) == ["n0", "n1", "n2"]
 
 
@@ -263,7 +265,7 @@ def test_a_launch_that_starts_is_not_judged_by_what_an_earlier_one_said(
     launched(run, ago=500)
     beat(run, 0, ago=300)
     launched(run, ago=20)
-    assert "it is starting" in said(run)
+    assert "starting" in said(run)
     assert "rank 0" not in said(run)
 
 
@@ -275,9 +277,7 @@ def test_of_a_job_that_has_ended_those_are_named_that_left_no_word(run: Path, mo
     beat(run, 2, phase="step", host="n2")
     found = said(run)
     assert "rank 1" in found
-    assert (
-        "on n1), last heard of in forward of step 7, says nothing of its end: it was killed, and so do 1 more" in found
-    )
+    assert "on n1), last heartbeat in forward of step 7, has no exit record: it was killed, like 1 more" in found
     assert "is behind" not in found
 
 
@@ -286,19 +286,22 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
     launched(run, ago=500)
     beat(run, 0)
     assert "killed" not in said(run)
-    assert "job 7 is SUSPENDED -> scontrol resume" in said(run)
+    assert "job 7 is SUSPENDED -> scontrol resume 7" in said(run)
 
 
 @pytest.mark.parametrize(
     ("reason", "advice"),
     [
-        ("Priority", "nothing: it waits for its turn"),
-        ("launch_failed_requeued_held", "it will not start by itself: mend what the log says, then scontrol release 7"),
-        ("JobHeldAdmin", "it will not start by itself: mend what the log says, then scontrol release 7"),
-        ("DependencyNeverSatisfied", "it will never start: scancel 7"),
-        ("PartitionTimeLimit", "it asks for more than it may have: scancel 7, and submit again with another time"),
-        ("QOSMaxJobsPerUserLimit", "nothing: it waits for its turn"),
-        ("QOSMaxWallDurationPerJobLimit", "it asks for more than it may have: scancel 7"),
+        ("Priority", "nothing: the job is queued"),
+        (
+            "launch_failed_requeued_held",
+            "it does not start by itself: fix what the log reports, then scontrol release 7",
+        ),
+        ("JobHeldAdmin", "it does not start by itself: fix what the log reports, then scontrol release 7"),
+        ("DependencyNeverSatisfied", "it never starts: scancel 7"),
+        ("PartitionTimeLimit", "it exceeds a limit: scancel 7, and submit again with another time"),
+        ("QOSMaxJobsPerUserLimit", "nothing: the job is queued"),
+        ("QOSMaxWallDurationPerJobLimit", "it exceeds a limit: scancel 7"),
     ],
 )
 def test_a_job_that_waits_in_vain_is_told_from_one_whose_turn_will_come(
@@ -317,7 +320,7 @@ def test_a_job_that_waits_in_vain_is_told_from_one_whose_turn_will_come(
 
 def test_a_crash_is_told_from_a_kill(run: Path) -> None:
     mark(run, reason="crashed", detail="rank 3 on n2: KeyError: 'lr'", next="go on")
-    assert "it crashed at step 7 of 20: rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
+    assert "run ended at step 7 of 20 (crashed): rank 3 on n2: KeyError: 'lr' -> go on" in said(run)
 
 
 def test_ranks_that_crash_at_once_are_one_crash_of_this_run(run: Path) -> None:
@@ -328,9 +331,9 @@ def test_ranks_that_crash_at_once_are_one_crash_of_this_run(run: Path) -> None:
     for rank in range(2):
         beat(run, rank, phase="stop", ago=0)
     found = said(run)
-    assert "it crashed at step 7 of 20: rank 0: no luck -> the same command" in found
-    assert "it is running" not in found
-    assert "refused" not in found
+    assert "run ended at step 7 of 20 (crashed): rank 0: no luck -> the same command" in found
+    assert "running: step" not in found
+    assert "rejected" not in found
 
 
 def test_a_run_by_hand_after_a_job_is_not_beside_it(run: Path) -> None:
@@ -338,8 +341,8 @@ def test_a_run_by_hand_after_a_job_is_not_beside_it(run: Path) -> None:
     speak(run, "time: its time is over\nthe same command\n", ago=100)
     beat(run, 0, ago=1)
     found = said(run)
-    assert "it is running: step 7" in found
-    assert "refused" not in found
+    assert "running: step 7" in found
+    assert "rejected" not in found
 
 
 def test_a_launch_that_never_became_a_run(run: Path) -> None:
@@ -347,18 +350,27 @@ def test_a_launch_that_never_became_a_run(run: Path) -> None:
     launched(run, ago=100)
     assert "no exit record and no heartbeat" in said(run), "the marker is of the launch before"
     speak(run, "error: data.root=/x: is not a folder\n", ago=90)
-    assert "it ended by an error before its first step: data.root=/x: is not a folder -> mend that" in said(run)
+    assert "run ended before its first step (error): data.root=/x: is not a folder -> fix that" in said(run)
 
 
 def test_of_a_run_and_a_launch_beside_it_the_one_that_ended_last_speaks(run: Path) -> None:
     launched(run, ago=100)
     speak(run, "error: run=run is in use\n", ago=90)
     mark(run, ago=80, reason="finished", detail="all steps are done", next="dmjd report")
-    assert "it is finished at step 7 of 20" in said(run)
+    assert "run ended at step 7 of 20 (finished)" in said(run)
     speak(run, "error: run=run is in use\n", ago=70)
-    assert "it ended by an error before its first step: run=run is in use" in said(run)
+    assert "run ended before its first step (error): run=run is in use" in said(run)
     speak(run, "finished: all steps are done\ndmjd report\n")
-    assert "it is finished at step 7 of 20: all steps are done -> dmjd report" in said(run)
+    assert "run ended at step 7 of 20 (finished): all steps are done -> dmjd report" in said(run)
+
+
+def test_ranks_that_stopped_without_an_exit_record(run: Path) -> None:
+    for rank in range(2):
+        beat(run, rank, phase="stop")
+    assert "all ranks stopped at step 7, without an exit record: " in said(run)
+    assert "STOP_REASON is absent" in said(run)
+    (run / "STOP_REASON").mkdir()
+    assert "STOP_REASON is a folder" in said(run)
 
 
 def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:
@@ -371,16 +383,16 @@ def test_the_newest_log_counts_and_not_the_last_by_name(run: Path) -> None:
 LINES = {
     "a GPU ran out of memory": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     "the host ran out of memory": "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks",
-    "get shared memory": "ERROR: Unexpected bus error encountered in worker. This might be due to shared memory",
+    "got no shared memory": "ERROR: Unexpected bus error encountered in worker. This might be due to shared memory",
     "a disk was full": "OSError: [Errno 28] No space left on device: 'runs/x'",
     "a GPU failed": "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
-    "until a time-out": "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
+    "a collective timed out": "[rank3]:[E] [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=12)",
     "did not find each other": "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
     "loopback address": "Gloo connectFullMesh failed with [/pytorch/third_party/gloo] timed out connecting",
     "port of the rendezvous": "RuntimeError: The server socket has failed to listen. EADDRINUSE, port: 29500",
-    "a rank died": "RuntimeError: [gloo/transport/tcp/pair.cc:545] Read error [10.0.0.2]:1: Connection reset by peer",
+    "connection to a rank": "[gloo/transport/tcp/pair.cc:545] Read error [10.0.0.2]:1: Connection reset by peer",
     "a node failed": "srun: error: Node failure on n2",
-    "the time limit came": "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-28T06:46:49 DUE TO TIME LIMIT ***",
+    "the time limit": "error: *** JOB 7 ON n1 CANCELLED AT 2026-11-28T06:46:49 DUE TO TIME LIMIT ***",
 }
 
 
@@ -472,7 +484,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, dmjd: Callable[..., tuple[int
 def test_a_finished_run(finished_run: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = dmjd("doctor", str(finished_run))
     assert code == 0
-    assert "it is finished at step 11 of 11" in out
+    assert "run ended at step 11 of 11 (finished)" in out
     assert "newest checkpoint: step-00000011" in out
 
 
@@ -480,7 +492,7 @@ def test_a_finished_run(finished_run: Path, dmjd: Callable[..., tuple[int, str, 
 def test_a_launch_without_a_time_is_passed_over(run: Path, when: str) -> None:
     launch = f'{{"when": {when}, "job": "7", "restart": "0"}}'
     (run / "slurm" / "launches.jsonl").write_text(launch)
-    assert [finding.what for finding in examine(run)][-1] == "it has no checkpoint: a new launch begins anew"
+    assert [finding.what for finding in examine(run)][-1] == "no checkpoint: a new launch starts from scratch"
 
 
 @pytest.mark.parametrize("name", ["launches.jsonl", "last_word-7-0"])

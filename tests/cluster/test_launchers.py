@@ -85,7 +85,7 @@ def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp
     assert image in slurm.asked("srun")
     done = slurm.play("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE="h100")
     assert done.returncode == 2
-    assert "DMJD_SITE=h100 is not a file" in done.stderr
+    assert "DMJD_SITE=h100 is not a readable file" in done.stderr
 
 
 def test_a_task_of_an_array_has_its_own_words_whatever_the_verb(tmp_path: Path) -> None:
@@ -140,14 +140,16 @@ def test_a_shell_that_keeps_the_hosts_name_in_host_does_not_number_hosts(tmp_pat
 def test_a_host_without_gpus_says_so(tmp_path: Path, launcher: str) -> None:
     done = start(f"torchrun/{launcher}", tmp_path, "x=y", HOSTS="2", HEAD="n1")
     assert done.returncode == 2
-    assert done.stderr == "error: nvidia-smi lists no GPUs here; PROCESSES=2, for one, starts as many without\n"
+    assert (
+        done.stderr == "error: nvidia-smi lists no GPUs on this host; set PROCESSES to start processes without GPUs\n"
+    )
     assert done.stdout == ""
 
 
 def test_a_hostfile_that_is_not_there_is_not_this_host_alone(tmp_path: Path) -> None:
     done = start("deepspeed/pretrain.sh", tmp_path, "x=y", HOSTFILE=f"{tmp_path}/hosts")
     assert done.returncode == 2
-    assert f"HOSTFILE={tmp_path}/hosts is not a file" in done.stderr
+    assert f"HOSTFILE={tmp_path}/hosts is not a readable file" in done.stderr
     (tmp_path / "hosts").write_text("# ours\nn1 slots=8\n")
     done = start("deepspeed/pretrain.sh", tmp_path, "x=y", HOSTFILE=f"{tmp_path}/hosts")
     assert done.stdout.split()[:5] == ["--no_local_rank", "--master_port", "29500", "--hostfile", f"{tmp_path}/hosts"]
@@ -198,7 +200,7 @@ def test_an_error_of_all_ranks_is_printed_before_the_launcher_ends_them(
     )
     assert done.returncode == 1
     assert 1 <= done.stderr.count("error: epochs must be") <= 3, done.stderr
-    assert re.search(r"of local rank \d left with exit code 2", done.stderr)
+    assert re.search(r"of local rank \d exited with code 2", done.stderr)
 
 
 @pytest.mark.slow

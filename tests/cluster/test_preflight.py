@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from dmjd.cluster import preflight
-from dmjd.cluster.checks import GIB, Facts, Need, judge, report
+from dmjd.cluster.checks import GIB, Facts, Need, report, run_checks
 from dmjd.cluster.preflight import need
 from dmjd.compose import compose
 from dmjd.parallel.world import World
@@ -50,7 +50,7 @@ NEED = Need(checkpoint=5 * GIB, checkpoints=4, shm=2 * GIB, nccl=True)
 
 
 def test_all_is_well() -> None:
-    checks = judge([WELL, OTHER], NEED)
+    checks = run_checks([WELL, OTHER], NEED)
     assert [check.fix for check in checks] == [""] * len(checks)
     assert "FAILS" not in report(checks)
 
@@ -87,7 +87,7 @@ def test_all_is_well() -> None:
     ],
 )
 def test_what_is_amiss_on_one_node(name: str, found: str, other: Facts) -> None:
-    failed = [check for check in judge([WELL, other], NEED) if check.fix]
+    failed = [check for check in run_checks([WELL, other], NEED) if check.fix]
     assert [check.name for check in failed] == [name]
     assert found in failed[0].found
     assert f"fix: {failed[0].fix}" in report(failed)
@@ -164,14 +164,16 @@ def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -
 
 def test_what_is_amiss_everywhere_is_no_nodes_fault() -> None:
     (data,) = [
-        check for check in judge([replace(WELL, data_error="x"), replace(OTHER, data_error="x")], NEED) if check.fix
+        check
+        for check in run_checks([replace(WELL, data_error="x"), replace(OTHER, data_error="x")], NEED)
+        if check.fix
     ]
-    assert "on every node" in data.fix
+    assert "the same on every node" in data.fix
 
 
 @pytest.mark.parametrize(
     ("body", "says"),
-    [("exec sleep 60", "does not answer within"), ("echo no driver; exit 9", "no driver"), ("exit 2", "")],
+    [("exec sleep 60", "does not respond within"), ("echo no driver; exit 9", "no driver"), ("exit 2", "")],
 )
 def test_a_gpu_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, says: str) -> None:
     program = tmp_path / "nvidia-smi"
@@ -183,9 +185,9 @@ def test_a_gpu_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gpus == []
     assert says in error
     assert bool(says) == bool(error)
-    assert [check.fix for check in judge([replace(WELL, gpus=[], gpu_error=error)], replace(NEED, nccl=False))] == [
-        ""
-    ] * 7
+    assert [
+        check.fix for check in run_checks([replace(WELL, gpus=[], gpu_error=error)], replace(NEED, nccl=False))
+    ] == [""] * 7
 
 
 FAULTS = {
@@ -205,7 +207,7 @@ FAULTS = {
             1: "import shutil\ndef gone(path): raise OSError(116, 'Stale file handle', 'runs/x')\n"
             "shutil.disk_usage = lambda path: gone(path) if 'run' in str(path) else kept(path)"
         },
-        r"FAILS  run folder  \S+: what rank 0 has written there is not seen: runs/x .*Stale file handle",
+        r"FAILS  run folder  \S+: the file that rank 0 has written is not visible: runs/x .*Stale file handle",
     ),
     "data that are gone on one node": (
         {1: "def gone(*words): raise OSError(116, 'Stale file handle', '/data')\npreflight.training_source = gone"},

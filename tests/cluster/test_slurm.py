@@ -145,7 +145,7 @@ def test_a_stopped_rank_a_killed_daemon_a_killed_rank_and_a_dead_node(
         monkeypatch.setenv(name, value)
     found = "\n".join(f"{what} -> {advice}" for what, advice in examine(run, now=time.time() + 120))
     assert f"rank 1 (process {rank} on {node})" in found
-    assert f"is stopped (SIGSTOP): all others wait for it -> on {node}: kill -CONT {rank}" in found
+    assert f"is stopped (SIGSTOP): all other ranks wait for it -> on {node}: kill -CONT {rank}" in found
     assert f"Slurm: job {job} is RUNNING" in found
 
     # A daemon that dies and is started again, as systemd would, takes nothing along.

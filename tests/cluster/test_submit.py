@@ -75,12 +75,12 @@ def test_an_array_is_told_by_its_index_where_each_run_is() -> None:
     job = plan("pretrain", words)
     assert "export DMJD_RUN='runs/lr=1 %a'\n" in job.script
     assert job.folder == Path("runs/lr=1 array")
-    assert job.look == "look with dmjd doctor 'runs/lr=1 %a'", "in the array's own folder is nothing to be seen"
+    assert job.look == "follow it with dmjd doctor 'runs/lr=1 %a'", "in the array's own folder is nothing to be seen"
 
 
 def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
     words = ["experiment=mae_vit_base", "gpus=1", "array=3-4", "seed=%a", "run=runs/${seed}-%a"]
-    with pytest.raises(ConfigError, match="may refer to no word that has %a"):
+    with pytest.raises(ConfigError, match="must not refer to an argument with %a"):
         plan("pretrain", words)
 
 
@@ -96,8 +96,8 @@ def test_an_array_whose_folders_only_the_run_could_tell_is_refused() -> None:
         ("DMJD_REQUEUE=True", "line 1 of SITE: DMJD_REQUEUE must be true or false, got 'True'"),
         ("\nDMJD_RENDEZVOUS=etcd", "line 2 of SITE: DMJD_RENDEZVOUS must be c10d or static, got 'etcd'"),
         ("DMJD_CONTAINR=a.sif", "line 1 of SITE: DMJD_CONTAINR is none of DMJD_GPUS, DMJD_PYTHON, DMJD_CONTAINER"),
-        ("DMJD_IDLE_LIMIT=0", "DMJD_IDLE_LIMIT must be a whole number above 0, got '0'"),
-        ("DMJD_GPUS=eight", "DMJD_GPUS must be a whole number above 0, got 'eight'"),
+        ("DMJD_IDLE_LIMIT=0", "DMJD_IDLE_LIMIT must be an integer above 0, got '0'"),
+        ("DMJD_GPUS=eight", "DMJD_GPUS must be an integer above 0, got 'eight'"),
     ],
 )
 def test_a_site_that_a_job_would_read_otherwise(tmp_path: Path, lines: str, sentence: str) -> None:
@@ -144,8 +144,8 @@ def play_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
             "echo 'sbatch: error: invalid partition: x' >&2; echo 'sbatch: error: failed' >&2; exit 1",
             "sbatch: error: failed",
         ),
-        ("exit 9", "sbatch left with 9 and no word"),
-        ("echo queued", "but says 'queued\\n'; see squeue --me"),
+        ("exit 9", "sbatch exited with code 9 without a message"),
+        ("echo queued", "but 'queued\\n'; see squeue --me"),
     ],
 )
 def test_what_slurm_refuses_is_one_line(
@@ -172,8 +172,8 @@ def test_an_sbatch_that_hangs_is_one_line(
     play_sbatch(f"if [ -e {tmp_path}/first ]; then sleep 20; else touch {tmp_path}/first; echo 7; fi")
     code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=2")
     assert (code, error.count("\n")) == (2, 1)
-    assert "sbatch does not answer within 1 s for " in error
-    assert error.endswith("squeue --me whether the job is queued; submitted so far: 7\n")
+    assert "sbatch did not return within 1 s for " in error
+    assert error.endswith("with squeue --me whether the job is queued; submitted so far: 7\n")
 
 
 def test_variables_of_the_job_that_submits_do_not_reach_the_other(
@@ -220,7 +220,7 @@ def test_in_a_container_its_own_code_runs_under_a_copy_of_the_launchers(tmp_path
     assert f"export DMJD_LAUNCHERS={tmp_path}/copy/launchers" in job.script
     assert "DMJD_START" not in job.script
     assert "DMJD_PYTHON" not in job.script
-    assert any(note.startswith("container: /images/dmjd.sqsh") for note in job.notes)
+    assert any(note.startswith("container: /images/dmjd.sqsh") for note in job.explanation)
     (tmp_path / "site.env").write_text("")
     assert f"export DMJD_START={tmp_path}/copy/start.py" in plan("pretrain", words, tmp_path / "copy").script
 
@@ -236,22 +236,22 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "words", "sentence"),
     [
-        ("train", (), "choose from linprobe, preflight, pretrain"),
+        ("train", (), "'train' cannot be submitted; choose from linprobe, preflight, pretrain"),
         ("pretrain", ("site=nowhere",), "neither a file nor one of a100-40, a100-80, h100"),
-        ("pretrain", ("nodes=two",), "nodes must be a whole number above 0, got 'two'"),
+        ("pretrain", ("nodes=two",), "nodes must be an integer above 0, got 'two'"),
         ("pretrain", ("epocs=3",), "did you mean epochs"),
         ("pretrain", ("nodes=3", "batch_size=128"), "batch_size=128 is not divisible by"),
-        ("pretrain", ("array=0-3", "gpus=1"), "write run=runs/pretrain-%a"),
-        ("pretrain", ("nodes=²",), "nodes must be a whole number above 0, got '²'"),
+        ("pretrain", ("array=0-3", "gpus=1"), "set run=runs/pretrain-%a"),
+        ("pretrain", ("nodes=²",), "nodes must be an integer above 0, got '²'"),
         ("pretrain", ("time=",), "time needs a value of one line, got ''"),
         ("pretrain", ("account=a\n#SBATCH --mem=1",), "account needs a value of one line"),
-        ("pretrain", ("name=a/b", "gpus=1"), "name=a/b: a job's log is named after it"),
-        ("pretrain", ("run=runs/%j", "gpus=1"), "one of Slurm's patterns such as %j"),
-        ("pretrain", ("run=runs/75%%", "gpus=1"), "one of Slurm's patterns such as %j"),
+        ("pretrain", ("name=a/b", "gpus=1"), "name=a/b is part of the log's file name"),
+        ("pretrain", ("run=runs/%j", "gpus=1"), "a file name pattern of Slurm such as %j"),
+        ("pretrain", ("run=runs/75%%", "gpus=1"), "a file name pattern of Slurm such as %j"),
         ("pretrain", ("run=runs/%a", "gpus=1"), "(%a is the index of an array)"),
         ("pretrain", ("seed=%a", "gpus=1"), "seed: Value '%a'"),
-        ("linprobe", ("nodes=2", "checkpoint=nowhere"), "linprobe works on one GPU"),
-        ("pretrain", ("array=0-3", "chain=2"), "chain and array do not go together"),
+        ("linprobe", ("nodes=2", "checkpoint=nowhere"), "linprobe runs on one GPU"),
+        ("pretrain", ("array=0-3", "chain=2"), "chain and array cannot be combined"),
         ("linprobe", ("checkpoint=nowhere",), "neither a run folder with checkpoints nor in one"),
     ],
 )
@@ -273,7 +273,7 @@ def test_words_that_the_run_folder_refuses_are_met_before_the_queue(
 
 def test_without_slurm_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="no sbatch here"):
+    with pytest.raises(ConfigError, match="sbatch is not installed here"):
         submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])
     assert not (tmp_path / "run").exists()
 
@@ -341,7 +341,7 @@ def test_an_interpreter_that_is_none_is_met_before_the_queue(tmp_path: Path, kin
     [
         ("DMJD_PYTHON=/nope/python", "is not on this machine"),
         ("DMJD_PYTHON=false", "does not run on this machine: exit code 1"),
-        ("DMJD_PYTHON=VENV", "lacks on this machine: torch, hydra"),
+        ("DMJD_PYTHON=VENV", "lacks packages on this machine: torch, hydra"),
         ("DMJD_CONTAINER=/nope/dmjd.sif", "is not on this machine"),
         ("DMJD_CONTAINER=registry#dmjd:1", ""),
         (f"DMJD_PYTHON={sys.executable}", ""),
@@ -360,6 +360,6 @@ def test_what_only_compute_nodes_may_have_is_a_warning(
     job = plan("pretrain", [f"site={site}", "gpus=1", f"run={tmp_path}/run", "experiment=demo"])
     if line.endswith("="):  # as if the site did not name it
         assert f"export DMJD_PYTHON={sys.executable}\n" in job.script
-    found = [note for note in job.notes if note.startswith("warning: ")]
+    found = [note for note in job.explanation if note.startswith("warning: ")]
     assert len(found) == bool(warning)
     assert all(f"{line} {warning}" in note for note in found), found

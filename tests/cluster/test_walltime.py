@@ -33,7 +33,7 @@ def test_seconds_as_slurm_counts_them(text: str, seconds: int | None) -> None:
 
 
 ONE_STEP = "is not above time_margin=300 seconds: each launch would stop after one step"
-AT_ONCE = "is not above the 300 seconds of --signal=USR1@300: each launch would be told to stop when it starts"
+AT_ONCE = "is not above the 300 seconds of --signal=USR1@300: each launch would be stopped when it starts"
 
 
 @pytest.mark.parametrize(
