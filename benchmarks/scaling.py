@@ -9,8 +9,8 @@ from typing import Any
 
 from dmjd.config import PlanConfig
 from dmjd.report.cost import PAPER_GPUS
+from dmjd.report.format import ABSENT, hours
 from dmjd.report.table import Column, Table
-from dmjd.report.words import ABSENT, hours
 
 Row = dict[str, Any]
 

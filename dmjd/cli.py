@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dmjd import __version__
 from dmjd.errors import ConfigError, UserError, printable_message
+from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
 from dmjd.redact import redact_output
 
@@ -73,21 +74,10 @@ def _of_checkpoint(arguments: Sequence[str]) -> list[str]:
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    config = compose(command, _of_checkpoint(arguments))
-    from dmjd.evaluate.verbs import VERBS as EVALUATIONS
-
-    record = EVALUATIONS[command](config)
-    print(f"{command} top-1 {record['top1']:.2f} %  ({record['weights']}, step {record['step']})")
-
-
-def _linprobe(arguments: Sequence[str]) -> None:
-    """Linear probe: top-1 accuracy of a linear classifier on frozen features"""
-    _evaluate("linprobe", arguments)
-
-
-def _knn(arguments: Sequence[str]) -> None:
-    """k-nearest-neighbour top-1 accuracy on frozen features"""
-    _evaluate("knn", arguments)
+    record = evaluate(command, compose(command, _of_checkpoint(arguments)))
+    for score, column in EVALUATIONS[command].columns.items():
+        value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
+        print(f"{command}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
 
 
 def _report(arguments: Sequence[str]) -> None:
@@ -221,13 +211,16 @@ def _doctor(arguments: Sequence[str]) -> None:
 
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
     "train": {"pretrain": _pretrain, "demo": _demo, "plan": _plan},
-    "evaluate": {"linprobe": _linprobe, "knn": _knn, "report": _report},
+    "evaluate": {"report": _report},
     "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
     "data": {"shards": _shards},
     "cluster": {"submit": _submit, "preflight": _preflight, "doctor": _doctor},
     "installation": {"ops": _ops},
 }
-"""Commands by group, in the order of the usage page. A command's docstring is its line there."""
+"""Commands by group, in the order of the usage page. A command's docstring is its line there.
+
+The group evaluate begins with the registered evaluations.
+"""
 COMMANDS = {name: run for group in GROUPS.values() for name, run in group.items()}
 
 
@@ -247,15 +240,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     try:
-        if command not in COMMANDS:
-            raise ConfigError(f"no command {command!r}; choose from {', '.join(COMMANDS)}")
+        if command not in COMMANDS and command not in EVALUATIONS:
+            raise ConfigError(f"no command {command!r}; choose from {', '.join((*COMMANDS, *EVALUATIONS))}")
         if "-h" in rest or "--help" in rest:
             print(_help(command, [text for text in rest if text not in ("-h", "--help")]))
         elif "--cfg" in rest:
             print(_resolved(command, [text for text in rest if text != "--cfg"]), end="")
         else:
             with _recorded_exit():
-                COMMANDS[command](rest)
+                _evaluate(command, rest) if command in EVALUATIONS else COMMANDS[command](rest)
     except UserError as error:
         return 2 if error.reported else _fail(str(error), 2)
     except ModuleNotFoundError as error:
@@ -334,17 +327,18 @@ def _usage() -> str:
         "  dmjd --version                   print the version",
     ]
     for group, commands in GROUPS.items():
-        lines += ["", group, *(f"  {name:11} {_summary(name)}" for name in commands)]
+        names = [*EVALUATIONS, *commands] if group == "evaluate" else commands
+        lines += ["", group, *(f"  {name:11} {_summary(name)}" for name in names)]
     return "\n".join(lines)
 
 
 def _summary(command: str) -> str:
-    return (COMMANDS[command].__doc__ or "").strip()
+    return EVALUATIONS[command].summary if command in EVALUATIONS else (COMMANDS[command].__doc__ or "").strip()
 
 
 def _help(command: str, arguments: Sequence[str]) -> str:
     lines = [f"dmjd {command}: {_summary(command)}"]
-    from dmjd.compose import SCHEMAS
+    from dmjd.config import SCHEMAS
     from dmjd.manual import page
 
     if command in SCHEMAS:
@@ -364,7 +358,8 @@ def _help(command: str, arguments: Sequence[str]) -> str:
 
 
 def _resolved(command: str, arguments: Sequence[str]) -> str:
-    from dmjd.compose import SCHEMAS, compose, to_yaml
+    from dmjd.compose import compose, to_yaml
+    from dmjd.config import SCHEMAS
 
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")

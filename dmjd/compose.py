@@ -24,18 +24,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import (
-    RENAMED,
-    ConsolidateConfig,
-    ConvertConfig,
-    ExportConfig,
-    KnnConfig,
-    LinprobeConfig,
-    PlanConfig,
-    PretrainConfig,
-    check_fields,
-    expand_paths,
-)
+from dmjd.config import RENAMED, SCHEMAS, PretrainConfig, check_fields, expand_paths
 from dmjd.errors import ConfigError
 from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
@@ -43,17 +32,6 @@ from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
 logger = logging.getLogger("dmjd")
-
-SCHEMAS: dict[str, type] = {
-    "pretrain": PretrainConfig,
-    "plan": PlanConfig,
-    "linprobe": LinprobeConfig,
-    "knn": KnnConfig,
-    "export": ExportConfig,
-    "consolidate": ConsolidateConfig,
-    "convert": ConvertConfig,
-}
-"""Command -> its configuration class; ``configs/COMMAND.yaml`` holds its defaults list."""
 
 DESCRIBING = ("experiment", "backbone")
 """Groups of pre-training that describe the model of a file of weights to other commands."""

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dmjd.compose import compose
-from dmjd.config import KnnConfig, LinprobeConfig, PretrainConfig
+from dmjd.config import PretrainConfig
 from dmjd.data.build import build_dataset, resolve_auto
-from dmjd.evaluate.verbs import knn, linprobe
+from dmjd.evaluate import evaluate
+from dmjd.evaluate.knn import KnnConfig
+from dmjd.evaluate.linprobe import LinprobeConfig
 from dmjd.report import write_report
 from dmjd.train.loop import pretrain
 
@@ -45,10 +47,12 @@ def demo(overrides: Sequence[str]) -> None:
     common: dict[str, Any] = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device}
     common["train_images"] = TRAIN_IMAGES.get(experiment)
     scores: list[tuple[str, Callable[[str], float]]] = [
-        ("kNN", lambda weights: knn(KnnConfig(**common, weights=weights))["top1"]),
+        ("kNN", lambda weights: evaluate("knn", KnnConfig(**common, weights=weights))["top1"]),
         (
             "linear probe",
-            lambda weights: linprobe(LinprobeConfig(**common, **PROBE[experiment], weights=weights))["top1"],
+            lambda weights: evaluate("linprobe", LinprobeConfig(**common, **PROBE[experiment], weights=weights))[
+                "top1"
+            ],
         ),
     ]
     for name, score in scores:

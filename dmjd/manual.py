@@ -15,8 +15,8 @@ from shutil import get_terminal_size
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from dmjd.compose import SCHEMAS, dataclass_of, groups_of, values
-from dmjd.config import PretrainConfig
+from dmjd.compose import dataclass_of, groups_of, values
+from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.config.fields import allowed
 from dmjd.errors import ConfigError
 from dmjd.redact import redact

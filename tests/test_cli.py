@@ -18,6 +18,7 @@ from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import Diverged, UserError
+from dmjd.evaluate import EVALUATIONS
 from dmjd.ops import status
 from dmjd.runs import checkpoint
 
@@ -57,13 +58,14 @@ def test_help_lists_every_command_once_in_its_group(dmjd: Command, words: tuple[
     assert (code, err) == (0, "")
     blocks = [block.splitlines() for block in out.split("\n\n")[2:]]
     assert {block[0]: [line.split()[0] for line in block[1:]] for block in blocks} == {
-        group: list(commands) for group, commands in cli.GROUPS.items()
+        group: [*EVALUATIONS, *commands] if group == "evaluate" else list(commands)
+        for group, commands in cli.GROUPS.items()
     }
     assert all(len(line.split()) > 3 for block in blocks for line in block[1:]), "a command's line explains it"
     assert max(map(len, out.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", [*cli.COMMANDS, *EVALUATIONS])
 def test_every_command_has_help(dmjd: Command, command: str) -> None:
     code, out, err = dmjd(command, "--help")
     assert (code, err) == (0, "")

@@ -6,8 +6,9 @@ from dataclasses import fields
 import pytest
 
 from dmjd.compose import compose, from_yaml, to_yaml
-from dmjd.config import RENAMED, DataConfig, KnnConfig, PretrainConfig
+from dmjd.config import RENAMED, DataConfig, PretrainConfig
 from dmjd.errors import ConfigError
+from dmjd.evaluate.knn import KnnConfig
 from dmjd.resources import configs_dir
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))

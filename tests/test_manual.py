@@ -7,11 +7,13 @@ from typing import get_type_hints
 
 import pytest
 
-from dmjd.compose import DESCRIBING, SCHEMAS, compose, dataclass_of, groups, values
+from dmjd.compose import DESCRIBING, compose, dataclass_of, groups, values
+from dmjd.config import SCHEMAS
+from dmjd.evaluate import EVALUATIONS
 from dmjd.manual import meanings, page
 
-REQUIRED = {"knn": ["checkpoint=x"], "linprobe": ["checkpoint=x"], "export": ["checkpoint=x"]}
-REQUIRED |= {"consolidate": ["checkpoint=x"], "convert": ["input=x", "output=y"]}
+REQUIRED = {name: ["checkpoint=x"] for name in (*EVALUATIONS, "export", "consolidate")}
+REQUIRED |= {"convert": ["input=x", "output=y"]}
 
 
 def leaves(value: object, prefix: str = "") -> set[str]:
@@ -28,7 +30,7 @@ def shown(lines: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: str) -> None:
-    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in ("knn", "linprobe") else [])]
+    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in EVALUATIONS else [])]
     config = compose(command, overrides)
     found = shown(page(command, overrides))
     assert found.keys() == leaves(asdict(config)) - {"model"}  # which is described by groups of pre-training

@@ -1,7 +1,7 @@
 """``dmjd submit COMMAND key=value ...``: submit a command of dmjd as a Slurm job.
 
-The batch script is launchers/slurm/COMMAND.sbatch with its header filled in and the arguments written into it. It is
-kept in the run folder and can be submitted again as it is.
+The batch script is launchers/slurm/COMMAND.sbatch, or evaluate.sbatch for an evaluation, with its header filled in and
+the arguments written into it. It is kept in the run folder and can be submitted again as it is.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
 from dmjd.errors import ConfigError, StorageError
+from dmjd.evaluate import EVALUATIONS
 from dmjd.files import at_home, replace_file
 from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
@@ -79,7 +80,7 @@ class Job:
 
 def verbs() -> list[str]:
     """The commands that can be submitted."""
-    return sorted(path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch"))
+    return ["pretrain", "preflight", *EVALUATIONS]
 
 
 def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
@@ -99,7 +100,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     own = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS]
     options = _options(arguments)
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    template = (launchers_dir() / "slurm" / f"{command}.sbatch").read_text()
+    script_name = EVALUATIONS[command].script if command in EVALUATIONS else command
+    template = (launchers_dir() / "slurm" / f"{script_name}.sbatch").read_text()
     header = {**_header(template), **site_header(site)}
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
     trains = command in ("pretrain", "preflight")
@@ -146,6 +148,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
+    if command in EVALUATIONS:
+        own.insert(0, command)
     script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
     redacted = {name: value and redact(value) for name, value in header.items()}

@@ -5,7 +5,7 @@ Combinations of values are checked by :mod:`dmjd.builders`, which has the object
 """
 
 from dmjd.config.data import DataConfig
-from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, ExportConfig, KnnConfig, LinprobeConfig
+from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig
 from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
 from dmjd.config.model import (
     BackboneConfig,
@@ -22,6 +22,7 @@ from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 __all__ = [
     "RENAMED",
+    "SCHEMAS",
     "BackboneConfig",
     "ConsolidateConfig",
     "ConvStagesConfig",
@@ -29,10 +30,9 @@ __all__ = [
     "DataConfig",
     "DecoderConfig",
     "EngineConfig",
+    "EvaluationConfig",
     "ExportConfig",
     "GuardConfig",
-    "KnnConfig",
-    "LinprobeConfig",
     "MaskConfig",
     "MethodConfig",
     "OnlineKnnConfig",
@@ -46,3 +46,12 @@ __all__ = [
     "expand_paths",
     "first_difference",
 ]
+
+SCHEMAS: dict[str, type] = {
+    "pretrain": PretrainConfig,
+    "plan": PlanConfig,
+    "export": ExportConfig,
+    "consolidate": ConsolidateConfig,
+    "convert": ConvertConfig,
+}
+"""Command -> its configuration class; ``configs/COMMAND.yaml`` has its defaults list. Evaluations register theirs."""

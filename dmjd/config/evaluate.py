@@ -1,11 +1,11 @@
-"""Evaluation, export and conversion of checkpoints."""
+"""Configurations of commands that read a checkpoint. Each evaluation keeps its own in its module."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, number, numbers, path, positive
+from dmjd.config.fields import choice, number, path
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -29,7 +29,7 @@ class EncoderConfig:
 
 
 @dataclass
-class ScoreConfig(EncoderConfig):
+class EvaluationConfig(EncoderConfig):
     """Evaluation of frozen features.
 
     output: Folder of the score's JSON file. Default: the run folder; for a file of weights, a folder named like the
@@ -37,56 +37,13 @@ class ScoreConfig(EncoderConfig):
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
     train_images: Maximum number of training images, evenly spaced. null: all.
     root: Folder of the images, if they have moved since pre-training. data.root=DIR without data=NAME sets this key.
+    workers: DataLoader workers.
+    device: auto: CUDA if available, else CPU.
     """
 
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
     root: str | None = path()
-
-
-@dataclass
-class KnnConfig(ScoreConfig):
-    """Weighted k-nearest-neighbour classification on frozen features.
-
-    neighbours: Number of neighbours (k).
-    temperature: Softmax temperature of the neighbours' cosine similarities.
-    batch_size: Images per forward pass.
-    workers: DataLoader workers.
-    device: auto: CUDA if available, else CPU.
-    """
-
-    neighbours: int = positive(20)
-    temperature: float = positive(0.07)
-    batch_size: int = positive(256)
-    workers: int = number(8, least=0)
-    device: str = choice("auto", "cpu", "cuda")
-    data: DataConfig | None = None
-
-
-@dataclass
-class LinprobeConfig(ScoreConfig):
-    """Linear probe as in MAE: BatchNorm without affine parameters and a linear layer on frozen features, trained with
-    LARS.
-
-    epochs: Training epochs of the probe.
-    warmup_epochs: Epochs of linear learning-rate warm-up.
-    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256.
-    batch_size: Images per step.
-    augment: Train on a new random crop and flip of each image in every epoch. false: compute the features once.
-    crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale
-        belongs to pre-training and is ignored here.
-    seed: Random seed of initialisation, sample order and crops.
-    workers: DataLoader workers.
-    device: auto: CUDA if available, else CPU.
-    """
-
-    epochs: int = positive(90)
-    warmup_epochs: int = number(10, least=0)
-    base_lr: float = positive(0.1)
-    batch_size: int = positive(16384)
-    augment: bool = True
-    crop_scale: list[float] = numbers(0.08, 1.0, length=2, above=0, most=1)
-    seed: int = number(0, least=0, below=2**32)
     workers: int = number(8, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None

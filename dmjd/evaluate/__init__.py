@@ -1,1 +1,12 @@
-"""Linear probe and kNN: what the frozen features of an encoder are worth."""
+"""Evaluations of frozen encoders, export to timm and conversion of checkpoints. Importing the package imports no torch.
+
+An evaluation is one module, listed below, and one file of defaults in configs/ (:class:`~dmjd.evaluate.Evaluation`).
+"""
+
+from dmjd.evaluate import knn, linprobe
+from dmjd.evaluate.registry import EVALUATIONS, Column, Context, Evaluation, Scores, evaluate, register
+
+for module in (knn, linprobe):
+    register(module.EVALUATION)
+
+__all__ = ["EVALUATIONS", "Column", "Context", "Evaluation", "Scores", "evaluate", "register"]

@@ -1,4 +1,4 @@
-"""``dmjd convert``: a checkpoint of one code base as a file for another."""
+"""``dmjd convert``: convert a checkpoint between the layouts of code bases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("dmjd")
 
 @dataclass(frozen=True)
 class Converted:
-    """source, target: names of layouts. left_out: our names of what the target has no place for."""
+    """source, target: names of layouts. left_out: our names of weights that the target layout does not have."""
 
     path: Path
     source: str
@@ -41,10 +41,10 @@ class Converted:
 
 
 def convert(config: ConvertConfig) -> Converted:
-    """Write ``config.input`` in the layout ``config.to`` to ``config.output``, whole or not at all.
+    """Write ``config.input`` in the layout ``config.to`` to ``config.output``, atomically.
 
     Raises:
-        ConfigError: if the output cannot be what it is called.
+        ConfigError: if the output has another suffix or cannot be written.
         CheckpointError: if the input cannot be read, has unknown or missing names, or does not fit the target.
     """
     output = Path(config.output)
@@ -62,7 +62,7 @@ def convert(config: ConvertConfig) -> Converted:
         weights = with_bias_tables(weights, kind, grid, new)
         written, left_out = target.write(weights)
     if left_out:
-        logger.info("left out, for %s has no place for it: %s", target.name, _branches(left_out))
+        logger.info("left out, not in the layout of %s: %s", target.name, _branches(left_out))
     header = {"format": "pt", "layout": target.name, "from": source.name}
     if at := new or grid:
         header[GRID] = f"{at[0]}x{at[1]}"
@@ -72,7 +72,7 @@ def convert(config: ConvertConfig) -> Converted:
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """A sentence about names and shapes is about this file."""
+    """Put ``path`` in front of an error about names and shapes."""
     try:
         yield
     except CheckpointError as error:
@@ -82,28 +82,28 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def _branches(names: list[str]) -> str:
-    """What is left out for people: branches of pre-training with a count, weights of the encoder by name."""
+    """Left-out weights for the log: parts of pre-training with a count, weights of the encoder by name."""
     counts = Counter(name.partition(".")[0] for name in names if not name.startswith("encoder."))
     encoder = [name for name in names if name.startswith("encoder.")]
-    words = [f"{branch} ({count} tensors)" for branch, count in counts.items()]
-    return ", ".join(words + ([summary(encoder)] if encoder else []))
+    branches = [f"{branch} ({count} tensors)" for branch, count in counts.items()]
+    return ", ".join(branches + ([summary(encoder)] if encoder else []))
 
 
 def _check_output(output: Path, source: Path) -> None:
     if output.suffix not in SUFFIXES:
-        raise ConfigError(f"output={output} must end in one of {', '.join(SUFFIXES)}, which tells the format")
+        raise ConfigError(f"output={output} must end in one of {', '.join(SUFFIXES)}, which sets the format")
     if not output.parent.is_dir():
-        raise ConfigError(f"output={output}: {output.parent} is not a folder; make it, or name another")
+        raise ConfigError(f"output={output}: {output.parent} is not a folder; create it, or set another")
     if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"output={output}: {output.parent} cannot be written to; name another folder")
+        raise ConfigError(f"output={output}: {output.parent} is not writable; set another folder")
     if output.is_dir():
-        raise ConfigError(f"output={output} is a folder; name a file")
+        raise ConfigError(f"output={output} is a folder; set a file")
     if output.exists() and source.exists() and output.samefile(source):
-        raise ConfigError(f"output={output} is the input; name another file")
+        raise ConfigError(f"output={output} is the input; set another file")
 
 
 def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None]:
-    """The state, its layout, and the grid of its positions as far as it is known."""
+    """The state, its layout, and the grid of its positions if it is known."""
     path = Path(config.input)
     grid = _pair(config.source_grid)
     if path.is_dir():
@@ -117,18 +117,18 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     if config.source != "auto":
         return state, LAYOUTS[config.source], grid
     layout, fitting = detect(state)
-    same = f"; {', '.join(fitting[1:])} would be read alike" if len(fitting) > 1 else ""
-    logger.info("%s: %s, by all of its %d names%s", path, layout.name, len(state), same)
+    same = f"; {', '.join(fitting[1:])} would give the same weights" if len(fitting) > 1 else ""
+    logger.info("%s: layout %s, detected from all of its %d names%s", path, layout.name, len(state), same)
     return state, layout, grid
 
 
 def _model_in(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint of ours, by the names of the layout."""
+    """Weights of a checkpoint of ours under our names."""
     return {name.removeprefix("model."): value for name, value in read_model(path).items()}
 
 
 def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:
-    """Positions that files of ``target`` hold; ours, and timm's model of a ConViT, compute them."""
+    """Positions that files of ``target`` hold; ours, and timm's model of a ConvViT, compute them."""
     convit = "encoder.patch_embed1.proj.weight" in weights
     return () if target == "ours" or (target == "timm" and convit) else (POSITIONS, DECODER_POSITIONS)
 

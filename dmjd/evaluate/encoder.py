@@ -1,4 +1,4 @@
-"""The frozen encoder inside a checkpoint, and the data it is judged on."""
+"""The frozen encoder of a checkpoint and the data that it is evaluated on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dmjd.builders import build_encoder, build_objective, check_data, target_dim
 from dmjd.builders.average import ENCODER
 from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
-from dmjd.config import DataConfig, KnnConfig, LinprobeConfig, PretrainConfig
+from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
 from dmjd.data.build import build_dataset, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.loader import evaluation_loader
@@ -33,13 +33,13 @@ logger = logging.getLogger("dmjd")
 
 @dataclass(frozen=True)
 class FrozenEncoder:
-    """An encoder on its device, with what is needed to feed it.
+    """An encoder on its device, with its data.
 
-    trained: what it was trained as; text: the same, as it was written.
-    step: optimizer steps behind the weights; 0 for untrained ones, and for files, which do not tell.
-    path: the checkpoint's folder, or the file.
-    run: the folder of the run that trained it; of a file, its name without the suffix, which need not be there; of a
-        checkpoint that was taken out of its run, itself.
+    trained: the configuration of its pre-training; text: the same as YAML.
+    step: optimizer steps of the weights; 0 for untrained weights and for files, which do not record it.
+    path: the checkpoint folder, or the file.
+    run: the folder of the run that trained it; for a file, its name without the suffix, which may not exist; for a
+        checkpoint that was moved out of its run, the checkpoint.
     """
 
     encoder: Encoder
@@ -54,13 +54,13 @@ class FrozenEncoder:
 
     @property
     def source(self) -> str:
-        """What the encoder is judged on, in a few words that tell two data sets apart."""
+        """Name, folder and size of the images, which identify the data set among settings."""
         where = f" in {shown(self.data.root)}" if self.data.root else ""
         return f"{self.data.name}{where}, {self.size[0]}x{self.size[1]}"
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
-        # A score over other images would be another score: none may be bad, and none is substituted.
+        # Substitutes for bad images would make it another score.
         dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
         return dataset if count is None else EvenSubset(dataset, count)
 
@@ -76,18 +76,18 @@ class FrozenEncoder:
         )
 
 
-def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
-    """The encoder of ``config.checkpoint``; "untrained" weights are those its run began with, "ema" the average.
+def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
+    """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average.
 
     Raises:
         CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
-        ConfigError: if a file's model is not named, or a run's is; if ``config.data`` has another number of channels or
-            a size that the encoder cannot read, or pooling asks for an absent cls token.
+        ConfigError: if the model is described for a run, or not for a file; if ``config.data`` has another number of
+            channels or a size that the encoder cannot read; if pooling=cls and there is no cls token.
     """
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint")
     trained, text = _model_of(path, config)
-    data = _judged_data(path, trained, config.data, config.root)
+    data = _evaluation_data(path, trained, config.data, config.root)
     encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
     encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
@@ -96,10 +96,10 @@ def load_encoder(config: KnnConfig | LinprobeConfig) -> FrozenEncoder:
     with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
-    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, RunFolder(_home_of(path)))
+    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, RunFolder(_run_of(path)))
 
 
-def _home_of(path: Path) -> Path:
+def _run_of(path: Path) -> Path:
     if path.is_file():
         return path.with_suffix("")
     return path.parent.parent if path.parent.name == checkpoint.FOLDER else path
@@ -112,7 +112,7 @@ def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
         load_weights(objective, folder)
     elif trained.init is not None:
         raise ConfigError(
-            f"weights=untrained: this run began from init={trained.init}; evaluate that checkpoint instead"
+            f"weights=untrained: this run was initialised from init={trained.init}; evaluate that checkpoint instead"
         )
     encoder = objective.model.encoder
     if which == "ema":
@@ -121,9 +121,9 @@ def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
 
 
 def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
-    """Without the branches of pre-training, about which a file need not know anything."""
+    """The encoder alone: a file need not have the decoder or other parts of pre-training."""
     if which == "untrained":
-        raise ConfigError(f"weights=untrained: {path} is a file, and only a run knows what it began with")
+        raise ConfigError(f"weights=untrained needs a run, which records its initial weights, and {path} is a file")
     with config_section("backbone"):
         encoder = build_encoder(model)
     logger.info("weights of %s", load_encoder_weights(encoder, path))
@@ -139,30 +139,30 @@ def _load_average(encoder: Encoder, path: Path) -> None:
     encoder.load_state_dict({name.removeprefix(ENCODER): value for name, value in average.items()})
 
 
-def _model_of(path: Path, config: KnnConfig | LinprobeConfig) -> tuple[PretrainConfig, str]:
-    """What the weights at ``path`` are of, as an object and as text."""
+def _model_of(path: Path, config: EvaluationConfig) -> tuple[PretrainConfig, str]:
+    """The configuration of the model at ``path``, as an object and as YAML."""
     if path.is_file():
         if config.model is None:
             raise ConfigError(
-                f"checkpoint={path} is a file, which does not say what model it is of: add experiment=NAME, such as "
+                f"checkpoint={path} is a file, which does not describe its model: add experiment=NAME, such as "
                 "mae_vit_base, and backbone.KEY=VALUE where it differs"
             )
-        # For the images it is judged on: tables of positions are interpolated once, to their grid.
+        # With the data of the evaluation, so that tables of positions are interpolated once, to its grid.
         model = config.model if config.data is None else replace(config.model, data=config.data)
         return model, to_yaml(model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
     content = read_file(path / CONFIG)
     stored = from_yaml(PretrainConfig, content, path / CONFIG)
-    return RunFolder(_home_of(path)).with_stored_data(stored), content.decode()
+    return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()
 
 
-def _judged_data(path: Path, trained: PretrainConfig, other: DataConfig | None, root: str | None) -> DataConfig:
-    """The images of pre-training, or others that have as many channels and can be cut into patches; in ``root``."""
+def _evaluation_data(path: Path, trained: PretrainConfig, other: DataConfig | None, root: str | None) -> DataConfig:
+    """The data of pre-training, or other data with as many channels and a size divisible by the patch; in ``root``."""
     data = trained.data if other is None else other
     if data is trained.data and data.name == "auto" and path.is_dir():
         raise ConfigError(
-            f"{path} stores data=auto and does not tell which data set that was; add data=fashion_mnist or data=digits"
+            f"{path} stores data=auto, not the data set that it was; add data=fashion_mnist or data=digits"
         )
     data = resolve_auto(data if root is None else replace(data, root=root))
     if other is not None and other.name == "auto" and path.is_dir() and data.name != trained.data.name:
@@ -174,4 +174,4 @@ def _judged_data(path: Path, trained: PretrainConfig, other: DataConfig | None, 
         raise ConfigError(f"data.channels={data.channels}, but the encoder was trained on {trained.data.channels}")
     token_grid(replace(trained, data=data))
     check_data(data)
-    return replace(data, second_size=None)  # that of a target, which nothing is predicted of here
+    return replace(data, second_size=None)  # the size of a target's images, which evaluations do not use

@@ -1,4 +1,4 @@
-"""``dmjd export``: the encoder of a checkpoint as a file for timm, put in place once timm was seen to agree with it."""
+"""``dmjd export``: the encoder of a checkpoint as a file for timm, verified against timm's features."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save
 
 import dmjd
-import dmjd.models.convit  # registers ConViT with timm
-from dmjd.config import ExportConfig, KnnConfig
+import dmjd.models.convit  # registers ConvViT with timm
+from dmjd.config import EvaluationConfig, ExportConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.files import obstacle, printable, standing_place
@@ -26,19 +26,19 @@ from dmjd.models.masked_image_model import Encoder
 logger = logging.getLogger("dmjd")
 
 FOLDER = "export"
-SUFFIX = ".safetensors"  # by which timm tells the format
+SUFFIX = ".safetensors"  # timm reads the format from it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 TOLERANCE = 1e-5
-"""Largest difference of two features, in parts of the largest feature."""
+"""Largest difference of two features, relative to the largest feature."""
 
 
 def export(config: ExportConfig) -> Path:
-    """Write the encoder of ``config.checkpoint`` for timm, and beside it a sidecar that says how to load it.
+    """Write the encoder of ``config.checkpoint`` for timm, and a JSON file beside it with the call that loads it.
 
-    The sidecar (see :func:`sidecar`) holds ``architecture`` and ``arguments``:
-    ``timm.create_model(architecture, checkpoint_path=file, **arguments)``. The header of the file holds the same under
-    ``dmjd``. A file of that name is replaced, whole or not at all.
+    :func:`sidecar` holds ``architecture`` and ``arguments`` of
+    ``timm.create_model(architecture, checkpoint_path=file, **arguments)``; so does the file's header under ``dmjd``.
+    An existing file is replaced atomically.
 
     Returns:
         The file: ``config.output``, or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``.
@@ -46,12 +46,12 @@ def export(config: ExportConfig) -> Path:
     Raises:
         CheckpointError, ConfigError: as :func:`~dmjd.evaluate.encoder.load_encoder`.
         ConfigError: if ``config.output`` cannot be written.
-        UserError: if timm's features from the file differ from the encoder's, or are not finite; nothing is left then.
+        UserError: if timm's features from the file differ from the encoder's, or are not finite; no file is written.
     """
     if config.output is not None:
         _check_output(config.output)
     frozen = load_encoder(
-        KnnConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
+        EvaluationConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
     )
     trained = frozen.trained
     encoder = frozen.encoder.to(DTYPES[config.dtype])
@@ -75,48 +75,48 @@ def export(config: ExportConfig) -> Path:
     name = f"encoder-{config.weights}-step{frozen.step:08d}-{config.dtype}{SUFFIX}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
     if path.exists() and path.samefile(frozen.path):
-        raise ConfigError(f"output={path} is the checkpoint, of which the encoder alone would be left; name another")
+        raise ConfigError(f"output={path} is the checkpoint, which would be overwritten; set another")
     for place, is_folder in ((path.parent, True), (path, False), (sidecar(path), False)):
         if what := obstacle(place, folder=is_folder):
-            raise ConfigError(f"{place} is {what}; move it away, or name a file elsewhere with output=FILE{SUFFIX}")
+            raise ConfigError(f"{place} is {what}; move it away, or set another file with output=FILE{SUFFIX}")
     standing = standing_place(frozen.run.path if config.output is None else path.parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"{standing} cannot be written to; name a file elsewhere with output=FILE{SUFFIX}")
+        raise ConfigError(f"{standing} is not writable; set another file with output=FILE{SUFFIX}")
     if printable(str(standing)) != str(standing):
         raise ConfigError(
-            f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; "
-            f"name a file elsewhere with output=FILE{SUFFIX}"
+            f"{printable(str(standing))} is not UTF-8, which safetensors needs; set another file with "
+            f"output=FILE{SUFFIX}"
         )
     with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
         draft = Path(scratch) / path.name
-        # One entry, whose order cannot vary, and bytes, whose file has the usual rights where save_file's is private.
+        # One entry, so that the order is fixed; not save_file, whose file only its owner can read.
         draft.write_bytes(save(state, metadata={"dmjd": json.dumps(card)}))
         sidecar(draft).write_text(json.dumps(card, indent=1))
-        # In float32 again: what is compared is the weights as they were rounded, not the arithmetic of a half type.
+        # In float32: the comparison is of the rounded weights, not of half-precision arithmetic.
         _verify(draft, call, encoder.float())
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A process killed here leaves weights without a sidecar, never weights with that of others.
+        # A process killed here leaves weights without a sidecar, never with the sidecar of other weights.
         sidecar(path).unlink(missing_ok=True)
         draft.replace(path)
         sidecar(draft).replace(sidecar(path))
     if left_out:
-        logger.info("left out: %s, which timm's model has no place for", ", ".join(left_out))
+        logger.info("left out: %s, which timm's model does not have", ", ".join(left_out))
     return path
 
 
 def sidecar(path: Path) -> Path:
-    """``NAME.safetensors`` -> ``NAME.safetensors.json``, which no other file is called."""
+    """The JSON file beside an export: ``NAME.safetensors`` -> ``NAME.safetensors.json``."""
     return path.with_name(f"{path.name}.json")
 
 
 def _check_output(output: str) -> None:
     path = Path(output)
     if path.suffix != SUFFIX:
-        raise ConfigError(f"output={output} must end in {SUFFIX}, by which timm tells the format")
+        raise ConfigError(f"output={output} must end in {SUFFIX}, from which timm reads the format")
     if not path.parent.is_dir():
-        raise ConfigError(f"output={output}: {path.parent} is not a folder; make it, or name another")
+        raise ConfigError(f"output={output}: {path.parent} is not a folder; create it, or set another")
     if path.is_dir():
-        raise ConfigError(f"output={output} is a folder; name a file")
+        raise ConfigError(f"output={output} is a folder; set a file")
 
 
 def _verify(path: Path, call: TimmCall, encoder: Encoder) -> None:
@@ -129,11 +129,11 @@ def _verify(path: Path, call: TimmCall, encoder: Encoder) -> None:
         expected, found = encoder(images), model.forward_features(images)
     if not bool(expected.isfinite().all()):
         raise UserError(
-            "the encoder's features hold NaN or infinity: export an earlier checkpoint, or in a wider dtype than fp16"
+            "the encoder's features hold NaN or infinity: export an earlier checkpoint, or with dtype=fp32 or bf16"
         )
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= TOLERANCE:  # NaN is no agreement either
+    if not difference <= TOLERANCE:  # true for NaN
         raise UserError(
-            f"timm {timm.__version__} computes other features from the export than the encoder does (relative "
-            f"difference {difference:.1e}, at most {TOLERANCE:.0e} is allowed), so nothing was written"
+            f"timm {timm.__version__} computes other features from the export than the encoder (relative difference "
+            f"{difference:.1e}, at most {TOLERANCE:.0e} is allowed), so no file was written"
         )

@@ -1,4 +1,4 @@
-"""Frozen features: what a trained encoder says about every image of a data set."""
+"""Frozen features: one vector per image of a data set, pooled from the tokens of a trained encoder."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
-from dmjd.errors import DataError, UserError
-from dmjd.evaluate.pooling import pool
+from dmjd.errors import ConfigError, DataError, UserError
 from dmjd.ops.images import normalise
 
+FEATURE_BATCH = 256
+"""Images per forward pass; results do not depend on it."""
+POOLINGS = ("mean", "cls")
+"""``mean`` of the patch tokens (ConvMAE, DMJD), or the ``cls`` token (MAE)."""
 _HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
@@ -35,7 +38,7 @@ class Features:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; outside, every submodule gets its own mode back (a frozen part keeps being frozen)."""
+    """Evaluation mode inside; every submodule's own mode is restored afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -58,17 +61,17 @@ def encode(
 
     Args:
         encoder: ``images [B,C,H,W] -> tokens [B, prefix + N, D]``, with an attribute ``num_prefix_tokens``. It runs in
-            evaluation mode and without gradients, and is handed back in the mode it came in.
+            evaluation mode and without gradients; its training mode is restored.
         images: uint8 ``[B, H, W, C]`` on the encoder's device.
         mean, std: per channel, of images scaled to [0, 1].
-        pooling: one of :data:`dmjd.evaluate.pooling.POOLINGS`.
+        pooling: one of :data:`POOLINGS`.
         precision: of the forward pass; bfloat16 and float16 run under autocast.
 
     Returns:
         float32 ``[B, D]``.
 
     Raises:
-        ConfigError: for a pooling that the encoder cannot give.
+        ConfigError: for an unknown pooling, and for ``cls`` with an encoder without a cls token.
     """
     autocast = torch.autocast(images.device.type, dtype=precision, enabled=precision in _HALF_PRECISIONS)
     # no_grad, not inference_mode: a probe trains on these tensors, and autograd refuses to save inference tensors.
@@ -78,17 +81,36 @@ def encode(
     return pool(tokens.float(), cast(int, encoder.num_prefix_tokens), pooling)
 
 
-def require_labels(labels: Tensor, num_classes: int | None = None) -> None:
-    """Refuse labels that no classifier can use.
+def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:
+    """One vector per image.
+
+    Args:
+        tokens: ``[B, prefix + N, D]``, after the encoder's final norm.
+        num_prefix_tokens: leading tokens that are not patches; the first of them is the cls token.
+        how: one of :data:`POOLINGS`.
+
+    Returns:
+        ``[B, D]`` in ``tokens``' dtype.
 
     Raises:
-        DataError: if a label is negative (the data set has none) or not below ``num_classes``.
+        ConfigError: for another ``how``, and for ``cls`` without a cls token: token 0 would be the top-left patch.
     """
+    if how == "mean":
+        return tokens[:, num_prefix_tokens:].mean(dim=1)
+    if how != "cls":
+        raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}, got {how!r}")
+    if num_prefix_tokens == 0:
+        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
+    return tokens[:, 0]
+
+
+def require_labels(labels: Tensor, num_classes: int | None = None) -> None:
+    """Raise DataError if a label is negative (the data set has no labels) or not below ``num_classes``."""
     if labels.numel() == 0:
         return
     low, high = int(labels.min()), int(labels.max())
     if low < 0:
-        raise DataError("this data set has no labels, and kNN and linear probes need a class for every image")
+        raise DataError("this data set has no labels; kNN and linear probes need a class for every image")
     if num_classes is not None and high >= num_classes:
         raise DataError(f"labels must be below num_classes={num_classes}, got {high}")
 
@@ -112,7 +134,7 @@ def extract_features(
 
     Raises:
         DataError: if the loader is empty or an image has no label.
-        UserError: if a feature is not finite, since every score computed from it would be meaningless.
+        UserError: if a feature is not finite.
     """
     values: list[Tensor] = []
     labels: list[Tensor] = []
@@ -122,7 +144,7 @@ def extract_features(
         values.append(encode(encoder, images, mean=mean, std=std, pooling=pooling, precision=precision).cpu())
         labels.append(batch.labels.cpu())
     if not values:
-        raise DataError("the data to evaluate on holds no images")
+        raise DataError("the data set to evaluate on has no images")
     features = Features(torch.cat(values), torch.cat(labels))
     if not bool(features.values.isfinite().all()):
         raise UserError("the encoder's features hold NaN or infinity: evaluate an earlier checkpoint, or in float32")

@@ -1,30 +1,69 @@
-"""Weighted cosine k-nearest-neighbour accuracy: Wu et al. (InstDisc, CVPR'18), with the DINO settings as defaults."""
+"""``dmjd knn``: weighted cosine k-nearest-neighbour accuracy (Wu et al., InstDisc, CVPR'18), with DINO's k and T."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from dmjd.config import EvaluationConfig
+from dmjd.config.fields import positive
 from dmjd.errors import ConfigError
-from dmjd.evaluate.features import Features, require_labels
+from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from dmjd.evaluate.features import Features
 
 _SIMILARITIES_PER_BLOCK = 1 << 26  # 256 MiB of float32: large enough to fill a GPU, small enough to fit beside a bank
 
 
+@dataclass
+class KnnConfig(EvaluationConfig):
+    """Weighted k-nearest-neighbour classification on frozen features.
+
+    neighbours: Number of neighbours (k).
+    temperature: Softmax temperature of the neighbours' cosine similarities.
+    batch_size: Images per forward pass.
+    """
+
+    neighbours: int = positive(20)
+    temperature: float = positive(0.07)
+    batch_size: int = positive(256)
+
+
 @dataclass(frozen=True)
 class KnnResult:
-    """Accuracies in percent, with the settings they depend on: a kNN score without k and T cannot be compared.
+    """Accuracies in per cent, with the settings that they depend on.
 
-    top5 counts only classes that some neighbour voted for; None below six classes, where it says nothing.
+    top5 counts only classes that some neighbour voted for; None with fewer than six classes.
     """
 
     top1: float
     top5: float | None
     k: int
     temperature: float
+
+
+def run(context: Context[KnnConfig]) -> Scores:
+    """Classify the test images by the training images."""
+    config, frozen = context.config, context.frozen
+    train, test = context.dataset("train", config.train_images), context.dataset("test")
+    if config.neighbours > len(train):
+        raise ConfigError(f"neighbours={config.neighbours} must be at most the number of training images, {len(train)}")
+    bank, queries = (frozen.features(data, config.pooling, config.batch_size, config.workers) for data in (train, test))
+    result = knn_accuracy(
+        bank, queries, train.num_classes, device=frozen.device, k=config.neighbours, temperature=config.temperature
+    )
+    settings = {
+        "pooling": config.pooling,
+        "k": result.k,
+        "temperature": result.temperature,
+        "train_images": len(train),
+        **context.image_settings(),
+    }
+    return Scores({"top1": result.top1, "top5": result.top5}, settings)
 
 
 def knn_accuracy(
@@ -47,11 +86,13 @@ def knn_accuracy(
         temperature: above 0.
 
     Raises:
-        ConfigError: on a ``k`` or ``temperature`` out of range. DataError: on labels out of range.
+        DataError: if labels are out of range.
     """
-    require_neighbours(k, len(train))
-    if not temperature > 0:
-        raise ConfigError(f"temperature must be above 0, got {temperature}")
+    import torch
+    import torch.nn.functional as F
+
+    from dmjd.evaluate.features import require_labels
+
     require_labels(train.labels, num_classes)
     require_labels(test.labels, num_classes)
 
@@ -70,12 +111,6 @@ def knn_accuracy(
     return KnnResult(top1, top5 if num_classes > 5 else None, k, temperature)
 
 
-def require_neighbours(k: int, bank: int) -> None:
-    """Raise ConfigError if ``k`` neighbours cannot be had of ``bank`` images."""
-    if not 1 <= k <= bank:
-        raise ConfigError(f"neighbours (k) must be between 1 and the {bank} images in the bank, got {k}")
-
-
 def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int, temperature: float) -> Tensor:
     """Votes, float64 ``[Q, num_classes]``, of unit queries ``[Q, D]`` over a unit bank ``[N, D]``."""
     similarity, nearest = (queries @ bank.T).topk(k, dim=1)
@@ -83,3 +118,12 @@ def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: i
     # range keeps the votes of far neighbours above 0.
     weights = ((similarity - similarity[:, :1]).double() / temperature).exp()
     return weights.new_zeros(len(queries), num_classes).scatter_add_(1, labels[nearest], weights)
+
+
+EVALUATION = Evaluation(
+    "knn",
+    "k-nearest-neighbour top-1 accuracy on frozen features",
+    KnnConfig,
+    run,
+    {"top1": Column("kNN", "k-nearest-neighbour top-1")},
+)

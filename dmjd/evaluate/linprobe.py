@@ -1,143 +1,130 @@
-"""Linear probing with MAE's recipe (He et al., CVPR'22, A.1): affine-free batch norm, one linear layer, LARS."""
+"""``dmjd linprobe``: linear probe of frozen features with MAE's recipe (:mod:`dmjd.evaluate.probe`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from timm.optim.lars import Lars
-from torch import Tensor, nn
-
-from dmjd.builders.schedules import REFERENCE_BATCH, cosine
+from dmjd.config import EvaluationConfig
+from dmjd.config.fields import number, numbers, positive
 from dmjd.errors import ConfigError
-from dmjd.evaluate.features import Features, require_labels
-from dmjd.evaluate.sources import FeatureSource
+from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dmjd.data.batch import Batch
+    from dmjd.data.dataset import ImageDataset
+    from dmjd.evaluate.encoder import FrozenEncoder
+    from dmjd.evaluate.probe import FeatureSource
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """What a probe reached and with which settings.
+@dataclass
+class LinprobeConfig(EvaluationConfig):
+    """Linear probe as in MAE: BatchNorm without affine parameters and a linear layer on frozen features, trained with
+    LARS.
 
-    top1: percent of the test images. final_loss: mean training cross-entropy of the last epoch. lr: the peak.
+    epochs: Training epochs of the probe.
+    warmup_epochs: Epochs of linear learning-rate warm-up.
+    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256.
+    batch_size: Images per step.
+    augment: Train on a new random crop and flip of each image in every epoch. false: compute the features once.
+    crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale
+        belongs to pre-training and is ignored here.
+    seed: Random seed of initialisation, sample order and crops.
     """
 
-    top1: float
-    final_loss: float
-    epochs: int
-    batch_size: int
-    lr: float
+    epochs: int = positive(90)
+    warmup_epochs: int = number(10, least=0)
+    base_lr: float = positive(0.1)
+    batch_size: int = positive(16384)
+    augment: bool = True
+    crop_scale: list[float] = numbers(0.08, 1.0, length=2, above=0, most=1)
+    seed: int = number(0, least=0, below=2**32)
 
 
-def make_head(dim: int, num_classes: int, *, seed: int) -> nn.Sequential:
-    """The probe ``[B, dim] -> [B, num_classes]``; the same bits on every device, since it is drawn on the CPU."""
-    # skip_init: the default initialisation would draw from the global generator, which a run in training may depend on.
-    linear = nn.utils.skip_init(nn.Linear, dim, num_classes)
-    nn.init.trunc_normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
-    nn.init.zeros_(linear.bias)
-    return nn.Sequential(nn.BatchNorm1d(dim, affine=False, eps=1e-6), linear)
+def run(context: Context[LinprobeConfig]) -> Scores:
+    """Train a linear classifier on the training images and test it."""
+    from dmjd.evaluate.features import FEATURE_BATCH
+    from dmjd.evaluate.probe import CachedFeatures, linear_probe
 
-
-def make_lars(linear: nn.Linear) -> Lars:
-    """MAE's LARS without weight decay: momentum 0.9, trust coefficient 0.001, and plain SGD for the bias.
-
-    timm adapts nothing at zero weight decay unless told to, and adapts every parameter once told; hence two groups.
-    """
-    groups = [
-        {"params": [linear.weight], "always_adapt": True},
-        {"params": [linear.bias], "always_adapt": False},
-    ]
-    return Lars(groups, lr=0.0, momentum=0.9, weight_decay=0.0, trust_coeff=0.001, eps=0.0)
-
-
-def linear_probe(
-    train_source: FeatureSource,
-    test: Features,
-    num_classes: int,
-    *,
-    epochs: int,
-    batch_size: int,
-    base_lr: float,
-    warmup_epochs: int,
-    seed: int,
-    device: torch.device,
-) -> ProbeResult:
-    """Train a linear classifier on frozen features and test it; the same arguments give the same bits.
-
-    Args:
-        train_source: the training features; what is left of an epoch after the last whole batch is dropped.
-        test: features of the test images.
-        num_classes: labels are in ``[0, num_classes)``.
-        epochs: passes over ``train_source``.
-        batch_size: images per step, whatever the source's chunks.
-        base_lr: per 256 images; the peak is ``base_lr * batch_size / 256``.
-        warmup_epochs: linear warm-up from 0, followed by half a cosine to 0; set per step.
-        seed: of the initial weights. The order of the images is the source's.
-        device: where to train.
-
-    Raises:
-        ConfigError: on a batch size or a number of epochs out of range. DataError: on labels out of range.
-    """
-    require_steps(len(train_source), epochs=epochs, batch_size=batch_size, warmup_epochs=warmup_epochs)
-    require_labels(test.labels, num_classes)
-
-    head = make_head(test.values.shape[1], num_classes, seed=seed).to(device)
-    linear = head[1]
-    assert isinstance(linear, nn.Linear)
-    optimizer = make_lars(linear)
-    steps_per_epoch = len(train_source) // batch_size
-    total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
-    peak = base_lr * batch_size / REFERENCE_BATCH
-    step = 0
-    for epoch in range(epochs):
-        epoch_loss = torch.zeros((), device=device)
-        for values, labels in _regroup(train_source.epoch_features(epoch), batch_size):
-            require_labels(labels, num_classes)
-            for group in optimizer.param_groups:
-                group["lr"] = cosine(step, total=total, warmup=warmup, peak=peak)
-            loss = F.cross_entropy(head(values.to(device)), labels.to(device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            epoch_loss += loss.detach()
-            step += 1
-        assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
-    return ProbeResult(
-        top1=_accuracy(head, test, batch_size, device),
-        final_loss=float(epoch_loss) / steps_per_epoch,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=peak,
+    config, frozen = context.config, context.frozen
+    least, greatest = config.crop_scale
+    if least > greatest:
+        raise ConfigError(f"crop_scale must be [smallest,largest], got {config.crop_scale}")
+    train, test = context.dataset("train", config.train_images), context.dataset("test")
+    augmented = _augmented(frozen, train, config) if config.augment else None
+    images = len(train) if augmented is None else len(augmented)
+    if not 2 <= config.batch_size <= images:
+        raise ConfigError(f"batch_size must be between 2 and the {images} training images, got {config.batch_size}")
+    if config.warmup_epochs >= config.epochs:
+        raise ConfigError(f"warmup_epochs must be below epochs={config.epochs}, got {config.warmup_epochs}")
+    queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
+    source = augmented
+    if source is None:
+        source = CachedFeatures(frozen.features(train, config.pooling, FEATURE_BATCH, config.workers), seed=config.seed)
+    result = linear_probe(
+        source,
+        queries,
+        train.num_classes,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        base_lr=config.base_lr,
+        warmup_epochs=config.warmup_epochs,
+        seed=config.seed,
+        device=frozen.device,
     )
+    settings = {
+        "pooling": config.pooling,
+        "augment": config.augment,
+        "train_images": images,
+        **context.image_settings(),
+        "seed": config.seed,
+        "epochs": result.epochs,
+        "warmup_epochs": config.warmup_epochs,
+        "batch_size": result.batch_size,
+        "lr": result.lr,
+    }
+    if config.augment:
+        crops = {key: getattr(frozen.data, key) for key in ("crop_ratio", "interpolation", "flip")}
+        settings |= {"crop_scale": config.crop_scale, **crops}
+    return Scores({"top1": result.top1, "final_loss": result.final_loss}, settings)
 
 
-def require_steps(images: int, *, epochs: int, batch_size: int, warmup_epochs: int) -> None:
-    """Raise ConfigError if ``images`` an epoch fill no batch, or if the warm-up fills the run."""
-    if not 2 <= batch_size <= images:
-        raise ConfigError(f"batch_size must be between 2 and the {images} training images, got {batch_size}")
-    if not 0 <= warmup_epochs < epochs:
-        raise ConfigError(f"warmup_epochs must be at least 0 and below epochs={epochs}, got {warmup_epochs}")
+def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig) -> FeatureSource:
+    from dmjd.builders.augment import flip_by_coin
+    from dmjd.data.build import training_batches
+    from dmjd.data.loader import make_loader
+    from dmjd.data.waiting import Limit
+    from dmjd.evaluate.features import FEATURE_BATCH, encode
+    from dmjd.evaluate.probe import RecomputedFeatures
+    from dmjd.ops import make_key
+
+    data = replace(frozen.data, crop_scale=config.crop_scale)
+    # A chunk is no larger than the data set, so that small ones are accepted; the images it drops vary by epoch.
+    chunk = min(FEATURE_BATCH, len(train))
+    batches = training_batches(data, train, chunk, config.seed)
+
+    def epoch_batches(epoch: int) -> Iterable[Batch]:
+        first = epoch * batches.steps_per_epoch
+        stop, limit = first + batches.steps_per_epoch, Limit(data.timeout)
+        return make_loader(batches, first, stop, config.workers, pin_memory=False, limit=limit)
+
+    def encode_batch(batch: Batch, epoch: int) -> Tensor:
+        batch = batch.to(frozen.device)
+        images = (
+            flip_by_coin(batch.images, batch.sample_ids, make_key(config.seed, epoch)) if data.flip else batch.images
+        )
+        return encode(frozen.encoder, images, mean=data.mean, std=data.std, pooling=config.pooling)
+
+    return RecomputedFeatures(epoch_batches, encode_batch, images_per_epoch=batches.steps_per_epoch * chunk)
 
 
-def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of exactly ``size`` rows, in order, from chunks of any size; an incomplete last one is dropped."""
-    held: list[tuple[Tensor, Tensor]] = []
-    rows = 0
-    for chunk in chunks:
-        held.append(chunk)
-        rows += chunk[1].shape[0]
-        while rows >= size:
-            values, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
-            yield values[:size], labels[:size]
-            held, rows = [(values[size:], labels[size:])], rows - size
-
-
-@torch.no_grad()
-def _accuracy(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> float:
-    """Top-1 in percent, with the batch norm's running statistics."""
-    head.eval()
-    hits = torch.zeros((), dtype=torch.int64, device=device)
-    for values, labels in zip(test.values.split(batch_size), test.labels.split(batch_size), strict=True):
-        hits += (head(values.to(device)).argmax(dim=1) == labels.to(device)).sum()
-    return 100.0 * int(hits) / len(test)
+EVALUATION = Evaluation(
+    "linprobe",
+    "Linear probe: top-1 accuracy of a linear classifier on frozen features",
+    LinprobeConfig,
+    run,
+    {"top1": Column("Lin.", "linear-probing top-1")},
+)

@@ -19,9 +19,8 @@ from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import BadImage, ConfigError, DataError
-from dmjd.evaluate.features import Features, extract_features
+from dmjd.evaluate.features import FEATURE_BATCH, Features, extract_features
 from dmjd.evaluate.knn import knn_accuracy
-from dmjd.evaluate.verbs import FEATURE_BATCH
 
 logger = logging.getLogger("dmjd")
 

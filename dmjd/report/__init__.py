@@ -1,4 +1,4 @@
-"""Pages about runs, composed from their folders. Knows no torch, so it works wherever a folder was copied to."""
+"""Reports of run folders: one run, or a comparison of several. Imports no torch, so it runs on any machine."""
 
 from dmjd.report.comparison import write_comparison
 from dmjd.report.page import write_report

@@ -1,4 +1,4 @@
-"""Several runs side by side: one table and the curves, as Markdown, as a self-contained page and as a picture."""
+"""Comparison of several runs: a table and convergence curves, as Markdown, as a self-contained page and as a PNG."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ def write_comparison(
 
     Args:
         run_paths: two run folders or more, in the order of the rows.
-        baseline: the one of them that speed-ups refer to; without one there are none.
-        output: a folder, made if it is not there; by default ``comparison`` in the runs' common parent folder.
+        baseline: the run that speed-ups refer to; None for no speed-ups.
+        output: a folder, created if needed; by default ``comparison`` in the runs' common parent folder.
 
     Raises:
-        ConfigError: if a run is named twice, the baseline is none of the runs, or ``output`` cannot be written to.
+        ConfigError: if a run is listed twice, the baseline is not among the runs, or ``output`` is not writable.
         DataError: if a folder is not a complete run folder.
     """
     folders = [Path(path).resolve() for path in run_paths]
     for index, folder in enumerate(folders):
         if folder in folders[:index]:
-            raise ConfigError(f"{run_paths[index]} is named twice; name every run once")
+            raise ConfigError(f"{run_paths[index]} is listed twice; list every run once")
     chosen = None if baseline is None else Path(baseline).resolve()
     if chosen is not None and chosen not in folders:
-        raise ConfigError(f"baseline={baseline} is none of the runs; choose from {', '.join(map(str, run_paths))}")
+        raise ConfigError(f"baseline={baseline} is not one of the runs; choose from {', '.join(map(str, run_paths))}")
     runs = [replace(read_run(path), name=name) for path, name in zip(run_paths, _distinct_names(folders), strict=True)]
     reference = None if chosen is None else runs[folders.index(chosen)]
     table = compare(runs, reference)
-    from dmjd.report.curves import convergence  # matplotlib takes a second to come, which a page of one run can spare
+    from dmjd.report.curves import (
+        convergence,
+    )  # matplotlib takes a second to import, and the report of one run does not need it
 
     caption, png = convergence(runs, reference)
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
@@ -54,12 +56,12 @@ def write_comparison(
         for name, content in files.items():
             replace_file(target / name, content)
     except OSError as error:
-        raise ConfigError(f"cannot write to {target}: {error.strerror}; name another folder with output=") from error
+        raise ConfigError(f"cannot write to {target}: {error.strerror}; set another folder with output=") from error
     return [target / name for name in files]
 
 
 def _distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Folder names, with as many parents as it takes to tell the runs apart."""
+    """Folder names with as many parents as make them distinct."""
     depth = 1
     while True:
         names = [printable("/".join(folder.parts[-depth:])) for folder in folders]

@@ -1,4 +1,4 @@
-"""What a run cost: the paper's Gh. is wall hours of 8 GPUs, and GPU hours are what a cluster bills. Both are given."""
+"""Cost of a run: GPU hours, and the paper's Gh., which are wall hours of 8 GPUs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,20 @@ from dmjd.report.run import Run
 
 PAPER_GPUS = 8
 
-GPU_HOURS = "number of GPUs x wall hours over all launches, online scores included, work that a crash threw away not."
-CPU_HOURS = (
-    "number of processes x wall hours over all launches, online scores included, work that a crash threw away not."
-)
+_HOURS = "x wall hours over all launches, including online evaluation, without work lost to crashes."
+GPU_HOURS, CPU_HOURS = f"number of GPUs {_HOURS}", f"number of processes {_HOURS}"
 PAPER_HOURS = (
-    f'the paper\'s "GPU hours", which are wall hours of {PAPER_GPUS} GPUs, that is GPU hours / {PAPER_GPUS}; '
-    f"computed where the run did not use {PAPER_GPUS}. On the run's own GPUs, not the paper's A100 of 40 GB."
+    f'the paper\'s "GPU hours", which are wall hours of {PAPER_GPUS} GPUs: GPU hours / {PAPER_GPUS}; '
+    f"(computed) if the run did not use {PAPER_GPUS} GPUs. Measured on the run's own GPUs, not the paper's A100 40 GB."
 )
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """On what a run was launched.
+    """Devices and world sizes of a run's launches.
 
-    devices: the names over all launches, each once; empty if a launch did not record one.
-    world_sizes: processes, each with one device, over all launches, each number once.
+    devices: distinct names over all launches; empty if a launch did not record one.
+    world_sizes: distinct numbers of processes, each with one device, over all launches.
     """
 
     devices: tuple[str, ...]
@@ -32,21 +30,23 @@ class Hardware:
 
     @property
     def kind(self) -> str | None:
-        """``"GPU"`` or ``"CPU"``; None if launches differ in that, or it is unknown."""
+        """``"GPU"`` or ``"CPU"``; None if launches differ or it is unknown."""
         kinds = {"CPU" if device.startswith("cpu") else "GPU" for device in self.devices}
         return kinds.pop() if len(kinds) == 1 else None
 
     def hours(self, seconds: float) -> float | None:
-        """Device hours in ``seconds`` of wall time; None if launches differ in world size, as no log says when."""
+        """Device hours in ``seconds`` of wall time; None if launches differ in world size: no log has their times."""
         return self.world_sizes[0] * seconds / 3600 if len(self.world_sizes) == 1 else None
 
 
 def hardware(run: Run) -> Hardware:
-    """The hardware of all launches of ``run``. Raises DataError for a world size that is none."""
+    """The hardware of all launches of ``run``. Raises DataError for an invalid world size."""
     devices = [launch.get("device") for launch in run.launches]
     sizes = [launch.get("world_size", 1) for launch in run.launches]
     for size in sizes:
         if not isinstance(size, int) or size < 1:
-            raise DataError(f"{run.name}/provenance.json has world_size={size}; it counts processes, from 1")
+            raise DataError(
+                f"{run.name}/provenance.json has world_size={size}; it must be a number of processes, at least 1"
+            )
     known = [str(device) for device in devices if device] if all(devices) else []
     return Hardware(tuple(dict.fromkeys(known)), tuple(dict.fromkeys(sizes)))

@@ -1,4 +1,4 @@
-"""How runs converge: their scores, or for want of scores their losses, over wall time and over effective epochs."""
+"""Convergence of runs: scores, or losses if there are none, over wall time and over effective epochs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from dmjd.charts import INK, MUTED, png, tidy
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, metrics, points
-from dmjd.report.speedup import first_reach
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-"""Okabe and Ito's palette without its yellow, which white paper swallows."""
+"""Okabe and Ito's palette without yellow, which is too light on white."""
 DASHES = ("-", "--", ":", "-.")
 MARKERS = "osD^vPX"
 LABEL_LENGTH, LINE_LENGTH = 48, 130
@@ -33,14 +32,14 @@ class _Curve(NamedTuple):
 def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
     """A caption, and a PNG of two panels: wall time to the left, effective training epochs to the right.
 
-    The online score that most runs have is shown; if no run has one, their losses are. The caption names the runs that
-    are left out. A line marks the best score of ``baseline``, and a ring where each run first has at least that.
+    Shows the online score that most runs have, or losses if no run has one. The caption names the runs without it. A
+    line marks the best score of ``baseline``, a ring the first point of each run that reaches it.
     """
     online = [metric for metric in metrics(runs) if metric.online]
     metric = max(online, key=lambda each: sum(bool(points(run, each)) for run in runs), default=None)
     curves = [_curve(index, run, metric) for index, run in enumerate(runs)]
     reference = next((curve.points for curve in curves if curve.run is baseline), []) if metric else []
-    target = max((point.score for point in reference), default=None)
+    target = metric.best(point.score for point in reference) if metric else None
     slowest = max((point.seconds or 0 for curve in curves for point in curve.points), default=0)
     unit, unit_name = (3600, "hours") if slowest >= 3600 else (60, "minutes")
 
@@ -48,7 +47,11 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
     by_time, by_epochs = figure.subplots(1, 2, sharey=True)
     for curve in curves:
         for axes, x in ((by_time, _seconds(curve, unit)), (by_epochs, _effective_epochs(curve))):
-            _draw(axes, x, curve, target)
+            axes.plot(x, [point.score for point in curve.points], zorder=2, **curve.style)
+            reached = metric.first_reach(curve.points, target) if metric and target is not None else None
+            if reached is not None:
+                at, colour = x[curve.points.index(reached)], curve.style["color"]
+                axes.plot([at], [reached.score], "o", markersize=13, fillstyle="none", color=colour, zorder=3)
     for axes, label in ((by_time, f"wall time, {unit_name}"), (by_epochs, "effective training epochs, K x epochs")):
         axes.set_xlabel(label, color=INK)
         axes.set_xlim(left=0)
@@ -57,13 +60,13 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
         if target is not None:
             axes.axhline(target, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     if baseline is not None and target is not None:
-        # Curves begin low, so there is room for words at the left end of the line.
-        words, place = f"best of {_short(baseline.name)}", {"xytext": (4, 3), "textcoords": "offset points"}
+        # Curves begin far from the best score, so the left end of the line is free for its label.
+        label, place = f"best of {_short(baseline.name)}", {"xytext": (4, 3), "textcoords": "offset points"}
         transform = by_time.get_yaxis_transform()
-        by_time.annotate(words, (0, target), xycoords=transform, color=MUTED, fontsize=8.5, parse_math=False, **place)
+        by_time.annotate(label, (0, target), xycoords=transform, color=MUTED, fontsize=8.5, parse_math=False, **place)
     if metric is None:
         _widen(by_time, [point.score for curve in curves for point in curve.points])
-    by_time.set_ylabel(f"{metric.title}, top-1 %" if metric else "loss", color=INK)
+    by_time.set_ylabel(f"{metric.column.meaning}, {metric.column.unit}" if metric else "loss", color=INK)
     _legend(figure, [curve for curve in curves if curve.points])
     return _caption(metric, curves, baseline if target is not None else None), png(figure)
 
@@ -75,7 +78,7 @@ def _curve(index: int, run: Run, metric: Metric | None) -> _Curve:
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
         "linewidth": 1.8,
     }
-    # Scores are few, and marks tell the runs apart without colour; losses are many, but one alone would be no line.
+    # Scores are few: markers distinguish the runs without colour. A single loss would be invisible without a marker.
     if metric or len(shown) == 1:
         style |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5, "markevery": max(1, len(shown) // 25)}
     return _Curve(run, shown, style)
@@ -95,17 +98,8 @@ def _effective_epochs(curve: _Curve) -> list[float]:
     return [math.nan if epoch is None else epoch for epoch in epochs]
 
 
-def _draw(axes: Axes, x: list[float], curve: _Curve, target: float | None) -> None:
-    """One curve; its style, and a ring around the first point of at least ``target``."""
-    axes.plot(x, [point.score for point in curve.points], zorder=2, **curve.style)
-    reached = None if target is None else first_reach(curve.points, target)
-    if reached is not None:
-        place = x[curve.points.index(reached)]
-        axes.plot([place], [reached.score], "o", markersize=13, fillstyle="none", color=curve.style["color"], zorder=3)
-
-
 def _widen(axes: Axes, losses: Sequence[float]) -> None:
-    """A logarithmic axis where a linear one would show a steep start and flat lines."""
+    """Make the axis logarithmic if the losses span more than a factor of 8."""
     if losses and 0 < 8 * min(losses) < max(losses):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -114,14 +108,14 @@ def _widen(axes: Axes, losses: Sequence[float]) -> None:
 
 
 def _legend(figure: Figure, curves: Sequence[_Curve]) -> None:
-    """Names above the panels, where no curve can run through them."""
+    """Names above the panels, clear of the curves."""
     if not curves:
         return
     names = [_short(curve.run.name) for curve in curves]
     columns = max(1, min(len(names), LINE_LENGTH // (max(map(len, names)) + 8)))
     legend = figure.legend(
         handles=[Line2D([], [], **curve.style) for curve in curves],
-        labels=["run"] * len(names),  # a name may begin with an underscore, which would keep it out
+        labels=["run"] * len(names),  # matplotlib leaves out labels that begin with an underscore
         loc="outside upper left",
         ncols=columns,
         frameon=False,
@@ -147,5 +141,5 @@ def _caption(metric: Metric | None, curves: Sequence[_Curve], baseline: Run | No
         return f"{text} Nothing logged yet by {missing}." if missing else text
     text = f"{metric.title}: {metric.description}"
     if baseline is not None:
-        text += f" The dashed line is the best of {baseline.name}; rings are where runs first have at least that."
+        text += f" The dashed line is the best score of {baseline.name}; rings mark where runs first reach it."
     return f"{text} Without such scores: {missing}." if missing else text

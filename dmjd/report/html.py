@@ -1,4 +1,4 @@
-"""The frame of every page: one file that opens anywhere and fetches nothing. Every text that comes in is escaped."""
+"""HTML of report pages: one self-contained file. Every text argument is escaped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pre { background: var(--well); border-radius: 6px; padding: .8rem; overflow-x: a
 
 
 def document(title: str, *parts: str) -> str:
-    """A whole page; ``title`` is text, ``parts`` are HTML."""
+    """A page; ``title`` is text, ``parts`` are HTML."""
     body = "\n".join(parts)
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -63,7 +63,7 @@ def heading(text: str) -> str:
 
 
 def figure(caption: str, png: bytes) -> str:
-    """A picture, embedded, under its caption."""
+    """An embedded picture under its caption."""
     data = base64.b64encode(png).decode("ascii")
     return f'{heading(caption)}\n<figure><img alt="{escape(caption)}" src="data:image/png;base64,{data}"></figure>'
 

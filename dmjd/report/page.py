@@ -1,33 +1,33 @@
-"""One self-contained page per run: its numbers, its pictures, where it came from. Opens anywhere, fetches nothing."""
+"""report.html of one run: summary, scores, pictures, provenance, configuration. Self-contained: it links to no file."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from dmjd.errors import ConfigError
 from dmjd.files import replace_file
+from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
 from dmjd.report.html import document, figure, heading, pairs
-from dmjd.report.run import Evaluation, Run, content_of, read_run
-from dmjd.report.words import ABSENT, duration, look_up, name_of, plain, rate
+from dmjd.report.run import Record, Run, columns_of, content_of, read_run
 
 _CAPTIONS = {
     "loss": "Loss",
-    "views": "What the views hide, the targets and the predictions",
+    "views": "Masked views, targets and predictions",
     "masks": "Disjoint masks",
 }
 
 
 def write_report(run_path: str | Path) -> Path:
-    """Write ``report.html`` into the run folder and return its path; a report that is already there is replaced.
+    """Write ``report.html`` into the run folder, replacing an earlier one, and return its path.
 
     Raises:
         DataError: if the folder is not a complete run folder.
-        ConfigError: if it cannot be written to.
+        ConfigError: if it is not writable.
     """
     run = read_run(run_path)
     path = Path(run_path) / "report.html"
@@ -35,7 +35,7 @@ def write_report(run_path: str | Path) -> Path:
     try:
         replace_file(path, page)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; of a copy of the folder it can be made") from error
+        raise ConfigError(f"cannot write {path}: {error.strerror}; copy the run folder and report the copy") from error
     return path
 
 
@@ -91,54 +91,63 @@ def _summary(run: Run) -> list[tuple[str, str]]:
 
 _ACCOUNTS = {
     "training": "training",
-    "start": "starting and compiling",
+    "start": "start-up and compilation",
     "data": "waiting for data",
-    "checkpoint": "stalled by checkpoints",
-    "evaluate": "evaluating",
+    "checkpoint": "waiting for checkpoints",
+    "evaluate": "evaluation",
     "lost": "lost to crashes and rollbacks",
 }
 
 
 def _goodput(run: Run) -> list[tuple[str, str]]:
-    """The share of all wall time that went into training, and where the rest went; runs of before did not count it."""
-    spent = {words: run.last(f"{account}_seconds") for account, words in _ACCOUNTS.items()}
-    known = {words: seconds for words, seconds in spent.items() if seconds}
+    """Share of training in the wall time, and the rest by account; empty for early versions, which did not log it."""
+    spent = {name: run.last(f"{account}_seconds") for account, name in _ACCOUNTS.items()}
+    known = {name: seconds for name, seconds in spent.items() if seconds}
     if not known:
         return []
     share = 100 * (spent["training"] or 0.0) / sum(known.values())
-    return [("Goodput", f"{share:.1f} %: " + ", ".join(f"{duration(known[words])} {words}" for words in known))]
+    return [
+        ("Goodput", f"{share:.1f} %: " + ", ".join(f"{duration(seconds)} {name}" for name, seconds in known.items()))
+    ]
 
 
-def _scores(evaluations: list[Evaluation]) -> str:
-    """Each trained score beside the untrained one of equal verb and settings; an unmatched score stands alone."""
-    if not evaluations:
+def _scores(records: list[Record]) -> str:
+    """A table of every trained score beside the untrained one of equal evaluation and settings, if there is one."""
+    if not records:
         return "<p>Not evaluated yet.</p>"
-    groups: dict[tuple[str, str], list[Evaluation]] = {}
-    for evaluation in evaluations:
-        key = (evaluation.verb, json.dumps(evaluation.settings, sort_keys=True))
-        groups.setdefault(key, []).append(evaluation)
-    lines = []
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        key = (record.evaluation, json.dumps(record.settings, sort_keys=True))
+        groups.setdefault(key, []).append(record)
+    lines: list[str] = []
     for group in groups.values():
-        untrained = next((evaluation for evaluation in group if evaluation.weights == "untrained"), None)
-        trained = sorted((each for each in group if each.weights != "untrained"), key=lambda each: each.step)
-        lines += [_score(each, untrained) for each in trained] or [_score(None, untrained)]
-    head = "<tr><th>Top-1, %</th><th>Trained</th><th>Untrained</th><th>Points gained</th><th>Step</th></tr>"
+        untrained = next((record for record in group if record.weights == "untrained"), None)
+        trained = sorted((record for record in group if record.weights != "untrained"), key=lambda each: each.step)
+        lines += [row for record in trained for row in _rows(record, untrained)] or _rows(None, untrained)
+    head = "<tr><th>Score</th><th>Trained</th><th>Untrained</th><th>Gain</th><th>Step</th></tr>"
     return f'<div class="wide"><table class="scores">\n{head}\n' + "\n".join(lines) + "\n</table></div>"
 
 
-def _score(trained: Evaluation | None, untrained: Evaluation | None) -> str:
+def _rows(trained: Record | None, untrained: Record | None) -> Iterator[str]:
+    """One row per score; at least one of the two records is given."""
     either = trained or untrained
     assert either is not None
-    words = ["moving average"] if either.weights == "ema" else []
-    settings = ", ".join([*words, *(f"{key} {plain(value)}" for key, value in either.settings.items())])
-    gained, side = ABSENT, ""
-    if trained and untrained:
-        points = trained.top1 - untrained.top1
-        gained, side = f"{points:+.2f}", "up" if points > 0 else "down" if points < 0 else ""
-    after, before = (f"{each.top1:.2f}" if each else ABSENT for each in (trained, untrained))
-    step = trained.step if trained else ABSENT
-    label = f"<td>{escape(either.verb)}<small>{escape(settings)}</small></td>"
-    return f'<tr>{label}<td>{after}</td><td>{before}</td><td class="{side}">{gained}</td><td>{step}</td></tr>'
+    average = ["moving average"] if either.weights == "ema" else []
+    settings = ", ".join([*average, *(f"{key} {plain(value)}" for key, value in either.settings.items())])
+    for score, column in columns_of(either.evaluation).items():
+        after, before = (record.scores.get(score) if record else None for record in (trained, untrained))
+        if after is None and before is None:
+            continue
+        gained, side = ABSENT, ""
+        if after is not None and before is not None:
+            gained = column.format(after - before, sign="+")
+            side = "" if after == before else "up" if (after > before) == column.higher_is_better else "down"
+        cells = [ABSENT if value is None else column.format(value) for value in (after, before)]
+        label = f"{escape(f'{column.meaning}, {column.unit}'.removesuffix(', '))}<small>{escape(settings)}</small>"
+        yield (
+            f'<tr><td>{label}</td><td>{cells[0]}</td><td>{cells[1]}</td><td class="{side}">{gained}</td>'
+            f"<td>{trained.step if trained else ABSENT}</td></tr>"
+        )
 
 
 def _in_reading_order(pictures: Iterable[Path]) -> list[Path]:
@@ -150,9 +159,9 @@ def _caption(path: Path) -> str:
 
 
 def _backbone(section: Any) -> str:
-    """Name and size: every ViT is called ``vit``."""
-    words = {"patch_size": "patch", "embed_dim": "width", "depth": "depth"}
-    sizes = [f"{word} {size}" for key, word in words.items() if (size := look_up(section, (key,)))]
+    """Name and size: the name of every ViT is ``vit``."""
+    keys = {"patch_size": "patch", "embed_dim": "width", "depth": "depth"}
+    sizes = [f"{title} {size}" for key, title in keys.items() if (size := look_up(section, (key,)))]
     return ", ".join([name_of(section), *sizes])
 
 

@@ -1,36 +1,48 @@
-"""A run folder, read back: what was configured, on what it ran, what it logged, and how it was evaluated."""
+"""Read a run folder: configuration, provenance, logs and evaluations."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dmjd.errors import DataError
+from dmjd.evaluate import EVALUATIONS, Column
 from dmjd.files import printable, read_file
-from dmjd.report.words import plain
+from dmjd.report.format import plain
+from dmjd.runs.paths import RunPaths
 from dmjd.safe_load import parse_json, parse_yaml
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """One score of one checkpoint. Scores compare only under equal ``verb`` and ``settings``.
+class Record:
+    """One file of RUN/evaluations: scores of one checkpoint. Scores compare under equal evaluation and settings only.
 
-    verb: ``"knn"``, ``"linprobe"``, ...
-    weights: ``"trained"``, ``"ema"`` for their moving average, or ``"untrained"`` for the initialisation that the run
-        started from.
-    top1: per cent.
-    settings: what the score depends on, and no outcome.
+    evaluation: ``"knn"``, ``"linprobe"``, ...
+    weights: ``"trained"``, ``"ema"`` for their moving average, or ``"untrained"`` for the initial weights.
+    scores: those of :func:`columns_of`.
+    settings: the conditions under which they were measured.
     """
 
-    verb: str
+    evaluation: str
     weights: str
     step: int
-    top1: float
+    scores: dict[str, float]
     settings: dict[str, Any] = field(default_factory=dict)
+
+
+def columns_of(evaluation: str) -> Mapping[str, Column]:
+    """Score -> its column. Records that people write by hand, of fine-tuning for instance, have a top-1 in per cent."""
+    if evaluation in EVALUATIONS:
+        return EVALUATIONS[evaluation].columns
+    by_hand = (
+        Column("Ft.", "fine-tuning top-1") if evaluation == "finetune" else Column(evaluation, f"{evaluation} top-1")
+    )
+    return {"top1": by_hand}
 
 
 @dataclass(frozen=True)
@@ -38,9 +50,9 @@ class Run:
     """The contents of a run folder.
 
     config, config_text: the resolved configuration, parsed and as written.
-    rows: the log, in steps that rise; rows of a loss and rows of a score (``knn_top1``) may share a step.
-    timing: rows of the same steps on speed and ``seconds``, which count over all launches. Earlier versions kept both
-        in one file; ``rows`` and ``timing`` are then equal.
+    rows: log.jsonl by ascending step; rows of a loss and rows of a score (``knn_top1``) may share a step.
+    timing: timing.jsonl: speed, and ``seconds`` over all launches. Early versions wrote both into one file; ``rows``
+        and ``timing`` are then equal.
     evaluations, pictures: in the order of their file names.
     """
 
@@ -50,7 +62,7 @@ class Run:
     provenance: dict[str, Any]
     rows: list[dict[str, Any]]
     timing: list[dict[str, Any]]
-    evaluations: list[Evaluation]
+    evaluations: list[Record]
     pictures: list[Path]
 
     def last(self, key: str) -> Any:
@@ -70,9 +82,9 @@ class Run:
         return views * epochs if isinstance(views, int) and epochs is not None else None
 
     def seconds_at(self, step: int) -> float | None:
-        """Wall seconds when ``step`` was done, by a straight line between logged steps; None if none was logged."""
+        """Wall seconds at ``step``, interpolated linearly between logged steps; None if no step was logged."""
         steps, seconds = self._clock
-        place = bisect_right(steps, step)  # a long run has 100 000 rows, and each asks
+        place = bisect_right(steps, step)  # called for each of up to 100 000 rows
         earlier, earlier_seconds = (steps[place - 1], seconds[place - 1]) if place else (0, 0.0)
         if place == len(steps):
             return earlier_seconds or None
@@ -81,7 +93,7 @@ class Run:
 
     @cached_property
     def _clock(self) -> tuple[list[int], list[float]]:
-        """Steps and the seconds by then, of all rows that say."""
+        """Steps and seconds of all rows that have both."""
         known = [row for row in self.timing if row.get("seconds") is not None]
         return [row["step"] for row in known], [row["seconds"] for row in known]
 
@@ -91,25 +103,25 @@ def read_run(path: str | Path) -> Run:
 
     Raises:
         DataError: if the folder or one of config.yaml, provenance.json and log.jsonl is missing, or a file is damaged.
-            The last line of a log may be cut short: the run may be writing it, or was killed while it did.
+            The last line of a log may be incomplete: the run may be writing it, or was killed while it did.
     """
-    folder = Path(path)
-    if not folder.is_dir():
-        raise DataError(f"no run folder at {folder}")
-    config, provenance = _mapping(folder / "config.yaml"), _mapping(folder / "provenance.json")
+    folder = RunPaths(Path(path))
+    if not folder.path.is_dir():
+        raise DataError(f"no run folder at {folder.path}")
+    config, provenance = _mapping(folder.config), _mapping(folder.provenance)
     launches = provenance.get("launches", [])
     if not isinstance(launches, list) or not all(isinstance(launch, dict) for launch in launches):
-        raise DataError(f"{folder / 'provenance.json'} is damaged: its launches are no list of mappings")
-    rows, timing = _rows(folder / "log.jsonl"), folder / "timing.jsonl"
+        raise DataError(f"{folder.provenance} is damaged: launches must be a list of mappings")
+    rows = _rows(folder.log)
     return Run(
-        name=printable(folder.resolve().name),
+        name=printable(folder.path.resolve().name),
         config=config,
-        config_text=_text(folder / "config.yaml"),
+        config_text=_text(folder.config),
         provenance=provenance,
         rows=rows,
-        timing=_rows(timing) if timing.is_file() else rows,
-        evaluations=[_evaluation(file) for file in sorted(folder.glob("evaluations/*.json"))],
-        pictures=sorted(folder.glob("pictures/*.png")),
+        timing=_rows(folder.timing) if folder.timing.is_file() else rows,
+        evaluations=[_record(file) for file in sorted(folder.evaluations.glob("*.json"))],
+        pictures=sorted(folder.pictures.glob("*.png")),
     )
 
 
@@ -164,26 +176,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
-def _evaluation(file: Path) -> Evaluation:
+def _record(file: Path) -> Record:
     values = _mapping(file)
-    missing = [key for key in ("verb", "weights", "step", "top1") if key not in values]
+    columns = columns_of(str(values.get("verb")))
+    scores = {score: values[score] for score in columns if values.get(score) is not None}
+    missing = [key for key in ("verb", "weights", "step") if key not in values] + [*columns] * (not scores)
     if missing:
         raise DataError(f"{file} is not an evaluation: it lacks {', '.join(missing)}")
     if values["weights"] not in ("trained", "untrained", "ema"):
-        raise DataError(f"{file} has weights={values['weights']}; they are trained, untrained or ema")
-    # People write scores of their own beside ours, of fine-tuning say.
+        raise DataError(f"{file} has weights={values['weights']}; it must be trained, untrained or ema")
     for key, fits, what in (
         ("verb", isinstance(values["verb"], str), "a name"),
         ("step", _is_number(values["step"]) and isinstance(values["step"], int), "a whole number"),
-        ("top1", _is_number(values["top1"]) and math.isfinite(values["top1"]), "a number, in per cent"),
         ("settings", isinstance(values.get("settings"), dict | None), "a mapping of names to values"),
+        *((score, _is_number(value) and math.isfinite(value), "a finite number") for score, value in scores.items()),
     ):
         if not fits:
             raise DataError(f"{file} has {key}={values[key]!s:.60}; it must be {what}")
-    return Evaluation(
-        verb=values["verb"],
-        weights=values["weights"],
-        step=values["step"],
-        top1=values["top1"],
-        settings=values.get("settings") or {},
-    )
+    return Record(values["verb"], values["weights"], values["step"], scores, values.get("settings") or {})

@@ -1,29 +1,27 @@
-"""Which scores the runs have, and when a run had them. Scores compare only under equal verb, weights and settings."""
+"""Scores of runs, and when a run had them. They compare only under equal evaluation, weights and settings."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dmjd.report.run import Evaluation, Run
-from dmjd.report.words import look_up, plain
+from dmjd.evaluate import EVALUATIONS, Column
+from dmjd.report.format import look_up, plain
+from dmjd.report.run import Record, Run, columns_of
 
-_TITLES = {"knn": "kNN", "linprobe": "Lin.", "finetune": "Ft."}
-"""Verb -> column title, in the order of the columns; ``Ft.`` is the paper's."""
-_FULL = {"knn": "k-nearest-neighbour", "linprobe": "linear-probing", "finetune": "fine-tuning"}
 _ONLINE_SETTINGS = {
     **{key: ("online_knn", key) for key in ("pooling", "neighbours", "temperature", "train_images")},
     "data": ("data", "name"),
     **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std")},
 }
-"""Where the configuration says what an online score depends on; it is taken on the run's own data."""
+"""Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
 
 class Point(NamedTuple):
-    """A score in per cent, and the wall seconds and epochs that it took; None where the log does not say."""
+    """A score, and the wall seconds and epochs until then; None where the log does not have them."""
 
     score: float
     seconds: float | None
@@ -32,32 +30,53 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One way to judge a run. ``online`` scores are taken while it trains, the others of a finished checkpoint.
+    """One column of a comparison: a score of an evaluation under fixed conditions.
 
-    settings: as JSON with sorted keys, so that metrics can be compared and counted.
+    settings: as JSON with sorted keys, so that metrics are hashable.
+    online: measured during training, not on a finished checkpoint.
     """
 
-    verb: str
+    evaluation: str
+    score: str
     weights: str
     settings: str
     online: bool = False
 
     @property
+    def column(self) -> Column:
+        return columns_of(self.evaluation)[self.score]
+
+    @property
     def title(self) -> str:
-        """Column title; it does not tell metrics apart that differ in their settings only."""
-        name = _TITLES.get(self.verb, self.verb)
-        return name + (" online" if self.online else "") + (" EMA" if self.weights == "ema" else "")
+        """Short name; the same for metrics that differ in their settings only."""
+        return self.column.title + " online" * self.online + " EMA" * (self.weights == "ema")
+
+    @property
+    def heading(self) -> str:
+        """Head of its column: the title with the unit, unless that is per cent."""
+        return self.title if self.column.unit in ("%", "") else f"{self.title}, {self.column.unit}"
 
     @property
     def description(self) -> str:
-        """All that it depends on, as a sentence."""
+        """Full name, unit, direction and all conditions, as one sentence."""
+        column = self.column
         settings = ", ".join(f"{key} {plain(value)}" for key, value in json.loads(self.settings).items())
-        which = "best while training" if self.online else "of the latest checkpoint that was evaluated"
-        average = ", moving average of the weights" if self.weights == "ema" else ""
-        return f"{_FULL.get(self.verb, self.verb)} top-1 in %, {which}{average}{f' ({settings})' if settings else ''}."
+        parts = [f"{column.meaning} in {column.unit}" if column.unit else column.meaning]
+        parts += [] if column.higher_is_better else ["lower is better"]
+        parts += ["best while training" if self.online else "of the latest checkpoint that was evaluated"]
+        parts += ["moving average of the weights"] if self.weights == "ema" else []
+        return f"{', '.join(parts)}{f' ({settings})' if settings else ''}."
+
+    def best(self, values: Iterable[float]) -> float | None:
+        """The best of ``values``; None if there are none."""
+        return (max if self.column.higher_is_better else min)(values, default=None)
+
+    def first_reach(self, curve: Sequence[Point], target: float) -> Point | None:
+        """The earliest point that is as good as ``target``; None if there is none."""
+        return next((point for point in curve if self.best((point.score, target)) == point.score), None)
 
     def differing(self, others: Sequence[Metric]) -> str:
-        """The settings in which ``others`` are not all equal, as words."""
+        """The settings in which ``others`` are not all equal: "k 20, pooling mean"."""
         every = [json.loads(metric.settings) for metric in others]
         mine = json.loads(self.settings)
         keys = [key for key in mine if any(other.get(key) != mine[key] for other in every)]
@@ -65,36 +84,38 @@ class Metric:
 
 
 def metrics(runs: Sequence[Run]) -> list[Metric]:
-    """Every metric that some run has: online curves first, then the verbs in the paper's order."""
+    """Every metric that some run has: online curves first, then the evaluations as registered, then unknown ones."""
     found = dict.fromkeys(metric for run in runs for metric in _metrics_of(run))
-    known = list(_TITLES)
+    known = [*EVALUATIONS, "finetune"]
 
     def order(metric: Metric) -> tuple[Any, ...]:
-        rank = known.index(metric.verb) if metric.verb in known else len(known)
-        return not metric.online, rank, metric.verb, metric.weights != "trained", metric.settings
+        rank = known.index(metric.evaluation) if metric.evaluation in known else len(known)
+        score = list(columns_of(metric.evaluation)).index(metric.score)
+        return not metric.online, rank, metric.evaluation, score, metric.weights != "trained", metric.settings
 
     return sorted(found, key=order)
 
 
 def points(run: Run, metric: Metric) -> list[Point]:
     """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation."""
-    if metric not in _metrics_of(run):
-        return []
     if metric.online:
-        rows = _online_rows(run)
+        rows = _online_rows(run) if metric in _metrics_of(run) else []
         return [Point(row["knn_top1"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
-    judged = [each for each in run.evaluations if _metric(each) == metric]
-    final = max(judged, key=lambda each: each.step)
-    return [Point(final.top1, run.seconds_at(final.step))]
+    records = [record for record in run.evaluations if metric in _metrics(record)]
+    latest = max(records, key=lambda record: record.step, default=None)
+    return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
 
 
 def _metrics_of(run: Run) -> list[Metric]:
-    online = [Metric("knn", "trained", _online_settings(run), online=True)] if _online_rows(run) else []
-    return online + [_metric(each) for each in run.evaluations if each.weights != "untrained"]
+    online = [Metric("knn", "top1", "trained", _online_settings(run), online=True)] if _online_rows(run) else []
+    return online + [metric for record in run.evaluations for metric in _metrics(record)]
 
 
-def _metric(evaluation: Evaluation) -> Metric:
-    return Metric(evaluation.verb, evaluation.weights, json.dumps(evaluation.settings, sort_keys=True))
+def _metrics(record: Record) -> list[Metric]:
+    if record.weights == "untrained":
+        return []
+    settings = json.dumps(record.settings, sort_keys=True)
+    return [Metric(record.evaluation, score, record.weights, settings) for score in record.scores]
 
 
 def _online_settings(run: Run) -> str:

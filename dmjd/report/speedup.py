@@ -1,4 +1,4 @@
-"""Speed-up at equal accuracy, against a baseline."""
+"""Speed-up over a baseline at an equal score."""
 
 from __future__ import annotations
 
@@ -6,39 +6,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dmjd.report.cost import Hardware, hardware
+from dmjd.report.format import ABSENT, hours, plain, times
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, points
-from dmjd.report.words import ABSENT, hours, plain, times
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """``cell``: how many times faster, or why that cannot be said; ``reason``: the numbers behind it, a sentence."""
+    """cell: the factor, or why there is none. reason: the numbers behind it, one sentence."""
 
     cell: str
     reason: str
 
 
 def definition(baseline: str) -> str:
-    """What the column means."""
+    """The footnote of the column."""
     return (
-        f"device hours until {baseline} had its own best score, divided by device hours until this run first had at "
-        "least that score. The score is the online one if both runs have it, else the first column that both have, "
-        "where only the latest evaluation counts. Scores are compared unrounded, and only on equal devices."
+        f"device hours until {baseline} had its own best score, divided by device hours until this run first had a "
+        "score at least as good. The score is the online one if both runs have it, else the first column that both "
+        "have, of which only the latest evaluation counts. Scores are compared unrounded, and only on equal devices."
     )
 
 
 def speedup(run: Run, baseline: Run, metrics: Sequence[Metric]) -> Speedup:
     """The speed-up of ``run`` to ``baseline``, as :func:`definition` says.
 
-    Device hours are world size x wall hours, so runs on other numbers of equal devices do compare, as costs.
+    Device hours are world size x wall hours, so runs on different numbers of equal devices are compared too.
 
     metrics: in the order of preference.
     """
     ours, theirs = hardware(run), hardware(baseline)
     if len({*ours.devices, *theirs.devices}) != 1 or not (ours.devices and theirs.devices):
         there = "" if run is baseline else f", {baseline.name} on {_devices(theirs)}"
-        reason = f"{run.name} ran on {_devices(ours)}{there}: times on devices that differ do not compare."
+        reason = f"{run.name} ran on {_devices(ours)}{there}: times on different devices do not compare."
         return _none("devices differ", reason)
     for each, used in ((run, ours), (baseline, theirs)):
         if len(used.world_sizes) != 1:
@@ -54,32 +54,32 @@ def speedup(run: Run, baseline: Run, metrics: Sequence[Metric]) -> Speedup:
     return _none("no score", f"{run.name} has no score in common with {baseline.name}.")
 
 
-def first_reach(curve: Sequence[Point], target: float) -> Point | None:
-    """The earliest point of at least ``target``; None if there is none."""
-    return next((point for point in curve if point.score >= target), None)
-
-
 def _at_equal_score(
     run: Run, baseline: Run, metric: Metric, curve: Sequence[Point], reference: Sequence[Point]
 ) -> Speedup:
-    target = max(point.score for point in reference)
-    theirs, ours = first_reach(reference, target), first_reach(curve, target)
+    target = metric.best(point.score for point in reference)
+    assert target is not None
+    theirs, ours = metric.first_reach(reference, target), metric.first_reach(curve, target)
     assert theirs is not None
-    unit = f"{hardware(run).kind} hours"
+    unit, goal = f"{hardware(run).kind} hours", _score(metric, target)
     if ours is None:
-        best = max(point.score for point in curve)
-        reason = f"{run.name}: {metric.title} {plain(best)} % at best, below the {plain(target)} % of {baseline.name}."
+        best, side = metric.best(point.score for point in curve), "below" if metric.column.higher_is_better else "above"
+        reason = f"{run.name}: {metric.title} {_score(metric, best)} at best, {side} the {goal} of {baseline.name}."
         return _none("not reached", reason)
     used, reference_used = _hours(run, ours), _hours(baseline, theirs)
-    reason = f"{run.name}: {metric.title} {plain(ours.score)} % after {hours(used)} {unit}"
+    reason = f"{run.name}: {metric.title} {_score(metric, ours.score)} after {hours(used)} {unit}"
     if run is baseline:
         return Speedup(times(1), f"{reason}, the baseline.")
-    reason += f"; {baseline.name} took {hours(reference_used)} to {plain(target)} %."
+    reason += f"; {baseline.name} took {hours(reference_used)} to {goal}."
     return Speedup(times(reference_used / used), reason)
 
 
+def _score(metric: Metric, value: float | None) -> str:
+    return f"{plain(value)} {metric.column.unit}".rstrip()
+
+
 def _timed(run: Run, metric: Metric) -> list[Point]:
-    """The points that took time; a score before the first step is no merit of training."""
+    """The points after the first step: a score before it is not due to training."""
     return [point for point in points(run, metric) if point.seconds]
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from html import escape
 
 from dmjd.report.cost import CPU_HOURS, GPU_HOURS, PAPER_GPUS, PAPER_HOURS, hardware
+from dmjd.report.format import ABSENT, hours, look_up, name_of, plain, rate, scores
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, metrics, points
 from dmjd.report.speedup import definition, speedup
-from dmjd.report.words import ABSENT, hours, look_up, name_of, plain, rate, scores
 
 _METHODS = {name.lower(): name for name in ("MAE", "SimMIM", "BEiT", "MaskFeat", "ConvMAE", "DMJD")}
 _PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-wise"}
@@ -19,7 +19,7 @@ _PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-
 
 @dataclass(frozen=True)
 class Column:
-    """A title, one cell per run, and what the column means where its title does not say it."""
+    """A title, one cell per run, and a footnote where the title needs one."""
 
     title: str
     cells: list[str]
@@ -29,7 +29,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of equal length, and a sentence for every speed-up."""
+    """Columns of equal length, and one sentence per speed-up."""
 
     columns: list[Column]
     speedups: list[str]
@@ -40,7 +40,7 @@ class Table:
         return [(column.title, column.meaning) for column in self.columns if column.meaning]
 
     def markdown(self) -> str:
-        """A Markdown table whose source lines up; every text from a run folder is escaped."""
+        """A Markdown table with aligned source; every text from a run folder is escaped."""
         lines = [[escape_markdown(cell) for cell in (column.title, *column.cells)] for column in self.columns]
         widths = [max(3, *map(len, column)) for column in lines]
         sides = [str.rjust if column.numeric else str.ljust for column in self.columns]
@@ -69,9 +69,9 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
     """The table of ``runs``, one row each, in their order; ``baseline``, if given, is one of them.
 
     Raises:
-        DataError: if a run's provenance makes no sense.
+        DataError: if a run's provenance has an invalid world size.
     """
-    judged = metrics(runs)
+    measured = metrics(runs)
     columns = [
         Column("Method", _methods(runs), numeric=False),
         Column("m_patt", [_pattern(run) for run in runs], numeric=False),
@@ -81,19 +81,19 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
         Column(
             "m_corr",
             [rate(run.last("m_corr")) for run in runs],
-            "share of tokens that a view hides, as measured, not as asked for.",
+            "share of tokens that a view masks, as measured.",
         ),
         Column(
             "m_pred",
             [rate(run.last("m_pred")) for run in runs],
             "share of tokens that are predicted over all views, as measured.",
         ),
-        *_score_columns(runs, judged),
+        *_score_columns(runs, measured),
         *_cost_columns(runs),
     ]
     reasons: list[str] = []
     if baseline is not None:
-        outcomes = [speedup(run, baseline, judged) for run in runs]
+        outcomes = [speedup(run, baseline, measured) for run in runs]
         columns.append(Column("Speed-up", [each.cell for each in outcomes], definition(baseline.name)))
         reasons = [each.reason for each in outcomes]
     columns.append(Column("Run", [run.name for run in runs], numeric=False))
@@ -101,14 +101,14 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
 
 
 def escape_markdown(text: str) -> str:
-    """``text`` on one line, with nothing left in it that Markdown or HTML would act on."""
+    """``text`` on one line, with Markdown and HTML escaped."""
     line = " ".join(text.split())
-    # An underscore inside a word is itself.
+    # An underscore inside a word needs no escape.
     return re.sub(r"[\\`*<>\[\]|~&$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", line)
 
 
 def _methods(runs: Sequence[Run]) -> list[str]:
-    """Base method and what is added; a row that repeats the base above shows only the addition, as in the paper."""
+    """Base method and additions; a row that repeats the base above has the additions only, as in the paper."""
     cells, above = [], ""
     for run in runs:
         name = name_of(run.config.get("method"))
@@ -133,7 +133,7 @@ def _pattern(run: Run) -> str:
 
 
 def _epochs(run: Run) -> str:
-    """Epochs done; of how many, while there are some left."""
+    """Epochs done; "62.5 of 400" for an unfinished run."""
     asked, done = run.config.get("epochs"), run.last("epoch")
     if done is None:
         return ABSENT
@@ -149,14 +149,14 @@ def _count(epochs: float) -> str:
     return f"{round(epochs, 2):g}"
 
 
-def _score_columns(runs: Sequence[Run], judged: Sequence[Metric]) -> list[Column]:
+def _score_columns(runs: Sequence[Run], measured: Sequence[Metric]) -> list[Column]:
     columns = []
-    for metric in judged:
-        alike = [other for other in judged if other.title == metric.title]
+    for metric in measured:
+        alike = [other for other in measured if other.title == metric.title]
         differing = metric.differing(alike)
-        best = [max((point.score for point in points(run, metric)), default=None) for run in runs]
-        title = f"{metric.title} ({differing})" if differing else metric.title
-        columns.append(Column(title, scores(best), metric.description))
+        best = [metric.best(point.score for point in points(run, metric)) for run in runs]
+        title = f"{metric.heading} ({differing})" if differing else metric.heading
+        columns.append(Column(title, scores(best, metric.column), metric.description))
     return columns
 
 

@@ -88,7 +88,7 @@ launch() {
 
 # Run a command that has no checkpoints: a requeued job starts it again.
 run_once() {
-    [[ $# -gt 1 ]] || die "$1 needs arguments: sbatch $1.sbatch key=value ..."
+    [[ $# -gt 1 ]] || die "${1:-COMMAND} needs arguments: key=value ..."
     local error
     error=$(container_error)
     [[ -z $error ]] || die "$error"

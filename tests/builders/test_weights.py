@@ -22,8 +22,8 @@ from dmjd.builders.weights import load_weights
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
+from dmjd.evaluate import evaluate
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
-from dmjd.evaluate.verbs import knn, linprobe
 from dmjd.models.objective import Objective
 from dmjd.positions import sincos_positions
 from dmjd.runs.consolidate import consolidate
@@ -391,16 +391,16 @@ def test_a_score_of_a_file_is_kept_beside_it(tmp_path: Path, image_folder: Path)
     path = stored(tmp_path / "theirs.pth", a_vit_of_mae()[1])
     data = (*IMAGES, f"data.root={image_folder}", "data.check=none")
     words = [f"checkpoint={path}", *described("mae"), *data, "device=cpu", "workers=0"]
-    record = knn(compose("knn", [*words, "neighbours=3", "pooling=cls"]))
+    record = evaluate("knn", compose("knn", [*words, "neighbours=3", "pooling=cls"]))
     (kept,) = (tmp_path / "theirs" / "evaluations").glob("knn-trained-*.json")
     assert json.loads(kept.read_text()) == record
     assert record["settings"]["checkpoint"] == "theirs.pth"
     probe = ["epochs=1", "warmup_epochs=0", "batch_size=16", "augment=false"]
-    linprobe(compose("linprobe", [*words, *probe, f"output={tmp_path / 'scores'}"]))
+    evaluate("linprobe", compose("linprobe", [*words, *probe, f"output={tmp_path / 'scores'}"]))
     assert len(list((tmp_path / "scores" / "evaluations").glob("linprobe-*.json"))) == 1
     (tmp_path / "taken").write_text("")
     with pytest.raises(ConfigError, match=r"taken cannot be written to; name a folder for the score with output="):
-        knn(compose("knn", [*words, "neighbours=3", f"output={tmp_path / 'taken'}"]))
+        evaluate("knn", compose("knn", [*words, "neighbours=3", f"output={tmp_path / 'taken'}"]))
 
 
 def test_a_file_is_exported_for_timm(tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:

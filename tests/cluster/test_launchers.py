@@ -37,7 +37,7 @@ def probe(folder: Path, **environment: str) -> list[str]:
     """What the batch script of a linear probe hands to srun."""
     slurm = PlayedSlurm(folder)
     (folder / "runs/x/checkpoints").mkdir(parents=True)
-    done = slurm.play("linprobe.sbatch", "checkpoint=runs/x", **environment)
+    done = slurm.play("evaluate.sbatch", "linprobe", "checkpoint=runs/x", **environment)
     assert done.returncode == 0, done.stderr
     return slurm.asked("srun")
 
@@ -78,11 +78,12 @@ def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp
     site, image = tmp_path / "site.env", image_for_apptainer(tmp_path)
     site.write_text(f"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER={image}", newline="")
     slurm = PlayedSlurm(tmp_path)
-    done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE=str(site), PLAY='echo "<$KEY> <$http_proxy>"', http_proxy="")
+    play = 'echo "<$KEY> <$http_proxy>"'
+    done = slurm.play("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE=str(site), PLAY=play, http_proxy="")
     assert done.returncode == 0, done.stderr
     assert "<a=b=> <http://proxy:3128>" in done.stdout
     assert image in slurm.asked("srun")
-    done = slurm.play("linprobe.sbatch", "x=y", DMJD_SITE="h100")
+    done = slurm.play("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE="h100")
     assert done.returncode == 2
     assert "DMJD_SITE=h100 is not a readable file" in done.stderr
 
@@ -90,19 +91,19 @@ def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp
 def test_a_task_of_an_array_has_its_own_words_whatever_the_verb(tmp_path: Path) -> None:
     slurm = PlayedSlurm(tmp_path)
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    assert slurm.play("linprobe.sbatch", "checkpoint=runs/seed-%a", **task).returncode == 0
+    assert slurm.play("evaluate.sbatch", "linprobe", "checkpoint=runs/seed-%a", **task).returncode == 0
     assert slurm.asked("srun")[-1] == "checkpoint=runs/seed-2"
 
 
 def test_a_step_that_ends_before_it_is_looked_at_has_failed(tmp_path: Path) -> None:
     gone = {"BASH_FUNC_kill%%": "() { false; }"}  # what kill -0 says of it by then
-    assert PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY="exit 3", **gone).returncode == 3
+    assert PlayedSlurm(tmp_path).play("evaluate.sbatch", "linprobe", "x=y", PLAY="exit 3", **gone).returncode == 3
 
 
 @pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
 def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
     play = 'echo "ends ${SLURM_JOB_END_TIME:-none}, began $SLURM_JOB_START_TIME"'
-    done = PlayedSlurm(tmp_path).play("linprobe.sbatch", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
+    done = PlayedSlurm(tmp_path).play("evaluate.sbatch", "linprobe", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
     assert done.returncode == 0, done.stderr
     assert f"ends {end}, began 1795842000\n" in done.stdout
 

@@ -280,4 +280,4 @@ def test_a_chain_goes_on_where_its_last_job_stopped(site: Site) -> None:
         verb="linprobe",
     )
     assert site.cluster.wait(probe) == "COMPLETED", site.log("chain")
-    assert "linprobe top-1" in site.log("chain")
+    assert "linprobe: linear-probing top-1" in site.log("chain")

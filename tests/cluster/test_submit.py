@@ -17,6 +17,8 @@ import pytest
 import dmjd
 from dmjd.cluster.submit import plan, submit, verbs
 from dmjd.errors import ConfigError
+from dmjd.evaluate import EVALUATIONS
+from dmjd.resources import launchers_dir
 from dmjd.source import snapshot, source_state
 
 ROOT = Path(__file__).parents[2]
@@ -321,7 +323,8 @@ def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.
 def test_every_verb_with_a_script_exists() -> None:
     from dmjd.cli import COMMANDS
 
-    assert set(verbs()) <= COMMANDS.keys()
+    assert set(verbs()) <= {*COMMANDS, *EVALUATIONS}
+    assert all((launchers_dir() / "slurm" / f"{EVALUATIONS[name].script}.sbatch").is_file() for name in EVALUATIONS)
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

@@ -12,7 +12,9 @@ import pytest
 
 from dmjd.cli import COMMANDS
 from dmjd.cluster.submit import OPTIONS
-from dmjd.compose import SCHEMAS, compose, groups
+from dmjd.compose import compose, groups
+from dmjd.config import SCHEMAS
+from dmjd.evaluate import EVALUATIONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -46,7 +48,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def test_commands_compose(page: Path) -> None:
     of_jobs = {*OPTIONS, "warm"}
     for command, overrides in commands(page.read_text()):
-        assert command in COMMANDS, command
+        assert command in {*COMMANDS, *EVALUATIONS}, command
         if command in SCHEMAS:
             required = {"convert": ("input=a.pth", "output=b.pth")}.get(command, ("checkpoint=x",))
             needed = () if command in ("pretrain", "plan") else required

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dmjd.compose import compose
-from dmjd.config import ConsolidateConfig, KnnConfig
+from dmjd.config import ConsolidateConfig, EvaluationConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.convert import Converted, convert
 from dmjd.evaluate.encoder import load_encoder
@@ -219,7 +219,7 @@ def test_tables_are_shared_or_not_as_asked(tmp_path: Path) -> None:
 
 
 def test_a_run_of_ours_becomes_maes_file(tmp_path: Path, finished_run: Path) -> None:
-    frozen = load_encoder(KnnConfig(checkpoint=str(finished_run), device="cpu"))
+    frozen = load_encoder(EvaluationConfig(checkpoint=str(finished_run), device="cpu"))
     done = run(finished_run, tmp_path / "mae.pth", "to=dmjd")
     assert done.source == "ours"
     found = read_state(done.path)
@@ -241,7 +241,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
-    with pytest.raises(ConfigError, match=r"cannot be written to; name another folder"):
+    with pytest.raises(ConfigError, match=r"is not writable; set another folder"):
         run(tmp_path / "gone.pth", tmp_path / "out.pth")
 
 
@@ -251,7 +251,7 @@ def test_the_command_says_what_it_read_and_what_it_left(tmp_path: Path, dmjd: Co
     code, out, err = dmjd("convert", f"input={source}", f"output={output}", "to=timm")
     assert code == 0, err
     assert out.strip().endswith("tensors in the layout of timm, from mae")
-    assert "mae, by all of its" in err
+    assert "layout mae, detected from all of its" in err
     assert "decoder (18 tensors), head (2 tensors)" in err
     assert same_names(read_state(output), states.timm_vit())
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import dmjd as package
 from dmjd.compose import compose, from_yaml
-from dmjd.config import KnnConfig, PretrainConfig
+from dmjd.config import EvaluationConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError, UserError
 from dmjd.evaluate import export as room
 from dmjd.evaluate.convert import convert
@@ -58,7 +58,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 def trained_encoder(run: Path, weights: str = "trained") -> dict[str, Tensor]:
-    return load_encoder(KnnConfig(checkpoint=str(run), weights=weights, device="cpu")).encoder.state_dict()
+    return load_encoder(EvaluationConfig(checkpoint=str(run), weights=weights, device="cpu")).encoder.state_dict()
 
 
 def config_of(run: Path) -> PretrainConfig:
@@ -343,7 +343,7 @@ def test_weights_never_stand_beside_the_sidecar_of_others(run: Path, monkeypatch
 
 
 def test_weights_too_large_for_float16_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load_large(config: KnnConfig) -> FrozenEncoder:
+    def load_large(config: EvaluationConfig) -> FrozenEncoder:
         frozen = load_encoder(config)
         frozen.encoder.state_dict()["norm.weight"].mul_(1e5)
         return frozen
@@ -385,7 +385,7 @@ def test_what_cannot_be_exported_is_refused_by_its_key(
 def test_a_folder_that_cannot_be_written_to_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = snapshot(run)
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != run)
-    with pytest.raises(ConfigError, match=r"run cannot be written to; name a file elsewhere with output=FILE"):
+    with pytest.raises(ConfigError, match=r"run is not writable; set another file with output=FILE"):
         exported(run)
     assert snapshot(run) == before
 
@@ -398,7 +398,7 @@ def test_what_is_in_the_way_of_the_file_is_named(run: Path, name: str) -> None:
     place.parent.mkdir(exist_ok=True)
     place.touch() if name == "export" else place.mkdir()
     kind = "file" if name == "export" else "folder"
-    with pytest.raises(ConfigError, match=f"{place} is a {kind}; move it away, or name a file elsewhere with output="):
+    with pytest.raises(ConfigError, match=f"{place} is a {kind}; move it away, or set another file with output="):
         exported(run)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError, DataError, UserError
-from dmjd.evaluate.features import Features, encode, extract_features
+from dmjd.evaluate.features import Features, encode, extract_features, pool
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
 CPU = torch.device("cpu")
@@ -123,7 +123,7 @@ def test_data_without_labels_is_refused() -> None:
 
 
 def test_an_empty_loader_is_refused() -> None:
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="has no images"):
         extract_features(make_encoder(), [], mean=MEAN, std=STD, pooling="mean", device=CPU)
 
 
@@ -138,3 +138,34 @@ def test_features_that_are_not_finite_are_refused() -> None:
         encoder.project.bias[3] = float("nan")  # type: ignore[index]
     with pytest.raises(UserError, match="NaN or infinity"):
         extract(encoder, make_images(), torch.zeros(10, dtype=torch.int64))
+
+
+# Pooling
+
+
+def tokens(prefix: int) -> torch.Tensor:
+    """Two images of four patches; prefix tokens are far from every patch, so that one leaking in would show."""
+    patches = torch.arange(2 * 4 * 3, dtype=torch.float32).reshape(2, 4, 3)
+    return torch.cat((torch.full((2, prefix, 3), 1000.0) + torch.arange(prefix)[:, None], patches), dim=1)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_mean_is_over_patches_and_excludes_the_prefix(prefix: int) -> None:
+    # Image 0 holds 0..11 in raster order: channel means are (0+3+6+9)/4 and so on; image 1 is 12 above.
+    expected = torch.tensor([[4.5, 5.5, 6.5], [16.5, 17.5, 18.5]])
+    assert torch.equal(pool(tokens(prefix), prefix, "mean"), expected)
+
+
+@pytest.mark.parametrize("prefix", [1, 5])
+def test_cls_is_token_zero(prefix: int) -> None:
+    assert torch.equal(pool(tokens(prefix), prefix, "cls"), torch.full((2, 3), 1000.0))
+
+
+def test_cls_without_a_cls_token_is_refused_and_names_the_allowed_value() -> None:
+    with pytest.raises(ConfigError, match="needs a cls token, and this encoder has none; use pooling=mean"):
+        pool(tokens(0), 0, "cls")
+
+
+def test_another_pooling_is_refused_and_names_the_allowed_values() -> None:
+    with pytest.raises(ConfigError, match="one of mean, cls, got 'max'"):
+        pool(tokens(1), 1, "max")

@@ -17,10 +17,10 @@ from dmjd.builders import build_objective, build_tokenizer
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, DataError
+from dmjd.evaluate import evaluate
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.evaluate.knn import KnnResult
 from dmjd.evaluate.online import OnlineKnn
-from dmjd.evaluate.verbs import knn
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
 
@@ -62,7 +62,7 @@ def test_the_score_is_that_of_the_verb(
     run = shutil.copytree(finished_run, tmp_path / "finished")
     words = [f"checkpoint={run}", "workers=0", "device=cpu", "neighbours=7", "temperature=0.1"]
     subset = ["train_images=500"] if bank == 500 else []
-    record = knn(compose("knn", [*words, *subset]))
+    record = evaluate("knn", compose("knn", [*words, *subset]))
     with caplog.at_level(logging.INFO, logger="dmjd"):
         callback = OnlineKnn(
             configure(f"online_knn.train_images={bank}", "online_knn.neighbours=7", "online_knn.temperature=0.1")

@@ -163,12 +163,12 @@ def test_mistakes_are_one_sentence_and_leave_nothing(make_run: MakeRun, tmp_path
         write_comparison([a, tmp_path / "none"])
     with pytest.raises(DataError, match=r"^no run folder at .*/nowhere$"):
         write_comparison([a, tmp_path / "nowhere"])
-    with pytest.raises(ConfigError, match=rf"^baseline=c is none of the runs; choose from {a}, {b}$"):
+    with pytest.raises(ConfigError, match=rf"^baseline=c is not one of the runs; choose from {a}, {b}$"):
         write_comparison([a, b], baseline="c")
-    with pytest.raises(ConfigError, match=rf"^{tmp_path}/b/\.\./a is named twice; name every run once$"):
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/b/\.\./a is listed twice; list every run once$"):
         write_comparison([a, b, f"{tmp_path}/b/../a"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^cannot write to .*/file/x: Not a directory; name another folder"):
+    with pytest.raises(ConfigError, match=r"^cannot write to .*/file/x: Not a directory; set another folder"):
         write_comparison([a, b], output=tmp_path / "file" / "x")
     (a / "provenance.json").write_text(json.dumps({"device": "A100", "world_size": 0}))
     with pytest.raises(DataError, match=r"^a/provenance\.json has world_size=0"):
@@ -189,4 +189,4 @@ def test_command_line(dmjd: Command, make_run: MakeRun, tmp_path: Path, monkeypa
     assert err.startswith("error: dmjd report takes one run folder, or several to compare")
     code, out, err = dmjd("report", str(a), str(b), "baseline=")
     assert (code, out) == (2, "")
-    assert err.startswith("error: baseline= is none of the runs")
+    assert err.startswith("error: baseline= is not one of the runs")

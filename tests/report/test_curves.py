@@ -49,7 +49,7 @@ def test_scores_over_wall_time_and_over_effective_epochs(make_run: MakeRun, draw
     assert lines(by_time) == [[(40, 50), (80, 60)], [(5, 55), (10, 65)]]
     assert lines(by_epochs) == [[(40, 50), (80, 60)], [(100, 55), (200, 65)]]
     assert by_time.get_xlabel() == "wall time, hours"
-    assert by_time.get_ylabel() == "kNN online, top-1 %"
+    assert by_time.get_ylabel() == "k-nearest-neighbour top-1, %"
     assert caption.startswith("kNN online")
 
 
@@ -62,7 +62,7 @@ def test_rings_are_where_runs_reach_the_baselines_best(make_run: MakeRun, drawn:
         rings = [points for points, line in zip(lines(axes), axes.lines, strict=True) if line.get_markersize() > 9]
         assert rings == [[(20, 61)], [(40, 60)]]
         assert [[y for _, y in points] for points in lines(axes)].count([60, 60]) == 1  # the dashed line
-    assert "best of a" in caption
+    assert "best score of a" in caption
 
 
 def test_losses_stand_in_where_no_run_has_scores(make_run: MakeRun, drawn: Drawn) -> None:

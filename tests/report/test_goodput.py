@@ -15,5 +15,5 @@ def test_the_page_sums_up_where_the_time_went(finished_run: Path, tmp_path: Path
     row = {"step": 11, "seconds": 100.0, **{f"{name}_seconds": spent for name, spent in accounts.items()}}
     (run / "timing.jsonl").write_text(json.dumps(row) + "\n")
     text = write_report(run).read_text()
-    assert "90.0 %: 1 min 30 s training, 5.0 s starting and compiling, 3.0 s waiting for data, 2.0 s stalled" in text
+    assert "90.0 %: 1 min 30 s training, 5.0 s start-up and compilation, 3.0 s waiting for data, 2.0 s waiting" in text
     assert "lost to crashes" not in text

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from dmjd.config import EvaluationConfig
+from dmjd.evaluate import EVALUATIONS, Column, Evaluation, Scores
 from dmjd.report.run import read_run
 from dmjd.report.scores import metrics
 from dmjd.report.speedup import Speedup, speedup
@@ -98,6 +100,21 @@ def test_other_scores_do_not_compare(make_run: MakeRun, other: tuple[str, str, f
 def test_a_score_before_the_first_step_is_no_merit(make_run: MakeRun) -> None:
     baseline = make_run("baseline", curve=[(0, 70.0), (100, 60.0)])
     assert against(make_run("run", curve=[(0, 99.0), (50, 60.0)]), baseline).cell == "2x"
+
+
+def test_where_lower_is_better_the_baselines_least_score_counts(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"top1": Column("Error", "top-1 error", "points", higher_is_better=False)}
+    evaluation = Evaluation("error", "", EvaluationConfig, lambda context: Scores({}, {}), columns)
+    monkeypatch.setitem(EVALUATIONS, "error", evaluation)
+    baseline = make_run("baseline", evaluations=[("error", "trained", 100, 40.0, {})])
+    lower = against(make_run("a", hours=25, evaluations=[("error", "trained", 100, 39.0, {})]), baseline)
+    assert lower.cell == "4x"
+    assert "Error 39 points after 200 GPU hours" in lower.reason
+    higher = against(make_run("b", hours=25, evaluations=[("error", "trained", 100, 41.0, {})]), baseline)
+    assert higher.cell == "- (not reached)"
+    assert "above the 40 points of baseline" in higher.reason
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dmjd.errors import DataError
+from dmjd.evaluate import Column
+from dmjd.report.format import hours, scores, times
 from dmjd.report.run import read_run
 from dmjd.report.table import Table, compare, escape_markdown
-from dmjd.report.words import hours, scores, times
 
 MakeRun = Callable[..., Path]
 
@@ -177,7 +179,8 @@ def test_runs_before_there_were_world_sizes_had_one_process(make_run: MakeRun) -
 @pytest.mark.parametrize("size", [0, "two", 1.5, None])
 def test_a_world_size_that_is_none_is_refused(make_run: MakeRun, size: Any) -> None:
     folder = make_run("a", launches=[("A100", size)])
-    with pytest.raises(DataError, match=rf"^a/provenance.json has world_size={size}; it counts processes, from 1$"):
+    message = rf"^a/provenance.json has world_size={size}; it must be a number of processes, at least 1$"
+    with pytest.raises(DataError, match=message):
         table(folder)
 
 
@@ -220,5 +223,7 @@ def test_speedups_read_as_in_the_paper(ratio: float, text: str) -> None:
 
 
 def test_scores_have_as_many_decimals_as_they_need() -> None:
-    assert scores([83.6, None, 85.0]) == ["83.6", "-", "85.0"]
-    assert scores([83.6, None, 85.25]) == ["83.60", "-", "85.25"]
+    column = Column("Ft.", "fine-tuning top-1")
+    assert scores([83.6, None, 85.0], column) == ["83.6", "-", "85.0"]
+    assert scores([83.6, None, 85.25], column) == ["83.60", "-", "85.25"]
+    assert scores([3.2, None, 12345.6], replace(column, unit="ms")) == ["3.2", "-", "12346"]

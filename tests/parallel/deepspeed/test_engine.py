@@ -199,7 +199,7 @@ def test_a_run_that_was_cut_goes_on(
         assert value.shape == trained[parameter].shape
     code, out, err = dmjd("knn", f"checkpoint={undisturbed}", "workers=0", "device=cpu", "weights=ema")
     assert (code, err) == (0, "")
-    assert out.startswith("knn top-1 ")
+    assert out.startswith("knn: k-nearest-neighbour top-1 ")
     settings = json.loads((undisturbed / "deepspeed.json").read_text())
     assert settings["train_micro_batch_size_per_gpu"] == 32
     assert settings["zero_optimization"]["stage"] == ENGINES[name].stage

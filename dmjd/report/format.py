@@ -1,4 +1,4 @@
-"""How values read on a page and in a table."""
+"""Formatting of values on a page and in a table."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dmjd.evaluate import Column
+
 ABSENT = "-"
 
 
 def look_up(config: Any, keys: Iterable[str]) -> Any:
-    """The value under nested ``keys``; None where a run of another version has no such section or key."""
+    """The value under nested ``keys``; None where another version's configuration has no such section or key."""
     value: Any = config
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -18,12 +20,12 @@ def look_up(config: Any, keys: Iterable[str]) -> Any:
 
 
 def name_of(section: Any) -> str:
-    """The name in a section of the configuration; versions before sections had it in its place."""
+    """The name in a section of the configuration; early versions have the name in place of a section."""
     return plain(section.get("name") if isinstance(section, Mapping) else section)
 
 
 def plain(value: Any) -> str:
-    """Any value of a configuration or a record; absent ones are a dash."""
+    """Any value of a configuration or a record; a dash for None and for an empty text."""
     if value is None or value == "":
         return ABSENT
     if isinstance(value, bool):
@@ -36,12 +38,12 @@ def plain(value: Any) -> str:
 
 
 def rate(value: Any) -> str:
-    """A share of 1 as per cent."""
+    """A fraction as per cent."""
     return ABSENT if value is None else f"{100 * value:.1f} %"
 
 
 def duration(seconds: float) -> str:
-    """Wall time of one run; a dash for what is no time."""
+    """Wall time; a dash if it is not finite."""
     if not math.isfinite(seconds):
         return ABSENT
     if round(seconds, 1) < 60:
@@ -53,17 +55,17 @@ def duration(seconds: float) -> str:
 
 
 def hours(value: float) -> str:
-    """Whole hours from 100 on, as the paper writes them; three digits below, where runs are small."""
+    """Whole hours from 100 on, as in the paper; three digits below."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def times(ratio: float) -> str:
-    """A speed-up as the paper writes it: ``1x``, ``1.8x``; two digits where it is a slow-down."""
+    """A speed-up as in the paper: ``1x``, ``1.8x``; two digits for a slow-down."""
     digits = f"{ratio:.1f}" if ratio >= 0.995 else f"{ratio:.2g}"
     return digits.removesuffix(".0") + "x"
 
 
-def scores(values: list[float | None]) -> list[str]:
-    """A column of scores in per cent, with the decimals that its values need: one, as in the paper, or two."""
-    digits = 1 if all(value is None or round(value, 1) == round(value, 2) for value in values) else 2
-    return [ABSENT if value is None else f"{value:.{digits}f}" for value in values]
+def scores(values: list[float | None], column: Column) -> list[str]:
+    """A column of scores; those in per cent with the decimals that the values need: one, as in the paper, or two."""
+    one = column.unit == "%" and all(value is None or round(value, 1) == round(value, 2) for value in values)
+    return [ABSENT if value is None else f"{value:.1f}" if one else column.format(value) for value in values]

@@ -17,8 +17,8 @@ from dmjd.compose import compose
 from dmjd.data import build
 from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
+from dmjd.evaluate import evaluate as run_evaluation
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
-from dmjd.evaluate.verbs import VERBS, knn, linprobe
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.runs import checkpoint
@@ -36,8 +36,7 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 def evaluate(verb: str, path: Path | str, *words: str) -> dict[str, Any]:
-    config = compose(verb, [f"checkpoint={path}", "workers=0", "device=cpu", *words])
-    return VERBS[verb](config)
+    return run_evaluation(verb, compose(verb, [f"checkpoint={path}", "workers=0", "device=cpu", *words]))
 
 
 def too_late(*arguments: Any) -> None:
@@ -379,6 +378,7 @@ def test_what_cannot_be_judged_is_refused_by_its_key(
     ("words", "parts"),
     [
         (["batch_size=601"], ["batch_size", "601"]),
+        (["batch_size=1"], ["batch_size", "between 2"]),
         (["warmup_epochs=3"], ["warmup_epochs", "epochs=3"]),
         (["warmup_epochs=-1"], ["warmup_epochs", "-1"]),
         (["seed=-1"], ["seed", "-1"]),
@@ -431,10 +431,6 @@ def test_a_checkpoint_that_its_run_drops_meanwhile_is_one_sentence(run: Path, mo
     with pytest.raises(CheckpointError, match=rf"{STEP} .*; a run that goes on drops all but its newest") as caught:
         evaluate("knn", run)
     assert "\n" not in str(caught.value)
-
-
-def test_verbs_are_by_their_names() -> None:
-    assert {"knn": knn, "linprobe": linprobe} == VERBS
 
 
 def test_scores_on_other_data_are_other_scores(run: Path) -> None:

@@ -1,0 +1,196 @@
+"""Training a linear classifier on frozen features with MAE's recipe (He et al., CVPR'22, A.1).
+
+BatchNorm without affine parameters, one linear layer, LARS. The features are computed once, or anew in each epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from timm.optim.lars import Lars
+from torch import Tensor, nn
+
+from dmjd.builders.schedules import REFERENCE_BATCH, cosine
+from dmjd.data.batch import Batch
+from dmjd.evaluate.features import Features, require_labels
+from dmjd.ops.philox import Domain, keyed_bits, make_key
+
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """top1: per cent of the test images. final_loss: mean training cross-entropy of the last epoch. lr: the peak."""
+
+    top1: float
+    final_loss: float
+    epochs: int
+    batch_size: int
+    lr: float
+
+
+def make_head(dim: int, num_classes: int, *, seed: int) -> nn.Sequential:
+    """The probe ``[B, dim] -> [B, num_classes]``, initialised on the CPU: the same bits on every device."""
+    # skip_init: the default initialisation would draw from the global generator, which a run in training may depend on.
+    linear = nn.utils.skip_init(nn.Linear, dim, num_classes)
+    nn.init.trunc_normal_(linear.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
+    nn.init.zeros_(linear.bias)
+    return nn.Sequential(nn.BatchNorm1d(dim, affine=False, eps=1e-6), linear)
+
+
+def make_lars(linear: nn.Linear) -> Lars:
+    """MAE's LARS without weight decay: momentum 0.9, trust coefficient 0.001, and plain SGD for the bias.
+
+    timm's always_adapt scales every parameter of a group, and without it none at zero weight decay: hence two groups.
+    """
+    groups = [
+        {"params": [linear.weight], "always_adapt": True},
+        {"params": [linear.bias], "always_adapt": False},
+    ]
+    return Lars(groups, lr=0.0, momentum=0.9, weight_decay=0.0, trust_coeff=0.001, eps=0.0)
+
+
+def linear_probe(
+    train_source: FeatureSource,
+    test: Features,
+    num_classes: int,
+    *,
+    epochs: int,
+    batch_size: int,
+    base_lr: float,
+    warmup_epochs: int,
+    seed: int,
+    device: torch.device,
+) -> ProbeResult:
+    """Train a linear classifier on frozen features and test it; the same arguments give the same bits.
+
+    Args:
+        train_source: the training features; the incomplete last batch of an epoch is dropped.
+        test: features of the test images.
+        num_classes: labels are in ``[0, num_classes)``.
+        epochs: passes over ``train_source``.
+        batch_size: images per step, whatever the source's chunks.
+        base_lr: per 256 images; the peak is ``base_lr * batch_size / 256``.
+        warmup_epochs: linear warm-up from 0, followed by half a cosine to 0; set per step.
+        seed: of the initial weights. The order of the images is the source's.
+        device: where to train.
+
+    Raises:
+        DataError: if labels are out of range.
+    """
+    require_labels(test.labels, num_classes)
+
+    head = make_head(test.values.shape[1], num_classes, seed=seed).to(device)
+    linear = head[1]
+    assert isinstance(linear, nn.Linear)
+    optimizer = make_lars(linear)
+    steps_per_epoch = len(train_source) // batch_size
+    total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
+    peak = base_lr * batch_size / REFERENCE_BATCH
+    step = 0
+    for epoch in range(epochs):
+        epoch_loss = torch.zeros((), device=device)
+        for values, labels in _regroup(train_source.epoch_features(epoch), batch_size):
+            require_labels(labels, num_classes)
+            for group in optimizer.param_groups:
+                group["lr"] = cosine(step, total=total, warmup=warmup, peak=peak)
+            loss = F.cross_entropy(head(values.to(device)), labels.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            epoch_loss += loss.detach()
+            step += 1
+        assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
+    return ProbeResult(
+        top1=_accuracy(head, test, batch_size, device),
+        final_loss=float(epoch_loss) / steps_per_epoch,
+        epochs=epochs,
+        batch_size=batch_size,
+        lr=peak,
+    )
+
+
+class FeatureSource(Protocol):
+    """Labelled features, epoch by epoch; the probe does not depend on how they are cut into chunks."""
+
+    def __len__(self) -> int:
+        """Images per epoch."""
+
+    def epoch_features(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Chunks of (values float32 ``[n, D]``, labels int64 ``[n]``), in the order of this epoch."""
+
+
+class CachedFeatures:
+    """Features computed once, without augmentation; their order is a function of (seed, epoch)."""
+
+    def __init__(self, features: Features, *, seed: int) -> None:
+        self._features = features
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._features)
+
+    def epoch_features(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every image once, in the order of ``epoch``."""
+        rows = torch.arange(len(self))
+        bits = keyed_bits(rows, 2, key=make_key(self._seed, epoch), domain=Domain.ORDER)
+        order = (bits[:, 0] << 31 | bits[:, 1] >> 1).argsort()  # 63 bits: no ties, even among a billion images
+        for chunk in order.split(_CHUNK):
+            yield self._features.values[chunk], self._features.labels[chunk]
+
+
+class RecomputedFeatures:
+    """Features of newly augmented images in each epoch, as in the published recipes.
+
+    Args:
+        epoch_batches: epoch -> its batches, in the loader's order.
+        encode: (batch, epoch) -> float32 ``[B, D]``; it flips, normalises, encodes and pools.
+        images_per_epoch: images in an epoch's batches.
+    """
+
+    def __init__(
+        self,
+        epoch_batches: Callable[[int], Iterable[Batch]],
+        encode: Callable[[Batch, int], Tensor],
+        *,
+        images_per_epoch: int,
+    ) -> None:
+        self._epoch_batches = epoch_batches
+        self._encode = encode
+        self._images_per_epoch = images_per_epoch
+
+    def __len__(self) -> int:
+        return self._images_per_epoch
+
+    def epoch_features(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """One chunk per batch. Raises DataError if an image has no label."""
+        for batch in self._epoch_batches(epoch):
+            require_labels(batch.labels)
+            yield self._encode(batch, epoch), batch.labels
+
+
+def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of exactly ``size`` rows, in order, from chunks of any size; an incomplete last one is dropped."""
+    held: list[tuple[Tensor, Tensor]] = []
+    rows = 0
+    for chunk in chunks:
+        held.append(chunk)
+        rows += chunk[1].shape[0]
+        while rows >= size:
+            values, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
+            yield values[:size], labels[:size]
+            held, rows = [(values[size:], labels[size:])], rows - size
+
+
+@torch.no_grad()
+def _accuracy(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> float:
+    """Top-1 in percent, with the batch norm's running statistics."""
+    head.eval()
+    hits = torch.zeros((), dtype=torch.int64, device=device)
+    for values, labels in zip(test.values.split(batch_size), test.labels.split(batch_size), strict=True):
+        hits += (head(values.to(device)).argmax(dim=1) == labels.to(device)).sum()
+    return 100.0 * int(hits) / len(test)
