@@ -1,4 +1,4 @@
-"""How long checkpoints keep the training: beside it and in its way, the first of a run and later ones."""
+"""Time that checkpoints stall training: asynchronous and synchronous, the first of a run and the second."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SAVES = 4
 def measure_saves(step: Step, world: World, parent: Path, train: Callable[[], object]) -> dict[str, Any]:
     """Save :data:`SAVES` times below ``parent``, where nothing stays. Collective.
 
-    ``async``: files are written beside further steps; ``sync``: nothing else is done meanwhile. Of either the first
-    save, in which pinned memory is made, and the second: ``stall_ms`` that the slowest rank was kept (the device was
-    idle, so no step is counted in), and the seconds until it was committed. ``gib`` are in files.
+    ``async``: files are written during further steps; ``sync``: training waits. For each, the first save, which
+    allocates pinned memory, and the second: ``stall_ms`` of the slowest rank (the device is idle before, so no step
+    counts), and seconds until the commit. ``gib``: size of the files.
 
     Args:
-        train: does some steps and waits for them.
+        train: runs some steps and waits for them.
     """
     folder = Path(world.on_main(lambda: _scratch(parent)))
     saves: dict[str, Any] = {}

@@ -1,30 +1,31 @@
-"""What engines cost: images a second and peak memory per GPU, and whether they give the same losses.
+"""Images per second, peak memory per GPU and losses of each engine.
 
     torchrun --standalone --nproc-per-node=2 benchmarks/engines.py --output engines.jsonl [--engines ddp,fsdp]
         [--models vit_large,convvit_large:192] [--micro 64,256] [--input device,pinned,shards] [--shards FOLDER]
         [--save FOLDER] [engine.compile=block ...]
 
-One launch walks all cells with one compiler cache, and rank 0 appends a line after each. ``--micro`` counts images per
-GPU, for models that do not bring a number of their own. Further words are those of `dmjd pretrain`, for every cell.
+One launch measures all cells with one compiler cache, and rank 0 appends a line of JSON after each. ``--micro`` is the
+number of images per GPU, for models without a number of their own. Further arguments are those of `dmjd pretrain`, for
+every cell; the step is the one that it trains, with drop path, jitter and an average if configured.
 
-Batches are the same for every engine: synthetic and on the device already, or uploaded from pinned memory as a run
-does it, or read from shards (``workers=N``); a FOLDER that is not there is made, of photographs. Of several inputs each
-has a row, of one engine that goes on; ``start_seconds`` are until it has done ten steps on this input. ``--save`` adds,
-to the first, how long checkpoints keep the training, and needs room for two of them.
+Batches are the same for every engine: synthetic and on the device, or uploaded from pinned memory as in a run, or read
+from shards (``workers=N``); a missing FOLDER is filled with photographs. Several inputs have a row each and share one
+engine; ``start_seconds`` is the time until ten steps on this input are done. ``--save`` adds the checkpoint stalls to
+the first row, and needs disk space for two checkpoints.
 
-``host_ms`` is how long a step keeps the host where it finds an idle device: close to ``step_ms``, the host is the
-bound. (Without the idle device it tells nothing: the host waits wherever its launches fill the device's queue.)
-``own_ms`` of a rank is what it needs until its losses are there, before any waits for another: it tells a slow GPU.
+``host_ms`` is the time in which the host launches a step on an idle device; close to ``step_ms``, the step is bound by
+the CPU. (On a busy device the host also waits for space in the launch queue.) ``own_ms`` of a rank is the time from the
+batch to its losses, before it waits for other ranks: a slow GPU shows there.
 
     python benchmarks/engines.py --summary FILE ...
 
-prints what is in such files as tables, with the efficiency beside one GPU (``scaling.py``).
+prints such files as tables, with the efficiency relative to one GPU (``scaling.py``).
 
     python benchmarks/engines.py --simulated 2,8 --output host.jsonl [--engines ddp,fsdp ...]
 
-is one process that takes itself for rank 0 of 2 and then of 8 (``simulated_world.py``): engines do on the host what
-they do among so many, communication costs next to nothing, and losses, which would be wrong, are not kept. On a CPU a
-model as deep and very narrow (``backbone.embed_dim=64 method.decoder.dim=64``) leaves little but the host's time.
+is one process that acts as rank 0 of 2 and then of 8 (``simulated_world.py``): engines do the host's work of that world
+size, communication is free, and losses, which are wrong, are not stored. On a CPU a deep, very narrow model
+(``backbone.embed_dim=64 method.decoder.dim=64``) leaves little but the host's time.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     act = parser.add_mutually_exclusive_group(required=True)
     act.add_argument("--output", type=Path)
-    act.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="print what these files hold")
+    act.add_argument("--summary", type=Path, nargs="+", metavar="FILE", help="print these files as tables")
     parser.add_argument("--engines", default="ddp,fsdp", help=f"of {', '.join(ENGINES)}")
     parser.add_argument(
         "--models", default="vit_large,convvit_large", help=f"of {', '.join(MODELS)}; NAME or NAME:MICRO"
@@ -82,8 +83,8 @@ def main() -> None:
     parser.add_argument("--micro", default="64")
     parser.add_argument("--input", default="device", help=f"of {', '.join(INPUTS)}")
     parser.add_argument("--shards", type=Path, metavar="FOLDER", help="for --input shards")
-    parser.add_argument("--save", type=Path, metavar="FOLDER", help="measure checkpoints, written there and removed")
-    parser.add_argument("--simulated", metavar="RANKS", help="one process that takes itself for rank 0 of so many")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="measure checkpoint stalls; files are removed")
+    parser.add_argument("--simulated", metavar="RANKS", help="act as rank 0 of so many processes")
     options, words = parser.parse_known_args()
     if options.summary:
         print(summary(options.summary))
@@ -122,7 +123,7 @@ def engine_words(name: str, world: World) -> tuple[str, ...]:
 
 
 def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
-    """Measure every cell, append its rows as they come, and leave the world."""
+    """Measure every cell, append each row at once, and leave the world."""
     cells = plan(options)
     shards: list[str] = []  # not stored with the other words: they name a folder of this machine
     if options.shards is not None:
@@ -153,7 +154,7 @@ def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
 def measure(
     config: PretrainConfig, world: World, micro: int, throughput: Throughput, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """What there is to say of one engine, a row for each input; the last says so if memory ended."""
+    """One row per input; the last has ``out_of_memory`` if memory ran out."""
     kinds = options.input.split(",")
     row: dict[str, Any] = {"input": kinds[0]}
     try:

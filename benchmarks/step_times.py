@@ -1,4 +1,4 @@
-"""How long steps take one by one, and which rank the others wait for."""
+"""Duration of each step, and of each rank's own work in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Augmentation of a batch on its device: horizontal flips and BEiT's colour jitter, drawn for each sample id."""
+"""Augmentation of a batch on its device: horizontal flip and BEiT's colour jitter, keyed by sample id."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dmjd.ops.images import horizontal_flip
 
 _LUMA = (0.2989, 0.587, 0.114)
 ORDERS = 6
-"""Of brightness (0), contrast (1) and saturation (2): permutations in lexicographic order."""
+"""Permutations of brightness (0), contrast (1) and saturation (2), numbered in lexicographic order."""
 
 
 def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
-    """Brightness, contrast and saturation of each image times its factors, as torchvision's functions change them.
+    """Multiply brightness, contrast and saturation of each image by its factors, as torchvision's functions do.
 
-    A change blends with black, with the image's mean grey or with its grey, and rounds towards zero.
+    A change blends with black, with the mean of the grey image or with the grey image, and rounds towards zero.
 
     Args:
         images: uint8 ``[B, H, W, 3]``.
-        factors: float ``[B, 3]``, at least 0; 1 leaves a property as it is.
+        factors: float ``[B, 3]``, at least 0; 1 changes nothing.
         order: int64 ``[B]``, below :data:`ORDERS`.
 
     Returns:
@@ -38,33 +38,35 @@ def colour_jitter(images: Tensor, factors: Tensor, order: Tensor) -> Tensor:
 
 
 def _changes(order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The first, second and third change of each permutation, int64 ``[B]``. Arithmetic, for a table would have to be
-    copied to the device, and the host would wait for it."""
+    """First, second and third change of each permutation, int64 ``[B]``.
+
+    Computed, because the copy of a table to the device would make the host wait.
+    """
     first = order // 2
     second = torch.where(order % 2 == 0, (first == 0).long(), 2 - (first == 2).long())
     return first, second, 3 - first - second
 
 
 def _grey(x: Tensor) -> Tensor:
-    """Whole numbers, ``[B, H, W, 1]``."""
+    """Grey values, rounded down, ``[B, H, W, 1]``."""
     red, green, blue = x.unbind(-1)
     return (_LUMA[0] * red + _LUMA[1] * green + _LUMA[2] * blue).floor().unsqueeze(-1)
 
 
 _COLOURS = 1
-"""The lane of flips' domain that holds colours: both change how a sample looks, and no word serves twice."""
+"""Lane of ``Domain.FLIP`` for colours: independent random bits for flip and jitter."""
 
 
 def flip_by_coin(images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
-    """uint8 ``[B, H, W, C]``, each flipped with probability 1/2 as a pure function of ``key`` and its sample id."""
+    """uint8 ``[B, H, W, C]``, each flipped with probability 1/2; a pure function of ``key`` and the sample id."""
     coin = keyed_bits(sample_ids, 1, key=key, domain=Domain.FLIP).squeeze(1) & 1
     return horizontal_flip(images, coin.bool())
 
 
 def jitter_colours(images: Tensor, sample_ids: Tensor, key: Tensor, strength: float) -> Tensor:
-    """uint8 ``[B, H, W, 3]`` with factors uniform in 1 +- ``strength``, a pure function as :func:`flip_by_coin` is.
+    """uint8 ``[B, H, W, 3]``, factors uniform in 1 +- ``strength``; a pure function of ``key`` and the sample id.
 
-    BEiT does this to the whole image before cropping, which only the mean grey of a change of contrast can tell.
+    BEiT jitters the whole image before the crop, which differs in the mean grey of a change of contrast alone.
     """
     uniform = keyed_uniform(sample_ids, 4, key=key, domain=Domain.FLIP, lane=_COLOURS)
     order = (uniform[:, 3] * ORDERS).long()

@@ -1,4 +1,4 @@
-"""An exponential moving average of the encoder, and a teacher that computes with it."""
+"""Exponential moving average (EMA) of the encoder, and a teacher whose weights are that average."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.models.recompute import recompute
 
 ENCODER = "model.encoder."
-"""What the names of the encoder's parameters begin with in the objective."""
+"""Prefix of the encoder's parameters in the objective."""
 
 
 class EncoderEma:
-    """``average = decay * average + (1 - decay) * encoder`` after every step that moved the encoder, in float32 on its
-    device.
+    """``average = decay * average + (1 - decay) * encoder`` after every applied step, in float32 on the device.
 
-    Each rank averages what it owns; an element-wise average does not ask how parameters are divided. The average starts
-    as the encoder itself, so no bias has to be corrected.
+    Each rank averages the shards that it owns. The average starts as the encoder, so it needs no bias correction.
 
     Args:
         shards: an engine's ``local_shards()``.
@@ -29,21 +27,22 @@ class EncoderEma:
     def __init__(self, shards: Mapping[str, Tensor], decay: float) -> None:
         self._decay = decay
         sources = {name: shard for name, shard in shards.items() if name.startswith(ENCODER)}
-        self._sources = list(sources.values())  # views that follow the training
+        self._sources = list(sources.values())  # views of the parameters
         self.averages = {name: source.clone() for name, source in sources.items()}
-        """By the objective's names, as an engine saves and loads them."""
+        """Keyed by parameter name in the objective, as an engine saves and loads them."""
 
     @torch.no_grad()
     def update(self, applied: Tensor) -> None:
-        """Take in the encoder as it is now, if ``applied``, a scalar on its device, is 1; with 0 nothing changes."""
+        """Average the current encoder in if ``applied``, a scalar on the device, is 1; 0 changes nothing."""
         weight = (1 - self._decay) * applied
         torch._foreach_lerp_(list(self.averages.values()), self._sources, [weight] * len(self._sources))
 
 
 class EmaTeacher:
-    """An encoder whose parameters *are* the average's: what the average learns, the teacher knows at once.
+    """A frozen encoder that shares its parameters' memory with the average, so it is never copied.
 
-    ``teacher(images [B, C, H, W]) -> `` the outputs of the last ``layers`` blocks for whole images, ``[B, N, D]`` each.
+    ``teacher(images [B, C, H, W])`` returns the outputs of the last ``layers`` blocks for whole images, ``[B, N, D]``
+    each, computed under autocast to bfloat16 on CUDA.
     """
 
     def __init__(self, encoder: Encoder, ema: EncoderEma, layers: int) -> None:

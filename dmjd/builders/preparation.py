@@ -1,4 +1,4 @@
-"""From a uint8 batch to what the objective takes, on the device and without a host sync."""
+"""From a uint8 batch to the inputs of the objective, on the device and without a host sync."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ from dmjd.targets import Tokenizer
 
 
 class Prepared(NamedTuple):
-    """crops: uint8 ``[B, H, W, C]`` after the flip. The rest is what the objective takes, in its order: images float
-    ``[B, C, H, W]``, views, targets ``[B, N, dim]``, and the scales of stochastic depth or None."""
+    """Inputs of the objective, and the crops that they are made of.
+
+    crops: uint8 ``[B, H, W, C]`` after flip and jitter.
+    images: float32 ``[B, C, H, W]``, normalised.
+    targets: float32 ``[B, N, dim]``, or codes, int64 ``[B, N, 1]``.
+    branch_scales: of :func:`draw_branch_scales`; None without drop path.
+    """
 
     crops: Tensor
     images: Tensor
@@ -28,16 +33,17 @@ class Prepared(NamedTuple):
 
     @property
     def inputs(self) -> tuple[Tensor, MaskedViews, Tensor, Tensor | None]:
-        """The objective's arguments."""
+        """Arguments of the objective, in order."""
         return self.images, self.masked_views, self.targets, self.branch_scales
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """Flip, colours, masks, targets, normalisation: a pure function of (seed, epoch, batch).
+    """Flip, jitter, masks, targets, normalisation: a pure function of (seed, epoch, batch).
 
-    Targets are made from the crop in 0..255, which HOG is defined on, or from its second size where the batch has one;
-    normalisation comes last. ``depth`` is the encoder's, for ``drop_path``.
+    Targets are made from the crop in 0..255, which HOG is defined on, or from the second crop if the batch has one.
+
+    depth: blocks of the encoder. drop_path: rate of the last block. jitter: strength of colour jitter.
     """
 
     mask_spec: MaskSpec
@@ -70,7 +76,7 @@ class Preparation:
 
 
 def draw_branch_scales(sample_ids: Tensor, key: Tensor, *, views: int, depth: int, rate: float) -> Tensor:
-    """Scales of every block's attention and MLP branch: 0 where it is dropped, ``1 / (1 - p)`` where it is kept.
+    """Drop path: scales of each block's attention and MLP branch, 0 if dropped and ``1 / (1 - p)`` if kept.
 
     Args:
         sample_ids: int64 ``[B]``.

@@ -1,4 +1,4 @@
-"""Learning-rate rules and schedules, as pure functions: resuming needs nothing but the step number."""
+"""Learning-rate rules and schedules, as pure functions of the step number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REFERENCE_BATCH = 256
 
 
 def adaptive_lr(base_lr: float, unique_batch: int, m_corr: float, m_pred: float) -> float:
-    """The paper's Eq. 4: ``base * (b_u * m_pred / m_corr) / 256``, with b_u images that are distinct."""
+    """The paper's Eq. 4: ``base * (b_u * m_pred / m_corr) / 256``, with b_u distinct images."""
     return base_lr * unique_batch * (m_pred / m_corr) / REFERENCE_BATCH
 
 
@@ -27,7 +27,7 @@ def classic_lr(base_lr: float, unique_batch: int, views: int) -> float:
 def cosine(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.0, start: float = 0.0) -> float:
     """Linear warm-up from ``start`` over ``warmup`` steps, then half a cosine from ``peak`` to ``floor`` at ``total``.
 
-    ``step`` counts optimizer steps from 0, so the value is the one to use *for* that step.
+    ``step`` counts optimizer steps from 0; the value is the learning rate of that step.
     """
     if step < warmup:
         return _warm_up(step, warmup, start, peak)
@@ -63,7 +63,7 @@ def build_schedule(
     """Optimizer step -> learning rate.
 
     Raises:
-        ConfigError: if milestones are missing, idle or not within the epochs of the run.
+        ConfigError: if milestones are missing, unused or beyond the epochs of the run.
     """
     optim = config.optim
     peak, warmup = peak_lr(config, spec, grid), round(optim.warmup_epochs * steps_per_epoch)
