@@ -270,7 +270,7 @@ def test_a_model_that_ddp_cuts_does_not_become_cuda_graphs() -> None:
 def test_a_model_that_is_one_graph_is_not_sharded(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=rf"^engine\.compile=model .* engine={name} .*use .*=block, or engine=single, ddp, zero1, zero2$",
+        match=rf"^engine\.compile=model .* engine={name}; use .*=block, or engine=single, ddp, zero1, zero2$",
     ):
         join_world(CPU, engine(name, compile="model"))
 
