@@ -139,7 +139,9 @@ def test_a_shell_that_keeps_the_hosts_name_in_host_does_not_number_hosts(tmp_pat
 def test_a_host_without_gpus_says_so(tmp_path: Path, launcher: str) -> None:
     done = start(f"torchrun/{launcher}", tmp_path, "x=y", HOSTS="2", HEAD="n1")
     assert done.returncode == 2
-    assert done.stderr == "error: nvidia-smi lists no GPUs on this host; set PROCESSES to start processes without GPUs\n"
+    assert (
+        done.stderr == "error: nvidia-smi lists no GPUs on this host; set PROCESSES to start processes without GPUs\n"
+    )
     assert done.stdout == ""
 
 
