@@ -62,7 +62,7 @@ def _save(engine: Engine, world: World, saver: Saver, step: int, train: Callable
     assert saved is not None
     return {
         "stall_ms": 1000 * max(world.gather(stall)),
-        "seconds": max(world.gather(saved.seconds)),
+        "seconds": max(world.gather(saved)),
     }
 
 

@@ -15,7 +15,7 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_source
 from dmjd.data.loader import make_loader
 from dmjd.parallel.world import World
-from dmjd.train.upload import Uploader
+from dmjd.train.data_pipeline import Uploader
 
 INPUTS = ("device", "pinned", "shards")
 DIFFERENT = 4

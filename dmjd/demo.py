@@ -1,4 +1,4 @@
-"""``dmjd demo``: a small model pre-trained, scored beside its untrained encoder, and reported."""
+"""``dmjd demo``: pre-train a small model, score it and an untrained encoder, and write the report."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dmjd.report import write_report
 from dmjd.train.loop import pretrain
 
 EXPERIMENTS = {"digits": "demo_digits"}
-"""Data set -> the experiment with settings for it; ``demo`` for all others."""
+"""Data set -> its experiment; ``demo`` for all others."""
 
 TRAIN_IMAGES = {"demo": 10000}
-"""Experiment -> how many training images serve the scores; all for the others."""
+"""Experiment -> training images used for the scores; all for the others."""
 PROBE: dict[str, dict[str, Any]] = {
     "demo": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 20, "warmup_epochs": 1},
     "demo_digits": {"augment": False, "batch_size": 256, "base_lr": 5.0, "epochs": 100, "warmup_epochs": 5},
@@ -24,22 +24,23 @@ PROBE: dict[str, dict[str, Any]] = {
 """Experiment -> settings of its linear probe."""
 
 
-def demo(words: Sequence[str]) -> None:
-    """Pre-train under ``experiment=demo`` and ``words``, score, write the report; prints each outcome as it comes.
+def demo(overrides: Sequence[str]) -> None:
+    """Pre-train with ``experiment=demo`` and ``overrides``, score, and write the report; prints each result.
 
     Raises:
-        UserError: as the commands do that it stands for: pretrain, knn, linprobe and report.
+        UserError: as the commands pretrain, knn, linprobe and report.
     """
-    config: PretrainConfig = compose("pretrain", ["experiment=demo", *words])
+    config: PretrainConfig = compose("pretrain", ["experiment=demo", *overrides])
     data = resolve_auto(config.data)
     experiment = EXPERIMENTS.get(data.name, "demo")
-    config = compose("pretrain", [f"experiment={experiment}", *words])
+    config = compose("pretrain", [f"experiment={experiment}", *overrides])
     config.data.name, config.data.pad = data.name, data.pad
-    build_dataset(config.data, "test")  # what only the scores need is missed before the training
+    build_dataset(config.data, "test")  # raise its errors before the training
     run = pretrain(config)
-    ending = run.read_stop_reason()
-    if ending.get("reason") != "finished":
-        print(f"{run.path}: stopped, {ending.get('detail', 'another launch goes on in it')}; next: the same command")
+    record = run.read_stop_reason()
+    if record.get("reason") != "finished":
+        detail = record.get("detail", "another launch has resumed it")
+        print(f"{run.path}: stopped, {detail}; next: run the same command to continue")
         return
     common: dict[str, Any] = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device}
     common["train_images"] = TRAIN_IMAGES.get(experiment)

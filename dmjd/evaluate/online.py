@@ -80,7 +80,7 @@ class OnlineKnn:
         """Whether ``epoch``, steps done over steps per epoch, ends an interval."""
         return epoch > 0 and epoch % self._settings.every_epochs == 0
 
-    def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float] | None:
+    def on_epoch_end(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float] | None:
         """Columns for the log where an evaluation is due, else None.
 
         Args:

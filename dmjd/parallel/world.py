@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun started them, and the few things they do together besides a step."""
+"""The processes of a run, and their collectives outside the training step."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.d
 class World:
     """Rank ``rank`` of ``size``; ``local_rank`` of ``local_size`` counts within the host and picks the CUDA device.
 
-    group: on the CPU and patient, for what ranks do together besides a step, which has groups of its own; None for one
-        process.
-    patience: how long a rank waits there for the others: compilation, a cold file system and an evaluation on rank 0
-        take their time.
+    group: gloo group with a long time-out for collectives outside the training step, which has groups of its own; None
+        for one process.
+    patience: the time-out of that group: compilation, a cold file system and an evaluation on rank 0 take minutes.
     """
 
     rank: int
@@ -47,7 +46,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes: logs, checkpoints and pictures come from rank 0 alone."""
+        """Whether this is rank 0, which alone writes logs, manifests and pictures."""
         return self.rank == 0
 
     def mean(self, values: Tensor) -> Tensor:
@@ -58,8 +57,8 @@ class World:
         return values
 
     def on_main(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns on rank 0, handed to every rank. If it raises there, every rank does, so that none waits
-        for one that has left."""
+        """Call ``act`` on rank 0 and return its result on every rank; if it raises there, every rank raises.
+        Collective."""
         if self.size == 1:
             return act()
         outcome: list[Any] = [None, None]
@@ -71,30 +70,31 @@ class World:
                 raise
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if outcome[1] is not None:
-            raise _told(outcome[1])
+            raise _reported(outcome[1])
         result: T = outcome[0]
         return result
 
     def all_or_none(self, act: Callable[[], T]) -> T:
-        """What ``act`` returns on this rank, unless it was refused on any: then every rank raises."""
+        """Call ``act`` on every rank and return its own result; if it raises UserError on one, every rank raises it.
+        Collective."""
         if self.size == 1:
             return act()
-        refusal: UserError | None = None
+        own: UserError | None = None
         try:
             result = act()
         except UserError as error:
-            refusal = error
-        sentences = self.gather(None if refusal is None else str(refusal))
-        speaker = next((rank for rank, sentence in enumerate(sentences) if sentence is not None), None)
-        if speaker is None:
+            own = error
+        messages = self.gather(None if own is None else str(own))
+        first = next((rank for rank, message in enumerate(messages) if message is not None), None)
+        if first is None:
             return result
-        if refusal is not None and self.rank == speaker:
-            refusal.reported = False  # a rank may raise here what another had reported to it
-            raise refusal
-        raise _told(str(sentences[speaker]))
+        if own is not None and self.rank == first:
+            own.reported = False  # this rank prints it, also if it was another rank's error before
+            raise own
+        raise _reported(str(messages[first]))
 
     def cap_timeout(self, seconds: float) -> float:
-        """``seconds`` of waiting on one rank, or so few of them that the others do not lose patience with it."""
+        """``seconds`` that one rank waits, at most half of the time-out of the other ranks that wait for it."""
         return seconds if self.size == 1 else min(seconds, self.patience.total_seconds() / 2)
 
     def gather(self, item: T) -> list[T]:
@@ -106,7 +106,7 @@ class World:
         return items
 
     def new_group(self) -> World:
-        """The same processes over a group of their own, for what another thread does with them. Collective."""
+        """The same processes with a new group, for the collectives of another thread. Collective."""
         return self if self.size == 1 else replace(self, group=_patient_group(self.patience))
 
     def mesh(self, replicas: int | None = None) -> DeviceMesh:
@@ -120,20 +120,20 @@ class World:
         return mesh
 
     def step_group(self) -> dist.ProcessGroup:
-        """A new group of all processes for what an engine does in a step. Collective."""
+        """A new group of all processes for the collectives of an engine in a step. Collective."""
         group = dist.new_group(timeout=self.patience)
         assert isinstance(group, dist.ProcessGroup)
         self._of_steps.append(group)
         return group
 
     def expect_steps(self, timeout: timedelta) -> None:
-        """The first step is done: from here on a rank that keeps the others waiting in one for longer has failed."""
+        """Set the time-out of the groups of the training step, after the first step, which takes longer."""
         if self.size > 1:
             for group in (None, *self._of_steps):
                 _set_timeout(timeout, group)
 
     def close(self) -> None:
-        """Leave together, so that no rank's exit looks like a failure to another."""
+        """Wait for all ranks, so that the exit of one is no lost connection to another; destroy the groups."""
         if self.size > 1:
             dist.barrier(group=self.group)
         if dist.is_initialized():
@@ -146,27 +146,28 @@ def _patient_group(patience: timedelta) -> dist.ProcessGroup:
     return group
 
 
-def _told(sentence: str) -> UserError:
-    """A refusal that another rank prints."""
-    error = UserError(sentence)
+def _reported(message: str) -> UserError:
+    """An error that another rank prints."""
+    error = UserError(message)
     error.reported = True
     return error
 
 
 def alone(device: torch.device) -> World:
-    """A run of one process."""
+    """The world of one process."""
     return World(0, 1, 0, device)
 
 
 def join_world(device: torch.device, engine: EngineConfig) -> World:
-    """Meet the other processes, if torchrun (or any launcher that sets its variables) started some.
+    """Join the process group if torchrun (or a launcher that sets its variables) started several processes.
 
     Raises:
-        ConfigError: if the engine, the device and the processes do not fit, or a launcher's variable is wrong.
-        NotMet: if the processes do not find each other.
+        ConfigError: if the engine does not support the device or the number of processes, or a launcher's variable is
+            wrong.
+        NotMet: if the processes do not connect.
     """
     if engine.name in STAGES:
-        # Told, not guessed: for a run on the CPU of a host with a card DeepSpeed would take the card.
+        # DeepSpeed would select CUDA on a host with a GPU, also for a run on the CPU.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
     launch = read_launch()
     check_fit(engine, device, launch.size, launch.local_size)
@@ -174,15 +175,15 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     patience = timedelta(minutes=engine.start_timeout)
     if launch.size == 1:
         if engine.name in (*SHARDED, *STAGES) and not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in the list of exports
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
         return alone(device)
     if device.type == "cuda":
         if launch.local_rank >= torch.cuda.device_count():
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
             raise ConfigError(
-                f"LOCAL_RANK={launch.local_rank} has no GPU of its own: torch sees {torch.cuda.device_count()} here"
-                f"{'' if shown is None else f' (CUDA_VISIBLE_DEVICES={shown})'}; start no more processes than GPUs, or "
+                f"LOCAL_RANK={launch.local_rank} has no GPU: torch finds {torch.cuda.device_count()}"
+                f"{'' if shown is None else f' (CUDA_VISIBLE_DEVICES={shown})'}; start at most one process per GPU, or "
                 "set engine.device=cpu"
             )
         device = torch.device("cuda", launch.local_rank)
@@ -190,20 +191,21 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     try:
         dist.init_process_group(backend, timeout=patience)
         group = _patient_group(patience)
-    except (RuntimeError, ValueError) as error:  # torch's own classes of network errors are RuntimeErrors
-        raise _apart(error, launch, patience) from error
+    except (RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
+        raise _not_met(error, launch, patience) from error
     return World(launch.rank, launch.size, launch.local_rank, device, launch.local_size, group, patience)
 
 
-def _apart(error: Exception, launch: Launch, patience: timedelta) -> NotMet:
-    """One line for what torch says in pages when processes do not meet."""
-    said = " ".join(str(error).split())[:300]
+def _not_met(error: Exception, launch: Launch, patience: timedelta) -> NotMet:
+    """One line for torch's error, of pages, if the processes do not connect."""
+    message = " ".join(str(error).split())[:300]
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    cure = f"see that all {launch.size} start within engine.start_timeout={patience.total_seconds() / 60:g} minutes"
-    if "EADDRINUSE" in said:
+    cure = f"start all {launch.size} within engine.start_timeout={patience.total_seconds() / 60:g} minutes"
+    if "EADDRINUSE" in message:
         cure = "set MASTER_PORT to a free port on all of them"
-    elif "Unable to find address for" in said:
+    elif "Unable to find address for" in message:
         cure = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to an interface that `ip address` lists, or unset them"
     return NotMet(
-        f"rank {launch.rank} has not met the others at MASTER_ADDR={address} MASTER_PORT={port}: {said}; {cure}"
+        f"rank {launch.rank} did not connect to the others at MASTER_ADDR={address} MASTER_PORT={port}: {message}; "
+        f"{cure}"
     )

@@ -1,8 +1,8 @@
-"""Checkpoints that count only once their manifest, written last, is in place.
+"""Atomic checkpoints: a checkpoint is complete once its manifest, written last, exists.
 
-A checkpoint is a folder ``step-XXXXXXXX``. All ranks write into it under a temporary name, each flushes and digests its
-own files, and rank 0 adds a manifest that lists every file with its size and SHA-256, and renames. A run killed at any
-instruction leaves the previous one intact.
+A checkpoint is a folder ``step-XXXXXXXX``. All ranks write into it under a temporary name, each flushes and hashes its
+own files, and rank 0 adds a manifest that lists every file with its size and SHA-256, and renames the folder. A run
+killed at any instruction leaves the previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ FOLDER = CHECKPOINTS
 FORMAT = 2
 _PREFIX, _DRAFT = "step-", ".tmp"
 _OURS = re.compile(rf"{_PREFIX}(\d{{8,}})({re.escape(_DRAFT)})?")
-"""What this module makes and may remove. ``step-00001000-best`` beside it is a copy of somebody's."""
+"""Names of the folders that this module creates and may remove; ``step-00001000-best`` is a user's copy."""
 _UNPICKLED = (".metadata", ".pt", ".distcp")
-"""How the names of files end that somebody could have added, and that a reader would find by itself."""
+"""Suffixes of files that a reader finds without the manifest, so an added one is an error."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ONE_PROCESS = alone(torch.device("cpu"))
 
 
 def begin(folder: Path, step: int) -> Path:
-    """An empty draft of the checkpoint of ``step`` in ``folder``, the run's checkpoint folder, made if absent.
+    """Create an empty draft of the checkpoint of ``step`` in ``folder``, the checkpoint folder of the run.
 
     Raises:
-        StorageError: if it cannot be made; earlier checkpoints stand.
+        StorageError: if it cannot be created; earlier checkpoints stay intact.
     """
     draft = folder / f"{_PREFIX}{step:08d}{_DRAFT}"
     try:
@@ -61,27 +61,27 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, world: World = _ONE_PROCESS) -> Path:
-    """Write one checkpoint, then drop all but the newest ``keep``, those of every ``keep_every`` steps, and later ones.
+    """Write one checkpoint, then remove the others except the newest ``keep`` and those of every ``keep_every`` steps.
 
-    A later one is there only if it was damaged: the run then resumed before it and is now writing that stretch again.
+    Later checkpoints are removed too: they were damaged, so the run resumed before them and repeats their steps.
     Collective over ``world``, whose ranks share the folder.
 
     Args:
-        draft: what :func:`begin` gave to rank 0.
-        write: puts this rank's files into the draft and names them.
+        draft: from :func:`begin` on rank 0.
+        write: writes this rank's files into the draft and returns their paths.
 
     Returns:
         The committed folder.
 
     Raises:
-        StorageError: on every rank if it cannot be written; the draft is removed and earlier checkpoints stand.
+        StorageError: on every rank if it cannot be written; the draft is removed, earlier checkpoints stay intact.
     """
     try:
         parts = world.gather(world.all_or_none(lambda: _written(draft, write)))
         final: Path = world.on_main(
             lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
         )
-    except UserError:  # our own StorageError, or another rank's sentence
+    except UserError:  # StorageError of this rank, or the error of another
         if world.is_main:
             shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -91,13 +91,13 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
 
 
 def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
-    """Drop what :func:`commit` says. What the disk does not give up waits for the next commit; the run goes on."""
+    """Remove the checkpoints that :func:`commit` names. One that stays is tried again at the next commit."""
     folder = final.parent
     folders = committed(folder)
     position = folders.index(final) + 1
     older = [path for path in folders[: max(0, position - keep)] if not keep_every or step_of(path) % keep_every]
     for torn in [path for path in folder.iterdir() if _OURS.fullmatch(path.name) and not (path / MANIFEST).is_file()]:
-        shutil.rmtree(torn, ignore_errors=True)  # a draft, or what was being dropped, when an earlier launch was killed
+        shutil.rmtree(torn, ignore_errors=True)  # an earlier launch was killed while it wrote or removed it
     for path in older + folders[position:]:
         try:
             _drop(path)
@@ -106,33 +106,33 @@ def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
 
 
 def drop_after(folder: Path, step: int) -> None:
-    """Drop the checkpoints of more than ``step`` steps: the run has gone back, and they are no part of it any more.
+    """Remove the checkpoints of more than ``step`` steps after a rollback.
 
     Raises:
-        StorageError: if one stays. The run would resume from it.
+        StorageError: if one cannot be removed, since the run would resume from it.
     """
     for later in committed(folder):
         if step_of(later) > step:
             try:
                 _drop(later)
             except OSError as error:
-                raise StorageError(f"going back to step {step}, cannot remove {later}: {error}") from error
+                raise StorageError(f"rolling back to step {step}, cannot remove {later}: {error}") from error
 
 
 def _drop(path: Path) -> None:
-    if path.is_symlink():  # where it leads to is somebody's archive
+    if path.is_symlink():  # its target is a user's archive
         path.unlink()
         return
-    # The manifest goes first, so a half-deleted checkpoint does not count either.
+    # The manifest first, so that a partly removed checkpoint is incomplete.
     (path / MANIFEST).unlink(missing_ok=True)
-    # Somebody may be reading it on a network disk: what can go goes, and then the rest says why it does not.
+    # A file in use on a network disk may stay: remove the others, then raise its error.
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         shutil.rmtree(path)
 
 
 def step_of(path: Path) -> int:
-    """The optimizer steps behind a checkpoint folder, whose manifest tells them where somebody has renamed it."""
+    """The optimizer steps of a checkpoint folder: from its name, or from its manifest if a user has renamed it."""
     named = _OURS.fullmatch(path.name)
     return int(named[1]) if named else _manifest(path).step
 
@@ -145,7 +145,7 @@ class _Manifest(NamedTuple):
 
 
 def _manifest(folder: Path) -> _Manifest:
-    """The manifest of ``folder``. Raises CheckpointError, with the rest of a line that begins with the folder."""
+    """The manifest of ``folder``. Raises CheckpointError, to be printed after the name of the folder."""
     try:
         found = parse_json(read_file(folder / MANIFEST))
         version, step, files = found["format"], found["step"], found["files"]
@@ -159,7 +159,7 @@ def _manifest(folder: Path) -> _Manifest:
     if type(step) is not int or not 0 <= step < 1 << 53:
         raise CheckpointError(f"{MANIFEST} cannot be read (step={str(step)[:20]})")
     for name, (size, digest) in entries.items():
-        # At most one folder deep, and one way to write each: what is compared is what readers open.
+        # At most one folder deep and in one spelling, so that the file checked is the file read.
         plain = name.isprintable() and str(PurePosixPath(name)) == name and name.count("/") <= 1
         if not plain or {"", ".", ".."} & set(name.split("/")):
             raise CheckpointError(f"{MANIFEST} lists {name[:80]!r}, which is no name of a file in a checkpoint")
@@ -169,7 +169,7 @@ def _manifest(folder: Path) -> _Manifest:
 
 
 def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
-    """Manifest entries of this rank's files, which are on the disk by then."""
+    """Write and flush this rank's files; returns their manifest entries."""
     try:
         files = write()
         for path in files:
@@ -181,11 +181,11 @@ def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
 
 
 def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
-    """Give a complete draft its manifest and its name."""
+    """Write the manifest of a complete draft and rename it."""
     final = draft.with_suffix("")
     try:
         _put_manifest(draft, files)
-        if os.path.lexists(final):  # its manifest did not hold: it was passed over when the run resumed
+        if os.path.lexists(final):  # it was damaged, so the run resumed from an earlier one
             _drop(final)
         draft.rename(final)
         _flush(final.parent)
@@ -195,7 +195,7 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
 
 
 def add(folder: Path, path: Path) -> None:
-    """Make the file ``path``, which lies in a committed checkpoint, part of it."""
+    """Add the file ``path``, which lies in the committed checkpoint ``folder``, to its manifest."""
     _flush(path)
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in _manifest(folder).files.items()}
     _put_manifest(folder, {**files, str(path.relative_to(folder)): _entry(path)})
@@ -209,8 +209,8 @@ def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 def _cannot_write(draft: Path, error: Exception) -> StorageError:
     free = ""
-    with suppress(OSError):  # of a disk that is gone
-        # Of a full one torch says that a position is unexpected.
+    with suppress(OSError):  # the disk may be unmounted
+        # On a full disk torch reports an unexpected position, so the free space is added.
         free = f" ({shutil.disk_usage(standing_place(draft)).free >> 20} MiB are free)"
     earlier = "earlier checkpoints are intact" if committed(draft.parent) else f"{draft.parent} holds no checkpoint"
     return StorageError(f"cannot write {draft.with_suffix('')}: {error}{free}; {earlier}")
@@ -223,38 +223,38 @@ def committed(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path, until: float = math.inf) -> Path | None:
-    """The newest checkpoint whose files are all as its manifest says; None if there is none at all.
+    """The newest checkpoint whose files all agree with its manifest; None if there are no checkpoints.
 
     Args:
-        until: steps; later checkpoints do not count.
+        until: steps; later checkpoints are ignored.
 
     Raises:
-        CheckpointError: if there are some and all are damaged. Beginning anew is for the user to decide.
+        CheckpointError: if all of them are damaged; the user decides whether to start again.
     """
     found = [path for path in committed(folder) if step_of(path) <= until]
     for path in reversed(found):
         defects = _defects(path)
         if not defects:
             return path
-        logger.warning("passing over %s: %s", path, defects[0])
+        logger.warning("skipping %s: %s", path, defects[0])
     if found:
         raise CheckpointError(
-            f"every checkpoint in {folder} is damaged; restore one, or delete the folder to begin anew"
+            f"every checkpoint in {folder} is damaged; restore one, or delete the folder to start again"
         )
     return None
 
 
 def resolve(path: Path, key: str = "checkpoint") -> Path:
-    """A checkpoint folder from what a user names under ``key``: itself, a run folder, or the folder of checkpoints.
+    """The checkpoint folder for a user's path under ``key``: a checkpoint, a run folder or a folder of checkpoints.
 
     Raises:
-        CheckpointError: if there is none, or it is damaged.
+        CheckpointError: if there is no checkpoint, or it is damaged.
     """
     if not path.is_dir():
         raise CheckpointError(
             f"{key}={path} is not a folder; name a run folder or one of its checkpoints/step-XXXXXXXX"
         )
-    path = path.resolve()  # its run folder is found by going up, which `.` would not allow
+    path = path.resolve()  # the run folder is found from its parents, which `.` has not
     if (path / MANIFEST).is_file():
         defects = _defects(path)
         if defects:
@@ -267,14 +267,14 @@ def resolve(path: Path, key: str = "checkpoint") -> Path:
 
 
 def pack_loop_state(state: dict[str, Any]) -> bytes:
-    """What the loop, not the engine, needs to continue, as the file's content: the state itself may go on changing."""
+    """The content of ``loop.pt``: the state of the loop at the time of the call."""
     content = io.BytesIO()
     torch.save(state, content)
     return content.getvalue()
 
 
 def read_loop_state(path: Path) -> dict[str, Any]:
-    """The inverse of :func:`pack_loop_state`. Raises CheckpointError if the file holds anything else."""
+    """The inverse of :func:`pack_loop_state`. Raises CheckpointError if the file cannot be read."""
     try:
         state: dict[str, Any] = load_torch(path / LOOP_STATE, TENSORS)
     except ValueError as error:
@@ -296,14 +296,14 @@ def _defects(path: Path) -> list[str]:
         file = path / name
         try:
             found = file.stat()
-            # A pipe or a device is not opened.
+            # A pipe or a device must not be opened.
             if not stat.S_ISREG(found.st_mode) or found.st_size != size or _digest(file) != digest:
                 defects.append(f"{name} is not the file that was saved")
             elif not file.resolve().is_relative_to(path.resolve()):
                 defects.append(f"{name} leads out of the checkpoint; put a copy in its place")
         except FileNotFoundError:
             defects.append(f"{name} is missing")
-        except OSError as error:  # a bad disk, or rights
+        except OSError as error:  # a disk error, or permissions
             defects.append(f"{name} cannot be read ({error.strerror})")
     return defects
 
@@ -315,7 +315,7 @@ def _entry(path: Path) -> dict[str, Any]:
 def fingerprint(weights: Path) -> str:
     """SHA-256 of a file of weights, or of a checkpoint's manifest, which lists those of its files. Raises OSError."""
     file = weights / MANIFEST if weights.is_dir() else weights
-    if not file.is_file():  # a pipe would be waited for
+    if not file.is_file():  # reading a pipe would wait
         raise FileNotFoundError(file)
     return _digest(file)
 
@@ -337,10 +337,10 @@ def _flush(path: Path) -> None:
 
 
 def weights_at(name: str, key: str) -> Path:
-    """What a user calls ``name`` under ``key``: a file, or the checkpoint folder in what is called so.
+    """The weights for a user's path ``name`` under ``key``: a file, or a checkpoint folder as :func:`resolve` finds it.
 
     Raises:
-        CheckpointError: if there is neither.
+        CheckpointError: if there are none.
     """
     path = Path(name)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""``dmjd consolidate``: a checkpoint's tensors, whole and in float32, in one file that every engine reads."""
+"""``dmjd consolidate``: the tensors of a checkpoint, whole and in float32, in one file that every engine reads."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ def consolidate(config: ConsolidateConfig) -> Path:
     """Write parameters, moments and averages of ``config.checkpoint`` under the names of
     :mod:`dmjd.parallel.native_files`.
 
-    Without ``output`` the file becomes part of the checkpoint, and a run goes on from there with an engine of another
-    kind. A file elsewhere serves ``init=FILE``, which takes the parameters. The file is put in place whole.
+    Without ``output`` the file becomes part of the checkpoint, and the run can continue with another engine. A file
+    elsewhere can be used as ``init=FILE``, which reads the parameters. The file is created atomically.
 
     Returns:
         The file.
 
     Raises:
         CheckpointError: if there is no complete checkpoint.
-        ConfigError: if ``config.output`` cannot be written. StorageError: if the disk is full.
+        ConfigError: if ``config.output`` is not writable. StorageError: if the disk is full.
     """
     folder = checkpoint.resolve(Path(config.checkpoint))
     path = folder / store.CONSOLIDATED if config.output is None else Path(config.output)
     if path.suffix != SUFFIX or path.is_dir():
         raise ConfigError(f"output={path} must name a file that ends in {SUFFIX}")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path.parent} is no folder that can be written to; name another with output=FILE{SUFFIX}")
+        raise ConfigError(f"{path.parent} is not a writable folder; name another with output=FILE{SUFFIX}")
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(store.read(folder), draft)
-        draft.chmod(0o666 & ~_umask())  # save_file's are private
+        draft.chmod(0o666 & ~_umask())  # save_file makes it readable for its owner only
         draft.replace(path)
         if config.output is None:
             checkpoint.add(folder, path)

@@ -18,19 +18,19 @@ from dmjd.errors import Diverged, FolderGone, NotMet, UserError
 from dmjd.files import replace_file
 from dmjd.redact import redact_message
 
-RESUME = "the same command goes on from this step"
+RESUME = "run the same command to continue from this step"
 NEXT = {
     "finished": "dmjd knn checkpoint=RUN, dmjd report RUN",
     "signal": RESUME,
     "time": RESUME,
     "file": RESUME,
-    "error": "mend what the detail says; the same command goes on from the newest checkpoint",
-    "crashed": "the log has the trace; the same command goes on from the newest checkpoint; if it crashes there again, "
-    "on other nodes too, the code or the data is at fault",
-    "lost": "dmjd doctor RUN names the rank that was lost; the same command goes on from the newest checkpoint",
-    "interrupted": "the same command goes on from the newest checkpoint",
-    "diverged": "see RUN/guard.jsonl; the same command goes on from the newest checkpoint and meets the same steps "
-    "again, so mend the data or set other limits in guard before",
+    "error": "fix the cause given in detail, then run the same command to continue from the newest checkpoint",
+    "crashed": "the log has the traceback; run the same command to continue from the newest checkpoint; if it crashes "
+    "there again on other nodes too, the cause is in the code or the data",
+    "lost": "dmjd doctor RUN names the lost rank; run the same command to continue from the newest checkpoint",
+    "interrupted": "run the same command to continue from the newest checkpoint",
+    "diverged": "see RUN/guard.jsonl; fix the data or change the limits in guard, then run the same command: it "
+    "continues from the newest checkpoint and repeats the bad steps",
 }
 """Exit reason -> what to do next."""
 
@@ -38,10 +38,10 @@ LOST = re.compile(
     r"Connection (reset|closed) by peer|Connection was likely closed|Broken pipe|remote process exited"
     r"|Timed out waiting \d+ms|Socket Timeout|wait timeout after|caused pair closure"
 )
-"""Messages of gloo, NCCL and torch's store when another rank is gone or does not come."""
+"""Messages of gloo, NCCL and torch's store when another rank has ended or does not connect."""
 
 LONGEST = 500
-"""Characters that are kept of an error: some carry a page of C++ frames."""
+"""Characters kept of an error message; some have a page of C++ frames."""
 
 LAUNCH_RECORD = "DMJD_EXIT_RECORD"
 """The environment variable by which a batch script names the file of its launch's exit record."""
@@ -56,7 +56,7 @@ class ExitRecord:
     ``total_steps``, ``when`` (UTC) and ``next``. An exception that leaves the context is recorded too; a killed run
     leaves no file.
 
-    Rank 0 writes an end that all ranks agreed on. The first error stands: errors of other ranks follow from it.
+    Rank 0 writes the end that all ranks agreed on. Of several errors the first is kept: it causes those of other ranks.
 
     Args:
         path: of STOP_REASON.
@@ -96,14 +96,14 @@ class ExitRecord:
         }
         try:
             replace_file(self._path, json.dumps(record, indent=1) + "\n")
-        except OSError as error:  # the run may end because the disk is full
-            logger.warning("cannot write %s (%s), which would say: %s, %s", self._path, error, reason, detail)
+        except OSError as error:  # the cause may be a full disk
+            logger.warning("cannot write %s (%s); its content: %s, %s", self._path, error, reason, detail)
 
 
 def exit_reason(error: BaseException, rank: int) -> tuple[str, str]:
     """Map an exception to an exit reason, a key of :data:`NEXT`, and a detail of one line.
 
-    A rank that only lost its connection ("lost") is told apart from the rank that crashed.
+    The rank that crashed has "crashed"; ranks that lost their connection to it have "lost".
     """
     if isinstance(error, Diverged):
         return "diverged", str(error)
@@ -120,8 +120,8 @@ def exit_reason(error: BaseException, rank: int) -> tuple[str, str]:
 def write_launch_record(reason: str, detail: str, advice: str = "") -> None:
     """Write ``reason: detail``, and ``advice`` on a second line, to the file that DMJD_EXIT_RECORD names, if it is set.
 
-    STOP_REASON cannot serve the batch script: another job that waits for the folder removes it as soon as it holds the
-    lock. The first record stands, for it is the cause of the others. A disk that takes none is ignored.
+    The batch script does not read STOP_REASON: another job that waits for the folder removes it when it gets the lock.
+    The first record is kept, since it causes the others. A file that cannot be written is ignored.
     """
     path = os.environ.get(LAUNCH_RECORD)
     if not path:

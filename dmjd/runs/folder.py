@@ -1,4 +1,4 @@
-"""A run's folder: what was asked, from which source, on which machine, and everything that came out."""
+"""The run folder as the run itself uses it: checks before the run, and the records of each launch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from dmjd.redact import redact
 from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.heartbeat import FOLDER as HEARTBEATS
+from dmjd.runs.heartbeat import forget_ranks
 from dmjd.runs.paths import CONFIG, RunPaths
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 
 REPLACED = (CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
-"""Files that each launch writes anew, in the place of those before."""
+"""Files that each launch replaces."""
 FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json")
 FOLDERS = (
     *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
@@ -46,17 +47,18 @@ FOLDERS = (
 logger = logging.getLogger("dmjd")
 
 _ROW_BYTES = 1 << 16
-"""The longest row of ``log.jsonl`` that is read to find the length of an epoch."""
+"""Bytes of the first row of ``log.jsonl`` that are read at most."""
 
 
 class RunFolder(RunPaths):
-    """A run's folder as the run itself uses it: checked, created and recorded."""
+    """The run folder of a run that writes it."""
 
     def check(self, config: PretrainConfig) -> None:
-        """Refuse a folder that holds another experiment; writes nothing.
+        """Check that ``config`` can start or continue in this folder; writes nothing.
 
         Raises:
-            ConfigError: naming the first key that differs and may not, or what is in the way.
+            ConfigError: for the first key that differs from the stored configuration and may not, for a path that is
+                not writable, and for one that is no file or no folder.
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
@@ -67,15 +69,15 @@ class RunFolder(RunPaths):
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
-        # A node that died may have left a file of no bytes; checkpoints, which are flushed, know too what they are of.
+        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
         records = (self.config, *(path / CONFIG for path in reversed(committed)))
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None:
             return
         before = self.with_stored_data(from_yaml(PretrainConfig, _content(recorded), recorded))
-        if "auto" in (before.data.name, config.data.name):  # unknown as yet: submit resolves it on the node
+        if "auto" in (before.data.name, config.data.name):  # submit resolves it on the node
             before.data.name, before.data.pad = config.data.name, config.data.pad
-        # Other data come with other settings, so they are named before these.
+        # A difference in the data is reported first: it causes differences in other settings.
         difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference and committed:
             key, old, new = difference
@@ -85,13 +87,13 @@ class RunFolder(RunPaths):
             )
 
     def _check_places(self) -> None:
-        """Refuse what would keep the run from writing its files, hours from now."""
+        """Check that every path that the run will write is free and writable."""
         for name in (*FILES, *FOLDERS):
             path = self.path / name
             if what := obstacle(path, folder=name in FOLDERS):
-                # Checkpoints may lie behind a link to a disk that is not mounted.
+                # A folder may be a link to a disk that is not mounted.
                 needed = "a folder, or a link to one" if name in FOLDERS else "a file"
-                raise ConfigError(f"{path} is {what}, where the run keeps {needed}; move it away, or bring that back")
+                raise ConfigError(f"{path} is {what}, and the run needs {needed}; move it away, or restore that")
             rights = os.R_OK | (0 if name in REPLACED else os.W_OK) | (os.X_OK if name in FOLDERS else 0)
             if path.exists() and not os.access(path, rights):
                 raise ConfigError(
@@ -99,15 +101,18 @@ class RunFolder(RunPaths):
                     f"{path.stat().st_uid}); change its owner or rights, or name another folder"
                 )
 
-    def initial_weights(self, init: str) -> dict[str, str]:
-        """The weights that a run without a checkpoint begins from: as its first start found them, if there was one.
+    def initial_weights(self, init: str | None) -> dict[str, str]:
+        """The weights of ``init`` for a run without a checkpoint; those of its first launch, if there was one.
 
         Returns:
-            Entries of provenance.json: ``init_path``, and its fingerprint ``init_sha256``.
+            Entries of provenance.json: ``init_path``, and its fingerprint ``init_sha256``. Empty without ``init``, and
+            if the run has a checkpoint: the same command starts and resumes.
 
         Raises:
-            CheckpointError: if there are none, or those of the first start are gone or have changed.
+            CheckpointError: if there are none, or those of the first launch are gone or have changed.
         """
+        if init is None or checkpoint.committed(self.checkpoints):
+            return {}
         known = _initial(self._provenance())
         path = Path(known["init_path"]) if known else weights_at(init, "init").absolute()
         try:
@@ -117,17 +122,17 @@ class RunFolder(RunPaths):
         named = Path(init).absolute(), Path(init).resolve()
         if not found or (known and known != found) or not any(path.is_relative_to(place) for place in named):
             raise CheckpointError(
-                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; bring it "
-                f"back, or remove {self.provenance} to begin from the weights that init names now"
+                f"init={init}: this run began from {path}, which is gone, has changed or lies elsewhere; restore it, "
+                f"or remove {self.provenance} to begin from the weights that init names now"
             )
         if known:
-            weights_at(str(path), "init")  # compares its files with its manifest
+            weights_at(str(path), "init")  # checks its files against its manifest
         return found
 
     def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
-        """The stored configuration, with the data set that was used in place of the ``data.name=auto`` of old versions.
+        """The stored configuration, with the ``data.name=auto`` of old versions resolved from the steps per epoch.
 
-        The steps per epoch show which one. ``auto`` stays where nothing has been logged.
+        ``auto`` stays if nothing has been logged.
         """
         data = stored.data
         if data.name != "auto":
@@ -147,7 +152,7 @@ class RunFolder(RunPaths):
         return None
 
     def create(self) -> Path:
-        """The folder, made if it is not there. Raises StorageError if it cannot be."""
+        """Create the folder if it does not exist, and return its path. Raises StorageError if it cannot be created."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -157,25 +162,29 @@ class RunFolder(RunPaths):
         return self.path
 
     def record(self, config: PretrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
-        """Keep what was asked, where this launch runs and, if it begins from others, its ``initial_weights``.
+        """Write config.yaml and the records of this launch, and remove the heartbeats of ranks from ``world.size`` on.
+
+        Args:
+            initial: from :meth:`initial_weights`.
 
         Raises:
-            StorageError: if it cannot be written.
+            StorageError: if a file cannot be written.
         """
         try:
             self._record(config, world, initial or {})
         except OSError as error:
             raise StorageError(
                 f"cannot write {error.filename2 or error.filename or self.path}: {error.strerror}; no step was done; "
-                "mend that, and the same command goes on"
+                "fix the cause and run the same command to continue"
             ) from error
+        forget_ranks(self.path, world.size)
 
     def _record(self, config: PretrainConfig, world: World, initial: Mapping[str, str]) -> None:
         device, earlier = world.device, self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
-            (self.path / FLIGHT).mkdir(exist_ok=True)  # the recorder writes into it and does not make it
+            (self.path / FLIGHT).mkdir(exist_ok=True)  # the flight recorder does not create it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
         if config.engine.name in STAGES:
@@ -202,7 +211,7 @@ class RunFolder(RunPaths):
         replace_file(self.provenance, json.dumps({**record, "launches": launches}, indent=1))
 
     def _provenance(self) -> dict[str, Any]:
-        """The record of earlier launches; empty if a dying node has damaged it: no run ends for want of it."""
+        """The record of earlier launches; empty, with a warning, if a node failure has damaged it."""
         if not self.provenance.is_file():
             return {}
         try:
@@ -210,7 +219,7 @@ class RunFolder(RunPaths):
             if not isinstance(record["launches"], list):
                 raise ValueError("launches is no list")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("%s cannot be read (%s) and begins anew", self.provenance, error)
+            logger.warning("%s cannot be read (%s) and is replaced", self.provenance, error)
             return {}
         return record
 
@@ -223,19 +232,19 @@ def _content(config: Path) -> bytes:
 
 
 def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
-    """The entries of :meth:`RunFolder.initial_weights` in a record of launches; empty if it has none."""
+    """The entries of :meth:`RunFolder.initial_weights` in ``provenance``; empty if it has none."""
     found = {name: provenance.get(name) for name in ("init_path", "init_sha256")}
     return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
 
 
 def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
-    """The configuration that this launch's engine was made with."""
+    """The DeepSpeed configuration of this launch's engine."""
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
 
 
 def _packages() -> str:
-    """Every installed distribution and its version, a line each."""
+    """Installed packages and their versions, one per line."""
     found = {f"{item.metadata['Name']}=={item.version}" for item in metadata.distributions()}
     return "\n".join(sorted(found, key=str.lower)) + "\n"

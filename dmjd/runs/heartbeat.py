@@ -1,7 +1,7 @@
-"""Where every rank of a run is: one small file each, which anybody may read while the run goes on or after it died.
+"""Heartbeats: a small file per rank with its step and phase, to be read during a run or after it. Imports no torch.
 
-``RUN/heartbeat/rank-00003.json`` is replaced as a whole, at most once a second, by a thread that never waits for the
-step and that the step never waits for. A run that hangs keeps the phase in which it does; ``time`` tells since when.
+``RUN/heartbeat/rank-00003.json`` is replaced as a whole, at most once per second, by a thread; neither it nor the
+training waits for the other. The file of a rank that hangs keeps its phase; ``time`` is the start of that phase.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dmjd.files import read_file, replace_file
 from dmjd.safe_load import parse_json
 
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
-"""forward: forward and backward pass; step: the optimizer's; stop: play is over, or an error ended it."""
+"""forward: forward and backward pass; step: optimizer step; stop: training has ended, by an error or not."""
 
 FOLDER = "heartbeat"
 INTERVAL = 1.0
@@ -31,10 +31,10 @@ logger = logging.getLogger("dmjd")
 
 @dataclass(frozen=True)
 class Beat:
-    """What one rank said last.
+    """The last heartbeat of one rank.
 
-    step: optimizer steps done. time: seconds since 1970 when the phase began.
-    seconds, lost: wall seconds of the run over all launches, and those of work thrown away.
+    step: optimizer steps done. time: seconds since 1970 at the start of the phase.
+    seconds, lost: wall seconds of the run over all launches, and those of discarded work.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Context manager that writes the file of ``rank``. :meth:`beat` costs no more than an assignment."""
+    """Context manager that writes the file of ``rank`` in a thread. :meth:`beat` is one assignment."""
 
     def __init__(self, run: Path, rank: int) -> None:
         self._path = _path(run, rank)
@@ -69,7 +69,7 @@ class Heartbeat:
         self._thread.join()
 
     def beat(self, step: int, phase: str, seconds: float, lost: float) -> None:
-        """Say where this rank is; the file follows within a second, and on leaving the context."""
+        """Set the state of this rank; it is written within a second, and on leaving the context."""
         self._latest = Beat(self._rank, step, phase, time.time(), self._host, os.getpid(), seconds, lost)
 
     def _write_on(self) -> None:
@@ -82,7 +82,7 @@ class Heartbeat:
                 continue
             try:
                 replace_file(self._path, json.dumps(asdict(latest)))
-            except OSError as error:  # a full disk is for the log and the checkpoints to complain of
+            except OSError as error:  # the log and the checkpoints raise errors about a full disk
                 if not warned:
                     logger.warning("no heartbeat at %s: %s", self._path, error)
                 warned = True
@@ -90,25 +90,24 @@ class Heartbeat:
 
 
 def forget_ranks(run: Path, first: int) -> None:
-    """Remove what ranks from ``first`` on said in a launch of more processes."""
-    for rank in ranks_heard_of(run):
+    """Remove the heartbeats of ranks from ``first`` on, left by a launch of more processes."""
+    for rank in ranks_with_heartbeat(run):
         if rank >= first:
             _path(run, rank).unlink(missing_ok=True)
 
 
-def ranks_heard_of(run: Path) -> list[int]:
-    """Those that have a file, whatever is in it."""
+def ranks_with_heartbeat(run: Path) -> list[int]:
+    """Ranks that have a file, which may be damaged."""
     names = sorted(path.stem.partition("-")[2] for path in (run / FOLDER).glob("rank-*.json"))
     return [int(name) for name in names if re.fullmatch(r"[0-9]{5,9}", name)]
 
 
 def read_heartbeats(run: Path) -> list[Beat]:
-    """The last beat of each rank, by rank; empty if the run never had any.
+    """The last heartbeat of each rank, by rank; empty if there are none.
 
-    A damaged file is passed over. An interrupted write leaves none, but a node that loses its power may leave an empty
-    one, and the launch after it must not be refused for that.
+    A damaged file is skipped: a node failure may leave an empty file, which must not prevent the next launch.
     """
-    beats = (_read(_path(run, rank)) for rank in ranks_heard_of(run))
+    beats = (_read(_path(run, rank)) for rank in ranks_with_heartbeat(run))
     return [beat for beat in beats if beat is not None]
 
 
@@ -125,7 +124,7 @@ def _read(path: Path) -> Beat | None:
             return None
         if not all(type(number) in (int, float) and abs(number) < 1e12 for number in real):
             return None
-        # The host goes into a command that asks it for its processes.
+        # The host becomes part of a command.
         return beat if re.fullmatch(r"[\w.:-]{0,255}", beat.host) and isinstance(beat.phase, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""The lock of a run folder: one run at a time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import IO
 
 from dmjd.errors import ConfigError, FolderGone, StorageError
@@ -20,44 +20,60 @@ POLL_SECONDS = 1.0
 logger = logging.getLogger("dmjd")
 
 
-@contextmanager
-def only_run_in(folder: Path, lock_wait: float = 0.0) -> Iterator[Callable[[], None]]:
-    """Hold ``folder`` for this process; the kernel lets go of it however the process ends.
+class RunLock:
+    """Context manager that locks the existing run folder ``folder`` for this process, with flock on its ``.lock``.
+
+    The kernel releases the lock however the process ends.
 
     Args:
-        lock_wait: seconds that a job of Slurm waits for another process to let go. It may be one on a node that was cut
-            off, and there is nobody to submit the job again. Elsewhere the answer comes at once.
-
-    Yields:
-        A check that it is still the folder that is held; raises FolderGone.
+        lock_wait: seconds that a Slurm job waits for another process to release the lock: it may run on a node that was
+            cut off, and nobody would submit the job again. Outside Slurm there is no wait.
 
     Raises:
-        ConfigError: naming who holds it. StorageError: where files cannot be locked.
+        ConfigError: on entering, if another process holds the lock; the error names it.
+        StorageError: on entering, if the file system has no locks.
     """
-    lock = folder / ".lock"
-    with lock.open("a+") as file:
 
-        def check() -> None:
-            if not (lock.exists() and os.path.samestat(lock.stat(), os.fstat(file.fileno()))):
-                raise FolderGone(
-                    f"run={folder}: the folder, or its .lock, which keeps other runs out, was removed while this run "
-                    "was under way; nothing more is written there"
-                )
+    def __init__(self, folder: Path, lock_wait: float = 0.0) -> None:
+        self._folder, self._path, self._lock_wait = folder, folder / ".lock", lock_wait
+        self._file: IO[str] | None = None
 
-        try:
-            _acquire(file, folder, lock_wait if in_slurm_job() else 0.0)
-        except OSError as error:
-            raise StorageError(f"run={folder}: this file system cannot lock files ({error.strerror})") from error
-        # A forked loader worker shares the lock and outlives a killed run by seconds.
+    def __enter__(self) -> RunLock:
+        with ExitStack() as failing:
+            file = failing.enter_context(self._path.open("a+"))
+            try:
+                _acquire(file, self._folder, self._lock_wait if in_slurm_job() else 0.0)
+            except OSError as error:
+                raise StorageError(
+                    f"run={self._folder}: this file system cannot lock files ({error.strerror})"
+                ) from error
+            failing.pop_all()
+        # A forked loader worker shares the lock and lives for seconds after the run was killed.
         os.register_at_fork(after_in_child=file.close)
         file.truncate(0)
         file.write(", ".join(filter(None, (f"process {os.getpid()} on {platform.node()}", slurm_step()))))
         file.flush()
-        yield check
+        self._file = file
+        return self
+
+    def check(self) -> None:
+        """Raise FolderGone if the folder or its ``.lock`` was removed or replaced."""
+        assert self._file is not None
+        if not (self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))):
+            raise FolderGone(
+                f"run={self._folder}: the folder, or its .lock, which keeps other runs out, was removed while this run "
+                "was under way; nothing more is written there"
+            )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _acquire(file: IO[str], folder: Path, seconds: float) -> None:
-    began, told = time.monotonic(), False
+    began, warned = time.monotonic(), False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,16 +83,15 @@ def _acquire(file: IO[str], folder: Path, seconds: float) -> None:
             holder = file.read().strip() or "another process"
             if slurm_step() and holder.endswith(slurm_step()):
                 raise ConfigError(
-                    f"run={folder} is in use by {holder}, as this one is: none of them knows of the others. "
-                    "Processes that shall train together are torchrun's to start, one agent on each node, as "
-                    "launchers/slurm does"
+                    f"run={folder} is in use by {holder}, which is in the same Slurm step and not in the same process "
+                    "group; start the processes of a run with torchrun, one agent on each node, as launchers/slurm does"
                 ) from error
             if time.monotonic() - began >= seconds:
-                waited = f", after {seconds:.0f} s too" if seconds else ""
+                waited = f", after waiting {seconds:.0f} s" if seconds else ""
                 raise ConfigError(
                     f"run={folder} is in use by {holder}{waited}; stop it, or name another folder"
                 ) from error
-        if not told:
+        if not warned:
             logger.warning("run=%s is in use by %s; waiting up to %.0f s for it to end", folder, holder, seconds)
-            told = True
+            warned = True
         time.sleep(POLL_SECONDS)

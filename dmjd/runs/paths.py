@@ -1,4 +1,4 @@
-"""Paths of a run folder and the records in it that are read without torch."""
+"""Paths of a run folder, and the records in it that are read without torch. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINTS = "checkpoints"
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths inside one run, and the files that people and reports read."""
+    """Paths in a run folder, and its log, exit record and evaluations."""
 
     path: Path
 
@@ -62,7 +62,7 @@ class RunPaths:
         return self.path / "evaluations"
 
     def read_log(self) -> list[dict[str, Any]]:
-        """The rows of ``log.jsonl``; damaged lines are passed over, for no run ends for want of a picture."""
+        """The rows of ``log.jsonl``; damaged lines are skipped."""
         rows, lines = [], list[bytes]()
         with suppress(OSError):
             lines = read_file(self.log).splitlines()
@@ -72,7 +72,7 @@ class RunPaths:
         return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
 
     def read_stop_reason(self) -> dict[str, Any]:
-        """Why the last launch ended; empty if it was killed, has not ended, or could not write it."""
+        """The exit record of the last launch; empty if it was killed, has not ended, or could not write it."""
         try:
             record = parse_json(read_file(self.stop_reason))
         except (OSError, ValueError):
@@ -80,7 +80,7 @@ class RunPaths:
         return record if isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"} else {}
 
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
-        """Keep one evaluation's numbers as ``evaluations/NAME.json``."""
+        """Write the results of one evaluation to ``evaluations/NAME.json``."""
         self.evaluations.mkdir(parents=True, exist_ok=True)
         path = self.evaluations / f"{name}.json"
         replace_file(path, json.dumps(result, indent=1))

@@ -1,14 +1,14 @@
-"""Saving a run's checkpoints while it goes on."""
+"""Asynchronous saving of checkpoints."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from dmjd.errors import UserError
 from dmjd.parallel.engine import Write
@@ -18,19 +18,12 @@ from dmjd.runs import checkpoint
 logger = logging.getLogger("dmjd")
 
 
-class Saved(NamedTuple):
-    """A committed checkpoint, and what it took."""
-
-    path: Path
-    seconds: float
-
-
 class Saver:
-    """Commits one checkpoint at a time, on a thread of its own unless ``asynchronous`` is off.
+    """Saves one checkpoint at a time, on a thread unless ``asynchronous`` is false.
 
-    A save in flight is finished before the next begins, before anything is loaded and before the run ends. The thread
-    talks to those of other ranks over a group of its own: in one that it shared with the training, the two would meet
-    each other's messages. Collective, but for :meth:`failure` and :meth:`finished`.
+    A save in flight ends before the next one begins, before a checkpoint is loaded and before the run ends. The threads
+    of the ranks communicate over a process group of their own, since the order of their collectives and of those of
+    the training is not the same on every rank. Collective, except for :meth:`failure` and :meth:`finished`.
 
     Args:
         folder: the run's checkpoint folder.
@@ -42,19 +35,19 @@ class Saver:
         self._folder, self._world, self._beside = folder, world, world.new_group()
         self._keep, self._keep_every = keep, keep_every
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
-        self._flight: Future[Saved] | None = None
-        self._saved: Saved | None = None
+        self._flight: Future[float] | None = None
+        self._saved: float | None = None
 
     def save(self, step: int, stage: Callable[[Path], Write], files: Mapping[str, bytes], spare: int = 0) -> float:
-        """Save the state after ``step`` steps; the seconds that it kept the training waiting.
+        """Save the state after ``step`` optimizer steps; returns the seconds that training waited.
 
         Args:
-            stage: copies this rank's state and returns what will write it into the folder it is given.
-            files: further content by name, which rank 0 writes.
-            spare: how many earlier checkpoints to keep besides.
+            stage: copies this rank's state and returns the function that writes it into the given folder.
+            files: the content of further files by name, which rank 0 writes.
+            spare: earlier checkpoints to keep in addition to ``keep``.
 
         Raises:
-            StorageError: if this save cannot begin, or the one before failed.
+            StorageError: if this save cannot begin, or the previous one failed.
         """
         begin = time.perf_counter()
         self.wait()
@@ -67,19 +60,19 @@ class Saver:
             self._flight = self._thread.submit(commit)
         return time.perf_counter() - begin
 
-    def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], keep: int, begin: float) -> Saved:
+    def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], keep: int, begin: float) -> float:
         def write_all() -> list[Path]:
-            # First what ranks do together: the others would wait there for a rank 0 whose own files found no room.
+            # The collective part first: other ranks would wait in it for rank 0 if the disk is full for its own files.
             written = write()
             for name, content in files.items():
                 (draft / name).write_bytes(content)
             return [*written, *(draft / name for name in files)]
 
-        path = checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside)
-        return Saved(path, time.perf_counter() - begin)
+        checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside)
+        return time.perf_counter() - begin
 
     def failure(self) -> UserError | None:
-        """What a save in flight has failed with, once. Ranks hear of it at different moments."""
+        """The error of a failed save, once. The ranks get it at different steps."""
         if self._flight is None or not self._flight.done():
             return None
         error = self._flight.exception()
@@ -88,27 +81,35 @@ class Saver:
             return error
         return None
 
-    def finished(self) -> Saved | None:
-        """The newest checkpoint since the last call, if one was committed."""
+    def finished(self) -> float | None:
+        """Seconds from :meth:`save` to the commit of the newest checkpoint, once; None if there is no new one."""
         if self._flight is not None and self._flight.done() and self._flight.exception() is None:
             self.wait()
         saved, self._saved = self._saved, None
         return saved
 
     def wait(self) -> None:
-        """Until no save is in flight. Raises StorageError if it failed."""
+        """Wait for the save in flight, if any. Raises StorageError if it failed."""
         flight, self._flight = self._flight, None
         if flight is not None:
             self._saved = flight.result()
 
-    def close(self, kind: object = None, ending: BaseException | None = None, trace: object = None) -> None:
-        """Let a save in flight come to its end, even if the run does not.
+    def newest(self, until: float = math.inf) -> Path | None:
+        """The newest complete checkpoint of at most ``until`` steps, on every rank; see :func:`checkpoint.newest`."""
+        return self._world.on_main(lambda: checkpoint.newest(self._folder, until))
 
-        Its failure is then said in the log, unless it is what the run ends with: ``ending``, as an exit stack has it.
+    def drop_after(self, step: int) -> None:
+        """Remove the checkpoints of more than ``step`` steps; see :func:`checkpoint.drop_after`."""
+        self._world.on_main(lambda: checkpoint.drop_after(self._folder, step))
+
+    def close(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
+        """Wait for the save in flight; called as an ``__exit__``.
+
+        If it failed, the failure is logged, unless it is ``error``, the exception that ends the run.
         """
         flight, self._flight = self._flight, None
         if self._thread is not None:
             self._thread.shutdown(wait=True)
-        error = flight.exception() if flight is not None else None
-        if error is not None and self._world.is_main and str(error) != str(ending):
-            logger.warning("%s", error)
+        failure = flight.exception() if flight is not None else None
+        if failure is not None and self._world.is_main and str(failure) != str(error):
+            logger.warning("%s", failure)

@@ -1,8 +1,8 @@
-"""What a run does about steps that go wrong: skip them, go back before them, stop.
+"""The guard against bad steps: skip them, roll back to a checkpoint before them, or stop the run.
 
-A step whose loss or gradient is not finite moves nothing; the engine sees to that on the device. The guard hears of it
-one step later, through a copy that no device waits for. All that it judges by is a mean over the ranks, or follows from
-such means, so every rank comes to the same judgement without asking the others.
+A step whose loss or gradient is not finite changes no parameter; the engine ensures that on the device. The guard reads
+the step's numbers one step later, from a copy that does not block the device. It decides by means over the ranks alone,
+so every rank takes the same decision without communication.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import deque
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -23,9 +25,10 @@ from dmjd.errors import Alarm, Diverged, StorageError
 from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World
-from dmjd.train.spike import SpikeRule
 
 SHOWN_IDS = 8
+SIGMAS_PER_MAD = 1.4826
+"""The standard deviation of a normal distribution in median absolute deviations."""
 
 logger = logging.getLogger("dmjd")
 
@@ -43,15 +46,15 @@ class StepNumbers(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Whether the step moved the parameters, as it should."""
+        """Whether the loss is finite and the step was applied."""
         return self.applied == 1 and math.isfinite(self.loss)
 
 
 class Reading(NamedTuple):
-    """What came to the host of one step.
+    """The numbers of one step on the host.
 
-    own_loss: of this rank.
-    asked: for each request that rides along, the share of ranks that have it.
+    own_loss: the loss of this rank.
+    asked: for each request, the share of ranks that made it.
     """
 
     numbers: StepNumbers
@@ -60,14 +63,14 @@ class Reading(NamedTuple):
 
 
 class PendingStep:
-    """A step whose numbers are on their way to the host; ``step`` counts from 1, as the log does.
+    """The numbers of a step while they are copied to the host; ``step`` counts from 1, as the log does.
 
-    The copy is queued right behind the step and read one step later, so the device never idles for it.
+    The copy is queued behind the step and read one step later, so the device does not wait for the host.
 
     Args:
-        sample_ids: of this rank's batch.
+        sample_ids: int64 ``[B]``, of this rank's batch.
         rates: float32 ``[2]``, m_corr and m_pred.
-        asks: float32 ``[requests]``, 1 for what this rank was asked for; they share the one reduction of a step.
+        asks: float32 ``[requests]``, 1 for each request of this rank; losses, rates and requests share one all-reduce.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class PendingStep:
         visible = losses.masked if losses.visible is None else losses.visible
         scalars = torch.stack((losses.total, losses.masked, visible, result.grad_norm, result.applied)).detach()
         self._has_visible = losses.visible is not None
-        # Means over all ranks, then this rank's own loss, which tells whose samples to name.
+        # Means over all ranks, then this rank's own loss: the report names the samples of ranks with a bad loss.
         values = torch.cat((world.mean(torch.cat((scalars, rates, asks))), losses.total.detach().reshape(1)))
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -105,16 +108,63 @@ class PendingStep:
         return Reading(numbers, own_loss, asked)
 
 
-class Guard:
-    """Counts what went wrong in the last ``window`` steps, and lists it in ``guard.jsonl``.
+class SpikeRule:
+    """Detects loss spikes: ``steps`` high losses in a row, each above ``median + height * 1.4826 * MAD`` of the
+    ``window`` losses before it.
 
-    A line of the list is a JSON object with ``event``: "skipped" or "high", with the step, its batch, its numbers and
-    which ranks had which samples; "rollback" or "stop", with the steps that led to it. A stretch that is done again
-    after a restart is listed again, so lines have the time. Ranks are those whose own loss was not finite, or, if it
-    was a gradient or a high loss, all.
+    A spike moves the median and the MAD (median absolute deviation) less than a mean and a variance. High losses enter
+    the window too, so a loss that stays high becomes the new level.
+
+    For independent, normal losses around a constant level and a window of some hundred, the rule reports a false spike
+    about once in ``(1 - Phi(height)) ** -steps`` steps: with height 6 and 3 steps, once in 1e27. A falling loss makes
+    it rarer. A slowly oscillating loss makes it more frequent for any ``steps``, so the window should cover a period.
 
     Args:
-        report: path of the list, made with the first line; rank 0 writes.
+        height: in standard deviations.
+        steps: high losses in a row.
+        window: number of losses kept; no loss is high before the window is full.
+    """
+
+    def __init__(self, height: float, steps: int, window: int) -> None:
+        self._height = height
+        self._steps = steps
+        self._losses: deque[float] = deque(maxlen=window)
+        self._run = 0  # high losses in a row
+
+    def add(self, loss: float) -> bool:
+        """Add ``loss`` to the window; returns whether it is high."""
+        high = len(self._losses) == self._losses.maxlen and loss > self._bound()
+        self._run = self._run + 1 if high else 0
+        self._losses.append(loss)
+        return high
+
+    @property
+    def spike(self) -> bool:
+        """Whether the last losses are a spike."""
+        return self._run >= self._steps
+
+    def _bound(self) -> float:
+        middle = median(self._losses)
+        return middle + self._height * SIGMAS_PER_MAD * median(abs(loss - middle) for loss in self._losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self._losses), "run": self._run}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._losses = deque(state["losses"], maxlen=self._losses.maxlen)
+        self._run = state["run"]
+
+
+class Guard:
+    """Counts the bad steps among the last ``window`` steps and lists them in ``guard.jsonl``.
+
+    A line of the list is a JSON object with ``event``: "skipped" or "high", with the step, its batch, its numbers and
+    the samples of each rank; "rollback" or "stop", with the steps that caused it. Steps that are repeated after a
+    restart are listed again, so lines have the time. The ranks listed are those with a loss that is not finite; all
+    ranks if the cause was a gradient or a high loss.
+
+    Args:
+        report: path of the list, created with its first line; rank 0 writes.
     """
 
     def __init__(self, config: GuardConfig, report: Path, world: World) -> None:
@@ -127,24 +177,24 @@ class Guard:
 
     @property
     def in_doubt(self) -> bool:
-        """Whether the last ``window`` steps were not all as they should."""
+        """Whether there are bad steps among the last ``window`` steps."""
         return bool(self._doubtful)
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether there are rollbacks left."""
+        """Whether ``max_rollbacks`` allows another rollback."""
         return self.rollbacks < self._config.max_rollbacks
 
-    def judge(self, step: int, batch: int, sample_ids: Tensor, reading: Reading) -> None:
-        """Take in the numbers of ``step``, which read batch number ``batch``. Every rank calls this.
+    def check(self, step: int, batch: int, sample_ids: Tensor, reading: Reading) -> None:
+        """Check the numbers of ``step``, which read batch number ``batch``. Collective.
 
         Raises:
-            Alarm: if skipping is not enough. StorageError: if the list cannot be written.
+            Alarm: if the run has to roll back. StorageError: if the list cannot be written.
         """
         self._doubtful = [row for row in self._doubtful if row["step"] > step - self._config.window]
         numbers, high = reading.numbers, False
         if numbers.finite:
-            high = self._rule is not None and self._rule.take_in(numbers.loss)
+            high = self._rule is not None and self._rule.add(numbers.loss)
             if not high:
                 return
         row = {
@@ -163,22 +213,22 @@ class Guard:
         if not high and len(skipped) > self._config.max_skips:
             raise Alarm(skipped[0], step)
         if not high and self._world.is_main:
-            logger.warning("%s; it was skipped and the run goes on", _describe(row))
+            logger.warning("%s; the step was skipped, training continues", _describe(row))
 
     def roll_back(self, alarm: Alarm, rollbacks: int, to: int, passed_over: tuple[int, int]) -> None:
-        """The run is at step ``to`` again, its ``rollbacks``-th time, and will not read batches ``passed_over``."""
+        """Record rollback number ``rollbacks``: the run is at step ``to`` again and skips batches ``passed_over``."""
         self.rollbacks = rollbacks
         begin, end = passed_over
         row = {"event": "rollback", "steps": [alarm.first, alarm.last], "to": to, "passed_over": [begin, end]}
         self._list(row)
         if self._world.is_main:
             logger.warning(
-                "steps %d to %d went wrong (see %s): back to step %d, and past batches %d to %d; rollback %d of %d",
+                "steps %d to %d are bad (see %s): rolled back to step %d, skipping batches %d to %d; rollback %d of %d",
                 *(alarm.first, alarm.last, self._report, to, begin, end - 1, rollbacks, self._config.max_rollbacks),
             )
 
-    def give_up(self, alarm: Alarm, why: str) -> NoReturn:
-        """Raises Diverged, whose sentence names the last bad step, its samples and ``why`` the run does not go back."""
+    def stop(self, alarm: Alarm, why: str) -> NoReturn:
+        """Raise Diverged with the last bad step, its samples, and ``why`` the run does not roll back. Collective."""
         rows = [row for row in self._doubtful if row["step"] >= alarm.first]
         self._list({"event": "stop", "steps": [row["step"] for row in rows], "why": why})
         more = f", the last of {len(rows)} bad steps since step {alarm.first}" if len(rows) > 1 else ""
@@ -188,8 +238,8 @@ class Guard:
 
     def _ranks(self, own_loss: float, sample_ids: Tensor) -> list[dict[str, Any]]:
         own: dict[str, Any] = {"rank": self._world.rank, "loss": own_loss, "samples": sample_ids.tolist()}
-        told = self._world.gather(own)
-        return [one for one in told if not math.isfinite(one["loss"])] or told
+        ranks = self._world.gather(own)
+        return [rank for rank in ranks if not math.isfinite(rank["loss"])] or ranks
 
     def _list(self, row: dict[str, Any]) -> None:
         line = {**row, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
@@ -200,7 +250,7 @@ class Guard:
                     file.write(json.dumps(_plain(line)) + "\n")
             except OSError as error:
                 raise StorageError(
-                    f"cannot write {self._report}: {error.strerror}; mend that, and the same command goes on"
+                    f"cannot write {self._report}: {error.strerror}; fix the cause and run the same command to continue"
                 ) from error
 
         self._world.on_main(append)
@@ -215,7 +265,7 @@ class Guard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollbacks = state["rollbacks"]
         self._doubtful = list(state["doubtful"])
-        if self._rule is not None and state["rule"] is not None:  # it may be switched on and off between launches
+        if self._rule is not None and state["rule"] is not None:  # guard.spike may change between launches
             self._rule.load_state_dict(state["rule"])
 
 
@@ -231,7 +281,7 @@ def _describe(row: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no word for NaN and infinity, so they become text."""
+    """``value`` with NaN and infinity as text, since JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,42 +1,52 @@
-"""What a run says of itself while it goes: averages, log lines, timings and the progress bar.
+"""Logging of a run: means over steps, log rows, timings, trackers and the progress bar.
 
-``log.jsonl`` holds only what the mathematics decides, so an interrupted run's log equals an uninterrupted one's byte
-for byte; what the machine decides (images a second, waiting, wall time) is in ``timing.jsonl`` under the same steps.
+``log.jsonl`` has results only, so the log of a resumed run equals that of an uninterrupted one byte for byte.
+Values that depend on the machine (images per second, waiting, wall time) are in ``timing.jsonl``, at the same steps.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dmjd.compose import stored
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
 from dmjd.runs.folder import RunFolder
-from dmjd.runs.heartbeat import read_heartbeats
+from dmjd.runs.heartbeat import Heartbeat, read_heartbeats
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Window, workers_needed
+from dmjd.train.metrics import RunLog, StepMeans, workers_needed
 from dmjd.train.progress import Progress
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
-from dmjd.train.trackers import Trackers
+from dmjd.train.trackers import Trackers, check_packages
 
 WAIT_WARNING = 0.1
-"""The part of a lap spent in waiting for data that is worth a warning."""
+"""Fraction of a lap spent waiting for data from which a warning is logged."""
 
 logger = logging.getLogger("dmjd")
 
 
+class _Outputs(NamedTuple):
+    """The outputs of rank 0."""
+
+    log: RunLog
+    timing: RunLog
+    trackers: Trackers
+    progress: Progress
+    throughput: Throughput
+
+
 class Journal:
-    """The run's log. Silent ranks keep the averages and write nothing.
+    """The log of a run. All ranks keep the means; only the rank that called :meth:`open` writes.
 
     Args:
         total_steps: of the whole run.
-        steps_per_epoch: to tell epochs from steps.
+        steps_per_epoch: for the epochs in the log.
     """
 
     def __init__(self, config: PretrainConfig, total_steps: int, steps_per_epoch: int, world: World) -> None:
@@ -44,28 +54,32 @@ class Journal:
         self._config, self._world = config, world
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
-        self._window = Window()
+        self._window = StepMeans()
         self._offsets = {"log": 0, "timing": 0}
         self._laps, self._warned = 0, False
-        self._stalled, self._saving = 0.0, 0.0
-        self._resumed_at = 0.0  # seconds of the run at the checkpoint that this launch goes on from
-        self._lap_step = 0  # the window may hold steps of an earlier launch, whose time this one did not take
-        self._log: RunLog | None = None
-        self._timing: RunLog | None = None
-        self._progress: Progress | None = None
-        self._trackers: Trackers | None = None
+        self.stall_seconds = 0.0  # that training waited for checkpoints since the last timing row
+        self.save_seconds = 0.0  # from the step of the newest checkpoint to its commit; 0 if none since that row
+        self._resumed_at = 0.0  # seconds of the run at the checkpoint that this launch resumed from
+        self._lap_step = 0  # the window may hold steps of an earlier launch; their time is not part of this lap
+        self._outputs: _Outputs | None = None
+        self._open_files = ExitStack()
 
-    def open(self, run: RunFolder, done: int, stack: ExitStack) -> None:
-        """Begin to write, behind what earlier launches wrote up to step ``done``."""
+    @staticmethod
+    def check_trackers(config: PretrainConfig) -> None:
+        """Raise ConfigError if the package of a tracker in ``config`` is not installed."""
+        check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
+
+    def open(self, run: RunFolder, done: int) -> None:
+        """Open the outputs behind the rows of step ``done``, the number of steps done. For rank 0."""
         self._lap_step = done
-        if self._log is None:  # else this launch goes on, from an earlier step of its own
+        if self._outputs is None:  # the start of this launch, not a rollback
             self._count_lost(run)
-        self._throughput = Throughput.of(self._config, self._world)
-        self._log = RunLog(run.log, self._offsets["log"])
-        stack.callback(self._log.close)
-        self._timing = RunLog(run.timing, self._offsets["timing"])
-        stack.callback(self._timing.close)
-        self._trackers = Trackers(
+        throughput = Throughput.of(self._config, self._world)
+        log = RunLog(run.log, self._offsets["log"])
+        self._open_files.callback(log.close)
+        timing = RunLog(run.timing, self._offsets["timing"])
+        self._open_files.callback(timing.close)
+        trackers = Trackers(
             run.path,
             tensorboard=self._config.tensorboard,
             wandb_project=self._config.wandb,
@@ -73,45 +87,64 @@ class Journal:
             config=stored(self._config),
             resumed_step=done,
         )
-        stack.callback(self._trackers.close)
-        self._progress = stack.enter_context(Progress(self._total_steps, done))
+        self._open_files.callback(trackers.close)
+        progress = self._open_files.enter_context(Progress(self._total_steps, done))
+        self._outputs = _Outputs(log, timing, trackers, progress, throughput)
 
-    def take_in(self, step: int, numbers: StepNumbers, lr: float) -> None:
-        """The numbers of ``step``, counted from 1; every ``log_every`` steps their means become a line."""
+    def close(self) -> None:
+        """Close the outputs; :meth:`open` opens them again after a rollback."""
+        self._open_files.close()
+
+    @contextmanager
+    def heartbeat(self, run: RunFolder, steps_done: Callable[[], int]) -> Iterator[None]:
+        """Write this rank's heartbeat whenever a phase begins, until the context ends."""
+        with Heartbeat(run.path, self._world.rank) as heartbeat:
+            self.clock.on_phase = lambda phase: heartbeat.beat(
+                steps_done(), phase, self.clock.elapsed, self.clock.spent["lost"]
+            )
+            self.clock.on_phase("start")
+            try:
+                yield
+            finally:
+                self.clock.enter("stop")
+
+    def log_step(self, step: int, numbers: StepNumbers, lr: float) -> None:
+        """Add the numbers of ``step``, counted from 1; every ``log_every`` steps their means become a row."""
         self._window.add(numbers)
-        if self._progress is not None:
-            self._progress.advance(numbers)
+        if self._outputs is not None:
+            self._outputs.progress.advance(numbers)
         if step % self._config.log_every and step != self._total_steps:
             return
         images = (step - self._lap_step) * self._config.batch_size
         self._lap_step = step
-        self.note(step, {**self._window.flush(), "lr": lr})
+        self.log_row(step, {**self._window.flush(), "lr": lr})
         seconds, waited = self.clock.lap()
-        if self._timing is not None and self._trackers is not None:
-            timing = {
-                "step": step,
-                "ete": self._config.mask.views * step / self._steps_per_epoch,
-                **self._throughput.row(images, seconds, waited),
-                "seconds": self.clock.elapsed,
-                **{f"{account}_seconds": spent for account, spent in self.clock.spent.items()},
-                "checkpoint_stall_seconds": self._stalled,
-            }
-            if self._saving:
-                timing["save_seconds"] = self._saving
-            self._stalled = self._saving = 0.0
-            self._timing.write(timing)
-            self._trackers.scalars(timing, step)
-            self._watch_waiting(seconds, waited)
+        if self._outputs is None:
+            return
+        timing = {
+            "step": step,
+            "ete": self._config.mask.views * step / self._steps_per_epoch,
+            **self._outputs.throughput.row(images, seconds, waited),
+            "seconds": self.clock.elapsed,
+            **{f"{account}_seconds": spent for account, spent in self.clock.spent.items()},
+            "checkpoint_stall_seconds": self.stall_seconds,
+        }
+        if self.save_seconds:
+            timing["save_seconds"] = self.save_seconds
+        self.stall_seconds = self.save_seconds = 0.0
+        self._outputs.timing.write(timing)
+        self._outputs.trackers.scalars(timing, step)
+        self._watch_waiting(seconds, waited)
 
     def _count_lost(self, run: RunFolder) -> None:
-        """What the launch before did after the checkpoint that this one goes on from was in vain."""
+        """Count the time that the previous launch spent after the checkpoint that this one resumes from as lost."""
         before = next((beat for beat in read_heartbeats(run.path) if beat.rank == 0), None)
         if before is not None:
             known = self.clock.spent["lost"]
             self.clock.lose(before.seconds - self._resumed_at + before.lost - known)
 
     def _watch_waiting(self, seconds: float, waited: float) -> None:
-        """Say once a launch that loading is what takes the time, and what would help."""
+        """Warn once per launch if data loading limits the training speed, with the number of workers to set."""
         self._laps += 1
         if self._laps == 1 or self._warned or waited < WAIT_WARNING * seconds:  # the first lap starts the workers
             return
@@ -120,44 +153,35 @@ class Journal:
         needed = workers_needed(workers, seconds, waited)
         advice = f"workers={needed} would hide it"
         if needed > processors:
-            advice += f", but this process may use {processors} processor(s) only; take more, or smaller image files"
+            advice += f", but this process may use {processors} processor(s) only; use more, or smaller image files"
         logger.warning(
-            "%.0f %% of the time goes into waiting for data, with workers=%d; %s",
+            "%.0f %% of the time is spent waiting for data, with workers=%d; %s",
             100 * waited / seconds,
             workers,
             advice,
         )
 
-    def note(self, step: int, row: Mapping[str, float]) -> None:
-        """One line of the log, which goes to the trackers as well."""
-        if self._log is not None and self._trackers is not None:
+    def log_row(self, step: int, row: Mapping[str, float]) -> None:
+        """Write one row to the log and the trackers."""
+        if self._outputs is not None:
             line = {"step": step, "epoch": step / self._steps_per_epoch, **row}
-            self._log.write(line)
-            self._trackers.scalars(line, step)
+            self._outputs.log.write(line)
+            self._outputs.trackers.scalars(line, step)
 
-    def show(self, step: int, pictures: Mapping[str, Path]) -> None:
-        """Pictures in the run folder, for the trackers."""
-        if self._trackers is not None:
-            self._trackers.pictures(pictures, step)
-
-    def stalled(self, seconds: float) -> None:
-        """Training waited so long for a checkpoint."""
-        self._stalled += seconds
-
-    def saved(self, seconds: float) -> None:
-        """A checkpoint is on the disk, so long after its step."""
-        self._saving = seconds
+    def log_pictures(self, step: int, pictures: Mapping[str, Path]) -> None:
+        """Pass pictures in the run folder to the trackers."""
+        if self._outputs is not None:
+            self._outputs.trackers.pictures(pictures, step)
 
     def sync(self) -> None:
-        """To disk, before a checkpoint records how long the files are: it must not know of rows that a crash takes."""
-        for log in (self._log, self._timing):
-            if log is not None:
-                log.sync()
+        """Flush to disk, before a checkpoint stores the lengths of the files: a crash must not remove rows before."""
+        if self._outputs is not None:
+            self._outputs.log.sync()
+            self._outputs.timing.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        for name, log in (("log", self._log), ("timing", self._timing)):
-            if log is not None:
-                self._offsets[name] = log.offset
+        if self._outputs is not None:
+            self._offsets = {"log": self._outputs.log.offset, "timing": self._outputs.timing.offset}
         return {
             "window": self._window.state_dict(),
             "offsets": dict(self._offsets),
@@ -169,7 +193,7 @@ class Journal:
         self._window.load_state_dict(state["window"])
         self._offsets = dict(state["offsets"])
         seconds, spent = state["seconds"], state.get("spent", {})
-        if self._log is None:
+        if self._outputs is None:
             self._resumed_at = seconds
             self.clock.resume(seconds, spent)
         else:

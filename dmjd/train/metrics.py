@@ -1,4 +1,4 @@
-"""Averaging step numbers over a logging window, and the run's JSON-lines log."""
+"""Means of step numbers over a logging window, and the JSON-lines log of a run."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ logger = logging.getLogger("dmjd")
 
 
 def workers_needed(workers: int, seconds: float, waited: float) -> int:
-    """How many loader processes would hide the loading of data, if each added one is as fast as those there are.
+    """The number of loader processes that hides data loading, if every added one loads as fast as the present ones.
 
     Args:
-        workers: there were; 0 loads within the process that trains.
-        seconds, waited: as :meth:`~dmjd.train.stopwatch.Stopwatch.lap` gives them, of a stretch that waited for data
-            again and again.
+        workers: the present number; 0 loads in the training process.
+        seconds, waited: from :meth:`~dmjd.train.stopwatch.Stopwatch.lap`, of a lap that waited for data in many steps.
     """
     busy = max(seconds - waited, 1e-9)
-    # So many processes keep pace with a step of `seconds`; without waiting a step takes `busy`.
+    # `workers` load one batch per `seconds`; without waiting a step takes `busy`.
     return math.ceil(workers * seconds / busy) if workers else math.ceil(waited / busy)
 
 
-class Window:
-    """Means over the steps since the last log line. Its state is in checkpoints, so a resumed log has equal rows.
+class StepMeans:
+    """Means over the steps since the last row of the log. Saved in checkpoints, so a resumed log has equal rows.
 
-    Steps that were skipped are counted, and are in no mean.
+    Skipped steps are counted and are not part of the means.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,7 @@ class Window:
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
     def flush(self) -> dict[str, float]:
-        """The means, and how many steps were skipped if any were; the window is empty afterwards."""
+        """The means, and the number of skipped steps if there are any; empties the window."""
         means = {name: total / self.steps for name, total in self.sums.items()}
         if self.skipped:
             means["skipped"] = self.skipped
@@ -67,14 +66,14 @@ class Window:
 
 
 class RunLog:
-    """Append-only JSON lines. ``offset`` is its length in bytes; opening at an offset drops what came after it."""
+    """Append-only file of JSON lines; ``offset`` is its length in bytes. Opening truncates the file to ``offset``."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
         self._path = path
-        self._file = path.open("a+b", buffering=0)  # nothing may stay behind to be written by close() after an error
+        self._file = path.open("a+b", buffering=0)  # unbuffered: after an error close() must not write again
         if self._file.tell() < offset:
-            # Truncating to more than there is would pad with zero bytes.
-            logger.warning("%s has lost rows since the checkpoint was written; it goes on after those left", path)
+            # truncate() to more bytes than the file has would append zero bytes.
+            logger.warning("%s has lost rows since the checkpoint was written; new rows follow those left", path)
             offset = path.read_bytes().rfind(b"\n") + 1
         self._file.truncate(offset)
         self.offset = offset
@@ -83,7 +82,7 @@ class RunLog:
         line = (json.dumps(row) + "\n").encode()
         try:
             written = self._file.write(line)
-            if written != len(line):  # a nearly full disk takes a part and says nothing
+            if written != len(line):  # on a nearly full disk a write may be partial, without an error
                 self._file.truncate(self.offset)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -91,9 +90,9 @@ class RunLog:
         self.offset += len(line)
 
     def sync(self) -> None:
-        """To disk, so that a checkpoint never knows of rows that a crash can take away.
+        """Flush to disk, before a checkpoint stores ``offset``: a crash must not remove rows before it.
 
-        Whoever removed the file meanwhile, or put another in its place as editors do, finds all rows there again.
+        A file that was removed or replaced meanwhile, as editors do, is written again.
         """
         if not (self._path.exists() and os.path.samestat(self._path.stat(), os.fstat(self._file.fileno()))):
             logger.warning("%s was removed or replaced while the run wrote it; its rows are put back", self._path)
@@ -106,7 +105,9 @@ class RunLog:
         os.fsync(self._file.fileno())
 
     def _unwritable(self, error: OSError) -> StorageError:
-        return StorageError(f"cannot write {self._path}: {error.strerror}; mend that, and the same command goes on")
+        return StorageError(
+            f"cannot write {self._path}: {error.strerror}; fix the cause and run the same command to continue"
+        )
 
     def close(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""When a GPU's memory is too small for a step: a snapshot for whoever looks into it, and what to try."""
+"""Out-of-memory errors: a snapshot of the allocator, and settings that reduce memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dmjd.parallel.world import World
 
 FOLDER = "out_of_memory"
 HISTORY = 100_000
-"""Allocations and releases that are remembered with their stacks."""
+"""Allocations and releases kept with their stacks."""
 
 logger = logging.getLogger("dmjd")
 
 
 @contextmanager
-def explained(config: PretrainConfig, run: Path, world: World) -> Iterator[None]:
-    """Turn torch's error into one sentence that says what helps.
+def explain_out_of_memory(config: PretrainConfig, run: Path, world: World) -> Iterator[None]:
+    """Context that turns torch's error into one line with settings that reduce memory.
 
-    On CUDA ``RUN/out_of_memory/rank-00000.pickle`` keeps what was allocated, for https://pytorch.org/memory_viz; with
-    ``memory_history`` the stacks too.
+    On CUDA ``RUN/out_of_memory/rank-00000.pickle`` has the allocations, for https://pytorch.org/memory_viz; with
+    ``memory_history`` also their stacks.
 
     Raises:
         OutOfMemory: in place of ``torch.OutOfMemoryError``.

@@ -1,7 +1,7 @@
-"""Pictures for the run folder: what the views hide, what the model predicts there, and how the loss falls.
+"""Pictures for the run folder: masked views, predictions and loss curves.
 
-Figures are built on matplotlib's object interface, so nothing here touches pyplot's global state or a user's backend,
-and every file is replaced atomically, so a page that is being read never meets half a picture.
+Figures use matplotlib's object interface, which does not change pyplot's global state or the backend. Every file is
+replaced atomically, so a report never reads a partial picture.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Render = Callable[[Tensor, tuple[int, int]], Picture]
 
 DPI = 100
 MAX_BYTES = 300_000
-"""Size limit of one picture: reports embed them, and repositories keep them."""
+"""Size limit of one picture; reports embed the files."""
 MARGIN, GAP, HEAD, FOOT = 12, 6, 28, 34
-"""Pixels around the sheet, between cells, and reserved above and below for the column titles and the legend."""
+"""Pixels around the sheet, between cells, above for the column titles, and below for the legend."""
 MAX_CELL, MIN_CELL = 192, 48
 
-HIDDEN = (200, 205, 212)
-UNCOVERED = (250, 225, 170)  # warm, because grey already means hidden and blue means covered
+MASKED = (200, 205, 212)
+UNCOVERED = (250, 225, 170)  # yellow, since grey is masked and blue is covered
 CURVES = {"loss": ("total", "#1f2328"), "mim": ("mim", "#0969da"), "vis": ("vis", "#bc4c00")}
 
 
@@ -59,11 +59,11 @@ def view_grid(
 ) -> None:
     """Write one row per image: image, its K views, their coverage, the target and the prediction.
 
-    A predicted token is the prediction of the first view that hides it. Tokens that no view hides have none: they show
-    the target, dimmed. Cells shrink until the file is below ``MAX_BYTES``, so pass a handful of images, not a batch.
+    A predicted token is the prediction of the first view that masks it. Tokens that no view masks have no prediction:
+    they show the target, dimmed. Cells shrink until the file is below ``MAX_BYTES``, so pass a few images, not a batch.
 
-    images: uint8 ``[B, H, W, C]``, C = 1 or 3, flipped as the views and targets saw them.
-    targets: ``[B, N, dim]``; predictions: ``[K, B, N, dim]`` or None, which leaves the column out.
+    images: uint8 ``[B, H, W, C]``, C = 1 or 3, after the flip, as for the views and targets.
+    targets: ``[B, N, dim]``; predictions: ``[K, B, N, dim]`` or None for no such column.
     render: turns one image's vectors ``[N, dim]`` (float32, CPU) on ``grid`` into a uint8 ``[H, W, 3]`` picture.
     """
     photos, mask = _photos(images), views.mask.cpu()
@@ -87,15 +87,14 @@ def view_grid(
 
 
 def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: str | Path) -> None:
-    """Write one row per image: image, its K views, their coverage; the titles say how much each hides (mean over B).
+    """Write one row per image: image, its K views, their coverage; the titles have the masked fractions (mean over B).
 
-    images: uint8 ``[B, H, W, C]``, C = 1 or 3, flipped as the views saw them.
+    images: uint8 ``[B, H, W, C]``, C = 1 or 3, after the flip, as for the views.
     """
     photos, mask = _photos(images), views.mask.cpu()
     count = mask.shape[0]
-    hides = [f"view {k + 1} hides {_per_cent(mask[k])}" for k in range(count)]
-    who = "it covers" if count == 1 else "both cover" if count == 2 else f"all {count} cover"
-    titles = ["image", *hides, f"{who} {_per_cent(mask.any(0))}"]
+    masked = [f"view {k + 1} masks {_per_cent(mask[k])}" for k in range(count)]
+    titles = ["image", *masked, f"coverage {_per_cent(mask.any(0))}"]
 
     def columns(token: int) -> list[_Column]:
         sheet = _view_columns(photos, mask, grid, token)
@@ -105,18 +104,17 @@ def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: st
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Write the loss of each branch against the step, raw and smoothed, over the learning rate.
+    """Write the loss of each branch against the step, raw and smoothed, and the learning rate below.
 
-    rows: log rows with ``step``, ``loss`` (the total), ``mim``, ``vis`` and ``lr``. A branch that the method lacks (its
-    values are None, missing or all zero) is left out, and so is a total that has one branch only. Values that are not
-    finite leave a gap.
+    rows: log rows with ``step``, ``loss`` (the total), ``mim``, ``vis`` and ``lr``. A branch without values (None,
+    missing or all zero) is not drawn, nor is the total of a single branch. Values that are not finite leave a gap.
     """
     steps = np.array([row["step"] for row in rows], dtype=np.float64)
     series = {key: np.array([_number(row, key) for row in rows], dtype=np.float64) for key in (*CURVES, "lr")}
     branches = [key for key in ("mim", "vis") if np.nan_to_num(series[key]).any()]
     shown = branches if len(branches) == 1 else ["loss", *branches]
 
-    marker = "o" if len(rows) == 1 else None  # a line through one point would be invisible
+    marker = "o" if len(rows) == 1 else None  # a line with one point is invisible
     figure = Figure(figsize=(8, 4.6), dpi=DPI, facecolor="white", layout="constrained")
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     for key in shown:
@@ -127,13 +125,17 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
         loss_axes.plot(steps, smooth, color=colour, linewidth=1.8, label=last, marker=marker, markersize=4)
     drawn = np.concatenate([series[key][np.isfinite(series[key])] for key in shown])
     if drawn.size and drawn.min() > 0 and drawn.max() > 8 * drawn.min():
-        # Branches an order of magnitude apart would flatten each other on a linear axis.
+        # On a linear axis branches an order of magnitude apart would look flat.
         loss_axes.set_yscale("log", subs=[1, 2, 5])
         loss_axes.yaxis.set_major_formatter(ScalarFormatter())
         loss_axes.yaxis.set_minor_formatter(NullFormatter())
         loss_axes.yaxis.get_major_locator().set_params(subs=[1, 2, 5])
     loss_axes.set_ylabel("loss", color=INK)
-    above = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": len(shown)}  # where no curve can run through it
+    above = {
+        "loc": "lower right",
+        "bbox_to_anchor": (1, 1),
+        "ncols": len(shown),
+    }  # above the axes, so that no curve crosses it
     loss_axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderpad=0.2, **above)
     rate_axes.plot(steps, series["lr"], color=MUTED, linewidth=1.4, marker=marker, markersize=4)
     peak = max((rate for rate in series["lr"] if rate > 0), default=None)
@@ -154,7 +156,7 @@ def _number(row: dict[str, Any], key: str) -> float:
 
 
 def _moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential, over about a hundredth of the curve, corrected for its start at zero; NaN values do not count."""
+    """Exponential moving average over about 1 % of the curve, with bias correction; NaN values are skipped."""
     decay = 1 - 1 / max(4, len(values) / 100)
     mean = weight = 0.0
     out = np.full_like(values, np.nan)
@@ -179,7 +181,7 @@ def _patch(images: Tensor, grid: tuple[int, int]) -> int:
 
 
 def _first_prediction(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """``[B, N, dim]``: per token the first hiding view's prediction, or the target where no view hides the token."""
+    """``[B, N, dim]``: per token the prediction of the first view that masks it, or the target if no view does."""
     first = mask.to(torch.uint8).argmax(0)  # argmax of 0/1 is the first 1
     index = first[None, :, :, None].expand(1, *predictions.shape[1:])
     return torch.where(mask.any(0)[:, :, None], predictions.gather(0, index)[0], targets)
@@ -198,8 +200,8 @@ def _view_columns(photos: list[Picture], mask: Tensor, grid: tuple[int, int], to
     palette = np.array(_palette(mask.shape[0]), dtype=np.uint8)
     columns = [_Column("image", cells)]
     for k, rows in enumerate(mask):
-        hidden = [_on_grid(row, grid, token) for row in rows]
-        columns.append(_Column(f"view {k + 1}", [_hide(*pair) for pair in zip(cells, hidden, strict=True)]))
+        masks = [_on_grid(row, grid, token) for row in rows]
+        columns.append(_Column(f"view {k + 1}", [_masked(*pair) for pair in zip(cells, masks, strict=True)]))
     coverage = [palette[_on_grid(row, grid, token)] for row in mask.sum(0)]
     columns.append(_Column("coverage", [_ruled(cell, token) for cell in coverage]))
     return columns
@@ -210,21 +212,21 @@ def _on_grid(tokens: Tensor, grid: tuple[int, int], token: int) -> NDArray[Any]:
     return tokens.view(grid).numpy().repeat(token, 0).repeat(token, 1)
 
 
-def _hide(cell: Picture, hidden: NDArray[np.bool_]) -> Picture:
+def _masked(cell: Picture, mask: NDArray[np.bool_]) -> Picture:
     out = cell.copy()
-    out[hidden] = HIDDEN
+    out[mask] = MASKED
     return out
 
 
 def _dim(cell: Picture, where: NDArray[np.bool_]) -> Picture:
-    """Fade towards the colour of tokens that no view hides, so that both columns say it alike."""
+    """Fade towards the colour of tokens that no view masks, as in the column of the coverage."""
     out = cell.copy()
     out[where] = (0.3 * out[where] + 0.7 * np.array(UNCOVERED)).astype(np.uint8)
     return out
 
 
 def _ruled(cell: Picture, token: int) -> Picture:
-    """A white hairline between tokens, so that equal neighbours can be counted."""
+    """Draw a white line between tokens, so that equal neighbours can be counted."""
     out = cell.copy()
     out[token::token] = 255
     out[:, token::token] = 255
@@ -243,14 +245,14 @@ def _resize(picture: Picture, grid: tuple[int, int], token: int) -> Picture:
 
 
 def _palette(views: int) -> list[Colour]:
-    """A colour for each number of views, 0 to ``views``, that may hide a token."""
+    """A colour for each number of views, 0 to ``views``, that mask a token."""
     blues = colormaps["Blues"](np.linspace(0.45, 0.95, max(2, views)), bytes=True)[:views, :3]
     return [UNCOVERED, *((int(red), int(green), int(blue)) for red, green, blue in blues)]
 
 
 def _legend(views: int) -> list[tuple[Colour, str]]:
-    labels = ["coverage: hidden by 0 views", "1 view", *(f"{k} views" for k in range(2, views + 1))]
-    return [(HIDDEN, "hidden in a view"), *zip(_palette(views), labels, strict=True)]
+    labels = ["coverage: masked in 0 views", "1 view", *(f"{k} views" for k in range(2, views + 1))]
+    return [(MASKED, "masked in a view"), *zip(_palette(views), labels, strict=True)]
 
 
 def _fitting(
@@ -270,14 +272,14 @@ def _fitting(
 
 
 def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]]) -> bytes:
-    """Columns side by side, pixel for pixel: the cells are placed, never resampled."""
+    """Columns side by side; the pixels of the cells are not resampled."""
     rows = len(columns[0].cells)
     cell_height, cell_width = columns[0].cells[0].shape[:2]
     width = 2 * MARGIN + len(columns) * (cell_width + GAP) - GAP
     height = HEAD + FOOT + rows * (cell_height + GAP) - GAP
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
     canvas = np.full((height, width, 3), 255, dtype=np.uint8)
-    # DejaVu Sans is about 0.6 em wide per character; the longest title still has to fit its column.
+    # DejaVu Sans is about 0.6 em wide per character; the longest title has to fit its column.
     title_pixels = min(13.0, cell_width / (0.6 * max(len(column.title) for column in columns)))
     for i, column in enumerate(columns):
         left = MARGIN + i * (cell_width + GAP)
@@ -298,5 +300,5 @@ def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]]) -> bytes:
 
 
 def _replace(path: str | Path, content: bytes) -> None:
-    Path(path).parent.mkdir(exist_ok=True)  # without parents: a run folder that was removed is not made again
+    Path(path).parent.mkdir(exist_ok=True)  # without parents: a run folder that was removed is not created again
     replace_file(Path(path), content)

@@ -1,14 +1,18 @@
-"""Pictures of what a run is doing: views, targets and predictions of a few samples, and the loss curves."""
+"""Pictures of a run in progress: views, targets and predictions of a few samples, and the loss curves."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dmjd.builders.preparation import Prepared
+from dmjd.builders.preparation import Preparation
+from dmjd.data.batch import Batch
 from dmjd.masking import MaskedViews
 from dmjd.models.objective import Objective
 from dmjd.ops.views import Views
@@ -17,14 +21,16 @@ from dmjd.targets import Tokenizer
 from dmjd.train.pictures import disjoint_views, loss_curves, view_grid
 
 SHOWN_IMAGES = 6
-"""How many samples a picture has room for."""
+"""Samples in one picture."""
+
+logger = logging.getLogger("dmjd")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples to draw, in CPU memory of their own: training goes on meanwhile.
+    """Samples to draw, copied to CPU memory, since training continues meanwhile.
 
-    Shapes as :func:`~dmjd.train.pictures.view_grid` takes them.
+    Shapes as for :func:`~dmjd.train.pictures.view_grid`.
     """
 
     crops: Tensor
@@ -34,15 +40,16 @@ class Samples:
     grid: tuple[int, int]
 
 
-def predict(objective: Objective, prepared: Prepared, tokenizer: Tokenizer) -> Samples:
-    """Predict every token of ``prepared`` (a handful of samples); of codes the likeliest."""
+def predict(objective: Objective, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
+    """Predict every token of the first images of ``batch``, which is on the device; of codes, the most likely one."""
+    prepared = prepare(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
     views, targets = prepared.masked_views.views, prepared.targets
     tokens = targets.shape[1]
     everywhere = torch.arange(tokens, device=targets.device).expand(*views.mask.shape[:2], tokens)
     with torch.inference_mode():
         predictions = objective.model(prepared.images, MaskedViews(views, everywhere)).masked
     predictions = predictions.float().unflatten(0, views.mask.shape[:2])
-    if tokenizer.codes:
+    if prepare.tokenizer.codes:
         predictions = predictions.argmax(-1, keepdim=True)
     return Samples(
         _copy(prepared.crops), views.map(_copy), _copy(targets), _copy(predictions), objective.model.encoder.grid
@@ -50,7 +57,7 @@ def predict(objective: Objective, prepared: Prepared, tokenizer: Tokenizer) -> S
 
 
 def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Tokenizer) -> dict[str, Path]:
-    """Refresh ``pictures/`` from ``samples`` and the log up to ``step``; the files by name. Runs on the CPU alone."""
+    """Write ``pictures/`` from ``samples`` and the log up to ``step``; returns the files by name. Uses the CPU only."""
     crops, views, grid, folder = samples.crops, samples.views, samples.grid, run.pictures
     view_grid(crops, views, samples.targets, samples.predictions, tokenizer.render, grid, folder / "views.png")
     disjoint_views(crops[:4], views.map(lambda part: part[:, :4]), grid, folder / "masks.png")
@@ -58,6 +65,38 @@ def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Token
     if rows:
         loss_curves(rows, folder / "loss.png")
     return {path.stem: path for path in sorted(folder.glob("*.png"))}
+
+
+class PictureThread:
+    """Draws pictures on a thread, so that training continues meanwhile; one set at a time.
+
+    Args:
+        on_drawn: called by :meth:`collect` with the step and the files by name.
+    """
+
+    def __init__(self, on_drawn: Callable[[int, Mapping[str, Path]], None]) -> None:
+        self._on_drawn = on_drawn
+        self._thread = ThreadPoolExecutor(1, "pictures")
+        self._drawing: tuple[int, Future[dict[str, Path]]] | None = None
+
+    def submit(self, step: int, draw: Callable[[], dict[str, Path]]) -> None:
+        """Begin to draw the pictures of ``step``, after those before were collected."""
+        self.collect(wait=True)
+        self._drawing = step, self._thread.submit(draw)
+
+    def collect(self, wait: bool = False) -> None:
+        """Pass on pictures that are drawn. Files that cannot be written cost a warning; other errors are raised."""
+        if self._drawing is None or not (wait or self._drawing[1].done()):
+            return
+        (step, drawing), self._drawing = self._drawing, None
+        try:
+            self._on_drawn(step, drawing.result())
+        except OSError as error:
+            logger.warning("no pictures at step %d: %s", step, error)
+
+    def close(self) -> None:
+        """Wait until nothing is drawn any more."""
+        self._thread.shutdown()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A few steps of a run under torch's profiler."""
+"""torch.profiler for a window of training steps."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dmjd.parallel.world import World
 
 FOLDER = "profile"
 ROWS = 30
-"""Of the table, the ops or kernels that took the most time."""
+"""Rows of the table: the ops or kernels with the longest total time."""
 
 
-class Window(NamedTuple):
+class StepRange(NamedTuple):
     """The steps ``first`` to ``last``, both included and counted from 1 as in the log."""
 
     first: int
     last: int
 
     @classmethod
-    def parse(cls, text: str, total_steps: int) -> Window:
-        """``"steps:10-14"`` of a run of ``total_steps``. Raises ConfigError if it is no such thing."""
+    def parse(cls, text: str, total_steps: int) -> StepRange:
+        """Parse ``"steps:10-14"`` for a run of ``total_steps``. Raises ConfigError if it is malformed or too long."""
         found = re.fullmatch(r"steps:([0-9]+)-([0-9]+)", text)
         if found is None:
             raise ConfigError(f"profile must be steps:FIRST-LAST, such as steps:10-14, got {text!r}")
@@ -40,20 +40,19 @@ class Window(NamedTuple):
 
 
 class Profiler:
-    """Context manager; :meth:`before` ahead of every step. Without a window it does nothing.
+    """Context manager; call :meth:`before` before every step. Without a window it does nothing.
 
-    ``RUN/profile/steps-10-14-rank-00000.json.gz`` is a trace for chrome://tracing or Perfetto, the file of the same
-    name in ``.txt`` a table of the longest kernels (on the CPU: ops). A run that stops within the window leaves what it
-    has.
+    ``RUN/profile/steps-10-14-rank-00000.json.gz`` is a trace for chrome://tracing or Perfetto; the ``.txt`` beside it
+    is a table of the longest kernels (on the CPU: ops). A run that stops within the window writes the steps done.
     """
 
-    def __init__(self, window: Window | None, run: Path, world: World) -> None:
+    def __init__(self, window: StepRange | None, run: Path, world: World) -> None:
         self._window, self._cuda = window, world.device.type == "cuda"
         self._folder, self._rank = run / FOLDER, world.rank
         self._profile: profile | None = None
 
     def before(self, step: int) -> None:
-        """Step ``step``, counted from 1, is about to begin."""
+        """Start the profiler if ``step``, counted from 1, is the first of the window; write files after the last."""
         if self._window is None:
             return
         if self._profile is not None and step > self._window.last:

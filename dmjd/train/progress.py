@@ -1,4 +1,4 @@
-"""How far a run is: a live bar on a terminal, a plain line now and then in a log file."""
+"""Progress of a run: a live bar on a terminal, a plain line every 15 s in a log file."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LINE_SECONDS = 15.0
 
 
 class Progress:
-    """Context manager; :meth:`advance` once a step.
+    """Context manager; call :meth:`advance` once per step.
 
     Args:
         total: steps of the whole run.
-        done: steps that earlier launches did.
+        done: steps done by earlier launches.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -48,19 +48,19 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._reader_may_leave():
+        with self._silent_if_closed():
             self._bar.stop()
 
     @contextmanager
-    def _reader_may_leave(self) -> Iterator[None]:
-        """A terminal that is closed, or the end of a pipe that is gone, makes a run silent and does not end it."""
+    def _silent_if_closed(self) -> Iterator[None]:
+        """Stop the output, and not the run, if the terminal or the reading end of the pipe is closed."""
         try:
             yield
-        except (OSError, SystemExit):  # rich exits where a pipe breaks
+        except (OSError, SystemExit):  # rich exits on a broken pipe
             self._console.quiet = True
 
     def advance(self, numbers: StepNumbers) -> None:
-        """One more step is done, with these numbers."""
+        """Show that one more step is done, with its loss."""
         self._done += 1
         self._bar.update(self._task, completed=self._done, description=f"loss {numbers.loss:.4f}")
         now = time.monotonic()
@@ -68,7 +68,7 @@ class Progress:
             return
         self._last_line = now
         left = (now - self._begin) / (self._done - self._first) * (self._total - self._done)
-        with self._reader_may_leave():
+        with self._silent_if_closed():
             self._console.print(
                 f"step {self._done}/{self._total}  loss {numbers.loss:.4f}  ETA {timedelta(seconds=round(left))}",
                 highlight=False,

@@ -1,9 +1,8 @@
-"""Signals heard by a thread of their own, and by no process that a run starts.
+"""Signal handling in a thread, with the signals blocked in all processes that a run starts.
 
-A launcher's TERM or USR1, and Ctrl-C, reach every process of a group, so also the compilers at work in a first step:
-inductor's workers, ptxas, g++. Without them that step ends in a trace or, under torch 2.11, never: it waits for
-workers that are gone (pytorch/pytorch#189290). What a thread blocks is blocked in all that it starts, across fork and
-exec.
+A launcher's TERM or USR1, and Ctrl-C, reach every process of the group, also the compilers of a first step: inductor's
+workers, ptxas, g++. If these end, the step fails or, under torch 2.11, waits for its workers without end
+(pytorch/pytorch#189290). A process inherits the blocked signals of the thread that starts it, across fork and exec.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _END = b"\0"
 
 
 @contextmanager
-def listening(numbers: Collection[signal.Signals], hear: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Within it, each of ``numbers`` that this process is sent is a call of ``hear`` and nothing else.
+def handling(numbers: Collection[signal.Signals], handler: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Context in which every signal in ``numbers`` only calls ``handler``, in a thread of its own.
 
-    The thread that calls it hears while the main one waits in a call that does not come back. Outside the main thread,
-    which alone may set handlers, signals do what they did before; so do a terminal's where they are ignored, as in the
-    background of a script or under nohup.
+    The thread runs also while the main thread is blocked in a call. Outside the main thread, which alone may set
+    handlers, signals keep their action; so do ignored signals of the terminal, as in the background of a script or
+    under nohup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,33 +35,33 @@ def listening(numbers: Collection[signal.Signals], hear: Callable[[signal.Signal
     os.set_blocking(write, False)  # as set_wakeup_fd wants it
 
     def listen() -> None:
-        while (byte := os.read(read, 1)) != _END:  # other signals with a handler in Python, CHLD for one, come by too
+        while (byte := os.read(read, 1)) != _END:  # other signals with a Python handler, such as CHLD, arrive too
             if byte[0] in numbers:
-                hear(signal.Signals(byte[0]))
+                handler(signal.Signals(byte[0]))
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
-    thread.start()  # before the signals are blocked, so that they find a thread that takes them
+    thread.start()  # before the signals are blocked: this thread receives them
     wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    handlers = {number: signal.signal(number, _left_to_the_thread) for number in numbers}
+    handlers = {number: signal.signal(number, _no_action) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, before in handlers.items():
+            signal.signal(number, before)
         signal.set_wakeup_fd(wakeup)
-        os.write(write, _END)  # a forked worker holds this end as well, so that closing it would end nothing
+        os.write(write, _END)  # a forked worker has this end open too, so closing it would not end the read
         thread.join()
         os.close(read)
         os.close(write)
 
 
-def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """What the main thread does about a signal."""
+def _no_action(number: int, frame: FrameType | None) -> None:
+    """The handler in the main thread."""
 
 
-def die_of(number: signal.Signals) -> None:
-    """End this process at once as if nobody listened, from any thread."""
-    ctypes.CDLL(None).signal(number, None)  # the default action; Python's own signal() is for the main thread alone
+def default_action(number: signal.Signals) -> None:
+    """Run the default action of ``number``, which ends this process; from any thread."""
+    ctypes.CDLL(None).signal(number, None)  # the default action; signal.signal() works in the main thread only
     os.kill(os.getpid(), number)

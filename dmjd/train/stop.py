@@ -1,7 +1,7 @@
-"""Who may ask a run to stop or to save, and how all its ranks come to do so at the same step.
+"""Requests to stop or to save, and the agreement of all ranks on the step at which they do so.
 
-A rank hears a signal, a file or a clock alone. What it has heard rides along in the reduction of the next step, so that
-all ranks save at the same step and leave together; a rank that acted by itself would leave the others waiting for it.
+A signal, a file or the clock reaches one rank. Its request is part of the all-reduce of the next step, so all ranks
+save at the same step and end together; a rank that ended alone would leave the others waiting in a collective.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dmjd.data.waiting import interrupted_by
 from dmjd.errors import ConfigError, StoppedBefore, UserError
 from dmjd.parallel.launch import slurm_times
 from dmjd.parallel.world import World
-from dmjd.train.signals import die_of, listening
+from dmjd.train.signals import default_action, handling
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOPS = ("signal", "time", "file")
 ASKS = (*STOPS, "save", "error", "no batch")
 POLL_STEPS = 10
-"""Rank 0 looks for files every so many steps: a network disk may take milliseconds to say that one is not there."""
-OUT_OF_TIME = "its time is over, by time_budget or by SLURM_JOB_END_TIME less time_margin"
+"""Rank 0 checks for the files every so many steps, since a check on a network disk may take milliseconds."""
+OUT_OF_TIME = "the time limit was reached: time_budget, or SLURM_JOB_END_TIME minus time_margin"
 ECHO_SECONDS = 5.0
-"""A launcher's second signal of a kind, of which Slurm and torchrun each send one, comes within this time."""
+"""Slurm and torchrun may each send the same signal; a second one within this time counts as the same request."""
 
 logger = logging.getLogger("dmjd")
 
@@ -46,15 +46,15 @@ def seconds_of(text: str) -> float:
 
 
 def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
-    """When the run should stop, on the clock of ``time.time()``; None for never.
+    """The time at which the run stops, on the clock of ``time.time()``; None for no limit.
 
     Args:
         time_budget: as in :class:`dmjd.config.PretrainConfig`; it begins now.
         time_margin: seconds before the end of the Slurm job.
 
     Raises:
-        ConfigError: if ``time_budget`` is none, the whole job is not longer than the margin, or its end is in the past:
-            Slurm would have ended this process, so the variable is left over from another job.
+        ConfigError: if ``time_budget`` is malformed, the job is not longer than the margin, or its end is in the past:
+            Slurm would have ended this process, so the variable is that of another job.
     """
     if time_budget is None:
         return None
@@ -79,52 +79,53 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
 
 
 class Requests:
-    """What this rank was asked for, and what all have agreed on. A context manager: within it, signals only ask.
+    """The requests of this rank, and those that all ranks agreed on.
 
-    The second signal of a kind ends the process as if nobody listened, unless it is a launcher's echo of the first.
+    Context manager: within it a signal is a request. A second signal of the same kind has its default action, unless it
+    comes within :data:`ECHO_SECONDS`.
 
     Args:
-        run: the run folder, in which ``stop`` and ``save`` are looked for; it need not exist yet.
+        run: the run folder, in which the files ``stop`` and ``save`` are requests; it may be created later.
         deadline: see :func:`deadline_of`.
     """
 
     def __init__(self, run: Path, world: World, deadline: float | None) -> None:
         self.reason: str | None = None
-        """Why all ranks stop after this step; None while they do not."""
+        """Why all ranks stop after this step, one of :data:`STOPS`; None if they continue."""
         self.saving = False
-        """Whether all ranks save after this step and go on."""
+        """Whether all ranks save after this step and continue."""
         self._world = world
         self._deadline = deadline
         self._stop, self._save = run / "stop", run / "save"
         self._asked: set[str] = set()
-        self._folders: set[Path] = set()  # in the place of files, of which the log has been told
-        self._heard: dict[signal.Signals, float] = {}  # when each came first
-        self._listening = ExitStack()
+        self._folders: set[Path] = set()  # folders in place of these files; a warning was logged for each
+        self._received: dict[signal.Signals, float] = {}  # time of the first of each kind
+        self._handlers = ExitStack()
         self._error: UserError | None = None
-        self._nothing = torch.zeros(len(ASKS), device=world.device)
+        self._none = torch.zeros(len(ASKS), device=world.device)
 
     def __enter__(self) -> Requests:
-        self._listening.enter_context(listening(SIGNALS, self._hear))
-        self._listening.enter_context(interrupted_by(self._asked_to_stop))
+        self._handlers.enter_context(handling(SIGNALS, self._on_signal))
+        self._handlers.enter_context(interrupted_by(self._asked_to_stop))
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._listening.close()
+        self._handlers.close()
 
-    def _hear(self, number: signal.Signals) -> None:
-        first = not self._heard
-        if time.monotonic() - self._heard.setdefault(number, time.monotonic()) > ECHO_SECONDS:
-            die_of(number)
+    def _on_signal(self, number: signal.Signals) -> None:
+        first = not self._received
+        if time.monotonic() - self._received.setdefault(number, time.monotonic()) > ECHO_SECONDS:
+            default_action(number)
         self._asked.add("signal")
         if first and self._world.is_main:
             logger.warning(
-                "%s: saving at the next step and stopping; another one, after %.0f s, ends it at once",
+                "%s: saving at the next step and stopping; another one, after %.0f s, ends the run at once",
                 number.name,
                 ECHO_SECONDS,
             )
 
     def fail(self, error: UserError) -> None:
-        """This rank cannot go on. By itself it raises; among others it keeps step until all have heard of it."""
+        """This rank failed with ``error``. One process raises it; one of several takes part in steps until all stop."""
         if self._world.size == 1:
             raise error
         self._error = self._error or error
@@ -132,11 +133,11 @@ class Requests:
 
     def _asked_to_stop(self) -> bool:
         if self._world.is_main:
-            self._look_around(step=0)
+            self._poll(step=0)
         return not self._asked.isdisjoint(STOPS)
 
     def lack_batch(self) -> None:
-        """This rank was asked to stop and has no batch; it takes part in steps that all ranks then undo."""
+        """This rank was asked to stop and has no batch; it takes part in a step that is applied on no rank."""
         self._asked.add("no batch")
 
     @property
@@ -145,20 +146,20 @@ class Requests:
         return "no batch" in self._asked
 
     def stop_now(self) -> None:
-        """All ranks stop between two steps, for what rank 0 was asked unless they have agreed. Collective."""
+        """Agree to stop between two steps, for the reason agreed on before or else that of rank 0. Collective."""
         reason = self._world.on_main(lambda: next((name for name in STOPS if name in self._asked), None))
         self.reason = self.reason or reason
 
     def asks(self, step: int) -> Tensor:
-        """float32 ``[len(ASKS)]`` on the device: what rides along with ``step``. Never makes the host wait."""
+        """The requests of this rank: float32 ``[len(ASKS)]`` on the device, 0 or 1. The host never waits."""
         if self._world.is_main:
-            self._look_around(step)
+            self._poll(step)
         if not self._asked:
-            return self._nothing
+            return self._none
         flags = torch.tensor([float(name in self._asked) for name in ASKS])
-        return flags.pin_memory().to(self._world.device, non_blocking=True) if self._nothing.is_cuda else flags
+        return flags.pin_memory().to(self._world.device, non_blocking=True) if self._none.is_cuda else flags
 
-    def _look_around(self, step: int) -> None:
+    def _poll(self, step: int) -> None:
         if self._deadline is not None and time.time() > self._deadline:
             self._asked.add("time")
         if step % POLL_STEPS == 0:
@@ -166,22 +167,22 @@ class Requests:
             self._asked.update(name for name, path in files if self._file_at(path))
 
     def _file_at(self, path: Path) -> bool:
-        """A folder may hold something, so a run does not remove it, and it would ask again for ever."""
+        """Whether ``path`` is a file. A folder is no request: the run would not remove it, and it would never end."""
         if not path.exists():
             return False
         if not path.is_dir():
             return True
         if path not in self._folders:
             self._folders.add(path)
-            logger.warning("%s is a folder, which asks for nothing; remove it and ask by a file: touch %s", path, path)
+            logger.warning("%s is a folder and is ignored; remove it and create a file: touch %s", path, path)
         return False
 
     def agree(self, step: int, asked: Sequence[float]) -> None:
-        """Take in what all ranks were asked for, as :meth:`asks` had it in ``step``.
+        """Agree on the requests of ``step``: ``asked`` is the mean over the ranks of :meth:`asks`.
 
         Raises:
-            UserError: what a rank failed with, there; the same sentence, already told, on the others.
-            StoppedBefore: if a rank had no batch for it.
+            UserError: the error of a rank that failed; on the other ranks the same message, with ``reported`` set.
+            StoppedBefore: if a rank had no batch for this step.
         """
         agreed = [name for name, share in zip(ASKS, asked, strict=True) if share]
         if "error" in agreed:
@@ -192,15 +193,15 @@ class Requests:
             raise StoppedBefore(step)
 
     def compare(self) -> None:
-        """Raise on every rank if one has failed; they all call this at the same step."""
-        self._world.all_or_none(self._complain)
+        """Raise on every rank if one has failed. Collective."""
+        self._world.all_or_none(self._raise_error)
 
-    def _complain(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def saved(self) -> None:
-        """What was asked of rank 0 by a file has been done, and the file goes."""
+        """Remove the files whose requests are done."""
         if self._world.is_main:
             self._asked.discard("save")
             for path in [self._save] * self.saving + [self._stop] * (self.reason is not None):
@@ -209,9 +210,9 @@ class Requests:
         self.saving = False
 
     def stopping(self) -> tuple[str, str]:
-        """Why all ranks stop, as one of :data:`STOPS` and in words. Every rank calls this."""
+        """Why all ranks stop: one of :data:`STOPS`, and a detail for the exit record. Collective."""
         assert self.reason is not None
-        heard = self._world.gather([number.name for number in list(self._heard)])  # the thread may add to it
-        names = [f"{name} at rank {rank}" for rank, signals in enumerate(heard) for name in signals]
-        words = {"signal": " and ".join(names), "time": OUT_OF_TIME, "file": f"{self._stop} was there"}
-        return self.reason, words[self.reason]
+        received = self._world.gather([number.name for number in list(self._received)])  # the thread may add to it
+        names = [f"{name} at rank {rank}" for rank, signals in enumerate(received) for name in signals]
+        details = {"signal": " and ".join(names), "time": OUT_OF_TIME, "file": f"{self._stop} was there"}
+        return self.reason, details[self.reason]

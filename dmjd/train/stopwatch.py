@@ -1,4 +1,4 @@
-"""Wall time of a run: how long each logged lap took, and what all of it went into."""
+"""Wall time of a run: of every logged lap, and in total by account."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ T = TypeVar("T")
 _ACCOUNTS = dict(zip(PHASES, PHASES, strict=True)) | {"forward": "training", "step": "training", "stop": "start"}
 
 ACCOUNTS = ("training", "start", "data", "checkpoint", "evaluate", "lost")
-"""What seconds go into. start: from launch to the end of its first step, compilation included; data: waiting for it;
-checkpoint: the stall, not what is written meanwhile; lost: work that a crash or a rollback threw away."""
+"""Accounts of wall time. start: from the launch to the end of its first step, with compilation; data: waiting for it;
+checkpoint: the time that training waits, not asynchronous writing; lost: work discarded by a crash or a rollback."""
 
 
 class Stopwatch:
-    """Wall time of the run, restarts included, and how much of each lap went into waiting for data."""
+    """Wall time of a run over all launches, by account, and the time of each lap that was spent waiting for data."""
 
     def __init__(self) -> None:
         self._begin = self._lap = self._entered = time.perf_counter()
         self._waited = 0.0
         self._phase, self._warm = PHASES[0], False
         self._spent = dict.fromkeys(ACCOUNTS, 0.0)
-        self.listener: Callable[[str], object] = lambda phase: None
-        """Told the phase whenever one begins."""
+        self.on_phase: Callable[[str], object] = lambda phase: None
+        """Called with the phase whenever one begins."""
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the run began, over all launches, without those lost."""
+        """Seconds since the run began, over all launches, without lost ones."""
         return time.perf_counter() - self._begin
 
     @property
@@ -40,11 +40,11 @@ class Stopwatch:
         return dict(self._spent)
 
     def enter(self, phase: str) -> None:
-        """From now on the run is in ``phase``, one of :data:`~dmjd.runs.heartbeat.PHASES`."""
+        """Begin ``phase``, one of :data:`~dmjd.runs.heartbeat.PHASES`."""
         self._charge()
         self._warm |= self._phase == "step"  # the first step of a launch compiles, and starts workers and libraries
         self._phase = phase
-        self.listener(phase)
+        self.on_phase(phase)
 
     def _charge(self) -> None:
         now = time.perf_counter()
@@ -55,31 +55,31 @@ class Stopwatch:
         self._entered = now
 
     def resume(self, elapsed: float, spent: Mapping[str, float]) -> None:
-        """Count on from a checkpoint's ``elapsed`` and ``spent``, what this launch has taken so far included."""
+        """Add a checkpoint's ``elapsed`` and ``spent`` to the time of this launch so far."""
         self._begin -= elapsed
         for account, seconds in spent.items():
             self._spent[account] += seconds
 
     def rewind(self, elapsed: float, spent: Mapping[str, float]) -> None:
-        """Back to a checkpoint within a launch: what came after it is lost."""
+        """Return to a checkpoint within a launch; the time after it is lost."""
         lost = self._spent["lost"] + self.elapsed - elapsed
         self._begin = time.perf_counter() - elapsed
         self._charge()
         self._spent |= {**spent, "lost": lost}
 
     def lose(self, seconds: float) -> None:
-        """An earlier launch worked so long in vain."""
+        """Count ``seconds`` of an earlier launch as lost."""
         self._spent["lost"] += max(seconds, 0.0)
 
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap, and those of them spent in :meth:`waiting`."""
+        """Seconds since the last lap, and the part of them spent waiting in :meth:`waiting`."""
         now = time.perf_counter()
         seconds, waited = now - self._lap, self._waited
         self._lap, self._waited = now, 0.0
         return seconds, waited
 
     def waiting(self, items: Iterable[T]) -> Iterator[T]:
-        """``items``, counting the time that each takes to come: the phase is "data", then "forward"."""
+        """Yield ``items`` and count the time waiting for each: the phase is "data", then "forward"."""
         iterator = iter(items)
         while True:
             begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast a run is, in images, in views, and in the share of the device's peak."""
+"""Throughput: images and views per second, and model FLOPs utilisation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dmjd.parallel.world import World
 
 @dataclass(frozen=True)
 class Throughput:
-    """From images and seconds to a row of ``timing.jsonl``.
+    """Columns of ``timing.jsonl`` from images and seconds.
 
-    flops_per_image, peak_flops: of one image, and a second's over all devices; None if the device's peak is not known.
+    flops_per_image: of a training step. peak_flops: per second, of all devices. Both are None if the peak of the device
+    is not known.
     """
 
     views: int
@@ -26,7 +27,7 @@ class Throughput:
 
     @classmethod
     def of(cls, config: PretrainConfig, world: World) -> Throughput:
-        """Counts the model's FLOPs, if there is a peak to compare them with."""
+        """Throughput of ``config``; counts the model's FLOPs if the peak of the device is known."""
         device = world.device
         gpu = accelerator_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if gpu is None:

@@ -1,7 +1,7 @@
-"""Where a run's numbers and pictures go besides its folder: TensorBoard event files and a Weights & Biases run.
+"""Trackers of a run: TensorBoard event files and a Weights & Biases run.
 
-Both are conveniences. What is wrong before a run begins is refused; what breaks while it runs (a full disk, a network
-that is gone) costs one warning and the tracker, never the run. Construct :class:`Trackers` on rank 0 alone.
+A package that is not installed is an error before the run begins. A failure during the run (a full disk, no network)
+logs one warning and turns the tracker off; it never ends the run. Construct :class:`Trackers` on rank 0 alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,27 +29,18 @@ TENSORBOARD_FOLDER = "tensorboard"
 IDENTITIES = "trackers.json"
 
 
-class Tracker(Protocol):
-    """One place to follow a run in; any method may raise whatever its package raises."""
-
-    def scalars(self, row: Mapping[str, float], step: int) -> None: ...
-
-    def pictures(self, pictures: Mapping[str, Path], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Trackers:
-    """The trackers that a run asked for, none by default.
+    """The trackers of a run, none by default.
 
     Args:
-        run_folder_path: of the run, existing. Event files go to ``tensorboard/``, W&B's files to ``wandb/``, and the id
-            of the W&B run is kept in ``trackers.json``, so that a run killed and restarted stays one curve.
+        run_folder_path: an existing folder. Event files are written to ``tensorboard/``, W&B's files to ``wandb/``, and
+            the id of the W&B run to ``trackers.json``, so that a resumed run continues the same curve.
         tensorboard: whether to write event files.
-        wandb_project: the W&B project, None for no W&B. W&B's own variables hold, such as ``WANDB_MODE=offline``.
-        run_name: what W&B calls the run.
-        config: what W&B shows as the run's configuration.
-        resumed_step: steps that the checkpoint knows of, 0 without one; TensorBoard drops later points.
+        wandb_project: the W&B project; None for no W&B. W&B's environment variables, such as ``WANDB_MODE=offline``,
+            apply.
+        run_name: the name of the W&B run.
+        config: the configuration of the W&B run.
+        resumed_step: the step of the checkpoint, 0 without one; TensorBoard removes later points.
 
     Raises:
         ConfigError: if a package is not installed.
@@ -66,34 +57,34 @@ class Trackers:
         resumed_step: int,
     ) -> None:
         check_packages(tensorboard=tensorboard, wandb_project=wandb_project)
-        self._trackers: dict[str, Tracker] = {}
+        self._trackers: dict[str, TensorBoard | WeightsAndBiases] = {}
         if tensorboard:
             self._start("TensorBoard", lambda: TensorBoard(run_folder_path / TENSORBOARD_FOLDER, resumed_step))
         if wandb_project is not None:
             self._start("Weights & Biases", lambda: WeightsAndBiases(run_folder_path, wandb_project, run_name, config))
 
     def scalars(self, row: Mapping[str, float], step: int) -> None:
-        """One row of the log, as it stands there; its ``step`` is the axis and no curve."""
+        """Log one row of the log; its ``step`` is the x axis."""
         values = {name: value for name, value in row.items() if name != "step"}
         self._each(lambda tracker: tracker.scalars(values, step))
 
     def pictures(self, pictures: Mapping[str, Path], step: int) -> None:
-        """PNG files by name, as they are after ``step`` steps."""
+        """Log PNG files by name after ``step`` steps."""
         self._each(lambda tracker: tracker.pictures(pictures, step))
 
     def close(self) -> None:
-        """Write out what is held back; W&B waits for its uploads."""
+        """Flush and close; W&B waits for its uploads."""
         self._each(lambda tracker: tracker.close())
         self._trackers.clear()
 
-    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
-        # A requeued job must not die because a server does not answer, so this is no refusal.
+    def _start(self, name: str, make: Callable[[], TensorBoard | WeightsAndBiases]) -> None:
+        # Not an error of the run: a requeued job must not end because a server does not answer.
         try:
             self._trackers[name] = make()
         except Exception as error:
             _warn(name, error)
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[[TensorBoard | WeightsAndBiases], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)
@@ -104,14 +95,14 @@ class Trackers:
 
 def _warn(name: str, error: Exception) -> None:
     reason = (str(error).strip().splitlines() or [""])[0] or type(error).__name__
-    logger.warning("%s failed (%s) and is off until the run is started again; the run goes on", name, reason)
+    logger.warning("%s failed (%s) and is off until the run is started again; the run continues", name, reason)
 
 
 def check_packages(*, tensorboard: bool, wandb_project: str | None) -> None:
-    """Refuse trackers whose package is not installed; touches nothing, so it can come before any work.
+    """Check that the packages of the trackers are installed; writes nothing.
 
     Raises:
-        ConfigError: with the line that installs the package.
+        ConfigError: with the command that installs the package.
     """
     for wanted, key, module, extra in (
         (tensorboard, "tensorboard=true", _tensorboard, "train"),
@@ -135,30 +126,30 @@ def _tensorboard() -> ModuleType:
 def _wandb() -> ModuleType:
     module = importlib.import_module("wandb")
     if not hasattr(module, "init"):
-        # Earlier W&B runs leave a folder of that name in the working directory, which imports as an empty package.
+        # The folder wandb/ of an earlier W&B run in the working directory imports as an empty package.
         raise ImportError("only a folder named wandb was found")
     return module
 
 
 class TensorBoard:
-    """Event files in ``folder``, one a launch.
+    """Event files in ``folder``, one per launch.
 
-    Points after ``resumed_step`` that an earlier launch wrote are purged: the steps are done again, and would else be
-    drawn twice. ``purge_step`` is the first step to go, and the row of the checkpoint's own step stays in the log.
+    Points after ``resumed_step`` from an earlier launch are purged, since these steps are repeated. ``purge_step`` is
+    the first step to purge; the row of the checkpoint's own step stays.
     """
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._writer = _tensorboard().SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def scalars(self, row: Mapping[str, float], step: int) -> None:
-        """One point a column."""
+        """One point per column."""
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
-        # As in RunLog: what a checkpoint counts as logged is not lost with the process.
+        # As in RunLog: rows that a checkpoint counts as logged must not be lost with the process.
         self._writer.flush()
 
     def pictures(self, pictures: Mapping[str, Path], step: int) -> None:
-        """Each below ``pictures/``."""
+        """Images named ``pictures/NAME``."""
         for name, path in pictures.items():
             with Image.open(path) as picture:
                 self._writer.add_image(f"pictures/{name}", np.asarray(picture.convert("RGB")), step, dataformats="HWC")
@@ -169,10 +160,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A W&B run of one id for the life of the run folder.
+    """A W&B run with one id for the life of the run folder.
 
-    W&B's own step cannot go back (wandb#4482), and after a restart ours does. So ``step`` is logged as a column, and
-    every curve is drawn over it: steps done twice give the same point twice instead of being thrown away.
+    W&B's own step cannot decrease (wandb#4482), and that of a resumed run does. So ``step`` is logged as a column and
+    is the x axis of every curve: repeated steps log the same point twice and are not dropped.
     """
 
     def __init__(self, run_folder_path: Path, project: str, run_name: str, config: dict[str, Any]) -> None:
@@ -189,11 +180,11 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, row: Mapping[str, float], step: int) -> None:
-        """One row of the history."""
+        """Log one row of the history."""
         self._run.log({**row, "step": step})
 
     def pictures(self, pictures: Mapping[str, Path], step: int) -> None:
-        """Each below ``pictures/``."""
+        """Images named ``pictures/NAME``."""
         images = {f"pictures/{name}": self._wandb.Image(str(path)) for name, path in pictures.items()}
         self._run.log({**images, "step": step})
 
@@ -202,7 +193,7 @@ class WeightsAndBiases:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in ``path``; a new one is kept there before W&B hears of it, so that no crash can part the two."""
+    """The id in ``path``; a new one is written before W&B gets it, so that a crash cannot separate the two."""
     if path.is_file():
         try:
             kept = parse_json(path.read_bytes())["wandb_id"]
@@ -210,8 +201,8 @@ def _kept_id(path: Path) -> str:
             kept = None
         if isinstance(kept, str) and re.fullmatch(r"[0-9a-z]{1,64}", kept):
             return kept
-        raise ValueError(f"{path} holds no wandb_id; remove it to begin another curve")
-    # Not from the random module: its state belongs to whoever seeded it.
+        raise ValueError(f"{path} holds no wandb_id; remove it to start a new W&B run")
+    # Not from the random module, whose state is saved in checkpoints.
     identity = secrets.token_hex(8)
     replace_file(path, json.dumps({"wandb_id": identity}))
     return identity

@@ -13,9 +13,9 @@ from dmjd.builders.step import Step, build_step
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.parallel.world import alone
+from dmjd.train.data_pipeline import Uploader
 from dmjd.train.guard import PendingStep
 from dmjd.train.stop import ASKS, Requests
-from dmjd.train.upload import Uploader
 from tests.train.shrunken import train
 
 pytestmark = pytest.mark.gpu

@@ -255,7 +255,7 @@ def test_jobs_of_an_array_whose_time_is_over_requeue_themselves_alone(site: Site
         first, second = site.launches(run)
         assert (first["job"], second["job"]) == (job, job)
         assert 0 < second["step"] < 22
-        assert "time, its time is over" in Path(second["log"]).read_text()
+        assert "time, the time limit was reached" in Path(second["log"]).read_text()
     logs = [(site.folder / f"seed={seed}" / "log.jsonl").read_bytes() for seed in range(2)]
     assert logs[0] != logs[1]
 

@@ -69,14 +69,14 @@ def test_the_score_is_that_of_the_verb(
         )
     assert ("train_images=20000, but there are 1437 training images: all are used" in caplog.text) == (bank == 20000)
     encoder = load_encoder(compose("knn", words)).encoder
-    assert callback(encoder, 11, 1.0) == {"knn_top1": record["top1"]}
+    assert callback.on_epoch_end(encoder, 11, 1.0) == {"knn_top1": record["top1"]}
 
 
 def test_pooling_is_as_configured(configure: Callable[..., PretrainConfig]) -> None:
     scores = []
     for pooling in ("mean", "cls"):
         config = configure("backbone.class_token=true", f"online_knn.pooling={pooling}")
-        scores.append(OnlineKnn(config)(encoder_of(config), 11, 1.0))
+        scores.append(OnlineKnn(config).on_epoch_end(encoder_of(config), 11, 1.0))
     assert scores[0] != scores[1]
 
 
@@ -88,7 +88,7 @@ def test_it_is_due_at_the_end_of_every_interval(
     monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, **options: KnnResult(50.0, None, 20, 0.07))
     config = configure("online_knn.every_epochs=3")
     callback, encoder = OnlineKnn(config), encoder_of(config)
-    done = [step for step in range(30 * 49 + 1) if callback(encoder, step, step / 49) is not None]
+    done = [step for step in range(30 * 49 + 1) if callback.on_epoch_end(encoder, step, step / 49) is not None]
     assert done == [3 * 49 * number for number in range(1, 11)]
 
 
@@ -125,7 +125,7 @@ def test_a_run_with_it_has_the_weights_of_a_run_without(configure: Callable[...,
             optimizer.step()
             optimizer.zero_grad()
             if watched:
-                assert callback(encoder, step, float(step)) is not None
+                assert callback.on_epoch_end(encoder, step, float(step)) is not None
         return encoder.state_dict(), torch.get_rng_state(), random.getstate(), np.random.bytes(8)  # noqa: NPY002
 
     weights, torch_state, *others = train(watched=True)
@@ -141,7 +141,7 @@ def test_modes_and_gradients_are_as_before(configure: Callable[..., PretrainConf
     encoder = objective.model.encoder
     encoder.blocks[0].eval()  # a frozen part has to stay frozen
     modes = [part.training for part in objective.modules()]
-    assert OnlineKnn(config)(encoder, 11, 1.0) is not None
+    assert OnlineKnn(config).on_epoch_end(encoder, 11, 1.0) is not None
     assert [part.training for part in objective.modules()] == modes
     assert all(parameter.requires_grad and parameter.grad is None for parameter in encoder.parameters())
 
@@ -167,7 +167,7 @@ def warnings_at(
             result = KnnResult(score, None, 20, 0.07)
             monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, result=result, **options: result)
             with caplog.at_level(logging.WARNING, "dmjd"):
-                assert callback(encoder, 10 * epoch, float(epoch)) == {"knn_top1": score}
+                assert callback.on_epoch_end(encoder, 10 * epoch, float(epoch)) == {"knn_top1": score}
             found += [(epoch, message) for message in caplog.messages]
         return found
 

@@ -166,7 +166,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_named(
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ("alone", r"rank 0 has not met the others at MASTER_ADDR=127.0.0.1 .*: .*; see that all 2 start within"),
+        ("alone", r"rank 0 did not connect to the others at MASTER_ADDR=127.0.0.1 .*: .*; start all 2 within"),
         ("port", r"MASTER_PORT=\d+: .*EADDRINUSE.*; set MASTER_PORT to a free port"),
     ],
 )

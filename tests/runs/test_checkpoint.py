@@ -99,7 +99,7 @@ def test_what_cannot_be_removed_is_told_and_tried_again(
 def test_going_back_needs_what_is_later_gone(tmp_path: Path, freeze: Callable[[Path], None]) -> None:
     first, second = save(tmp_path, 1, 2)
     freeze(second)
-    with pytest.raises(StorageError, match=rf"going back to step 1, cannot remove {second}: "):
+    with pytest.raises(StorageError, match=rf"rolling back to step 1, cannot remove {second}: "):
         drop_after(tmp_path, 1)
     assert committed(tmp_path) == [first, second]
 

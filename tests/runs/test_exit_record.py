@@ -18,7 +18,7 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.runs.exit_record import LONGEST, NEXT, exit_reason
 from dmjd.runs.folder import RunFolder
 from dmjd.train import loop
-from dmjd.train.judge import Judge
+from dmjd.train.callbacks import Callback
 from dmjd.train.stop import OUT_OF_TIME
 
 HERE = platform.node()
@@ -63,12 +63,12 @@ import signal
 import dmjd.train.loop as loop
 import torch
 loop.write_pictures = lambda *arguments: {{}}
-update = loop.Pretraining._update
+update = loop.Trainer.log_finished
 def fault(self):
     if self.position.step == 5 and self.world.rank == {rank}:
         {act}
     return update(self)
-loop.Pretraining._update = fault
+loop.Trainer.log_finished = fault
 """
 
 
@@ -157,10 +157,10 @@ def test_the_next_launch_clears_the_marker_away_and_leaves_the_last_word(
     monkeypatch.setattr(loop, "write_pictures", lambda *arguments: {})
     pretrain = loop.pretrain
 
-    def followed(config: PretrainConfig, judges: Sequence[Judge]) -> RunFolder:
-        folder = pretrain(config, judges)
+    def followed(config: PretrainConfig, callbacks: Sequence[Callback]) -> RunFolder:
+        folder = pretrain(config, callbacks)
         monkeypatch.setenv("DMJD_EXIT_RECORD", str(second))
-        monkeypatch.setattr(loop.Pretraining, "play", lambda self: marked.append(folder.stop_reason.exists()))
+        monkeypatch.setattr(loop.Trainer, "train", lambda self: marked.append(folder.stop_reason.exists()))
         pretrain(config)  # it has the folder, and is under way when the first one looks
         return folder
 

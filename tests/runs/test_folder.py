@@ -185,7 +185,7 @@ def test_checkpoints_behind_a_link_that_leads_nowhere_are_not_begun_anew(tmp_pat
     run.checkpoints.symlink_to(scratch)
     run.check(configure())
     scratch.rename(tmp_path / "unmounted")
-    with pytest.raises(ConfigError, match=r"checkpoints is a link to nowhere, where the run keeps a folder"):
+    with pytest.raises(ConfigError, match=r"checkpoints is a link to nowhere, and the run needs a folder"):
         run.check(configure())
 
 

@@ -125,15 +125,15 @@ def test_a_job_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
         clock[0] += seconds
 
     monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    with lock.only_run_in(tmp_path):
-        for job, wait, said in (("7", 40.0, "after 40 s too"), ("7", 0.0, ""), (None, 40.0, "")):
+    with lock.RunLock(tmp_path):
+        for job, wait, said in (("7", 40.0, "after waiting 40 s"), ("7", 0.0, ""), (None, 40.0, "")):
             if job is None:
                 monkeypatch.delenv("SLURM_JOB_ID")
             else:
                 monkeypatch.setenv("SLURM_JOB_ID", job)
             clock[0] = 0.0
             with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .*{said}"):
-                lock.only_run_in(tmp_path, wait).__enter__()
+                lock.RunLock(tmp_path, wait).__enter__()
             assert clock[0] == (40.0 if said else 0.0)
 
 
@@ -150,17 +150,19 @@ def test_processes_that_srun_started_side_by_side_do_not_wait_for_each_other(
         clock[0] += seconds
 
     monkeypatch.setattr(lock, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    with lock.only_run_in(tmp_path):
-        with pytest.raises(ConfigError, match=r"of step 7\.0 in launch 1, as this one is: .* torchrun's to start"):
-            lock.only_run_in(tmp_path, 40.0).__enter__()
+    with lock.RunLock(tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"of step 7\.0 in launch 1, which is in the same Slurm step .* with torchrun"
+        ):
+            lock.RunLock(tmp_path, 40.0).__enter__()
         assert clock == [0.0]
         # The job was requeued while this process was on a node that was cut off, or this is another srun's.
         for name, value in (("SLURM_RESTART_COUNT", "1"), ("SLURM_STEP_ID", "1"), ("SLURM_STEP_NUM_TASKS", "1")):
             clock[0] = 0.0
             with monkeypatch.context() as patch:
                 patch.setenv(name, value)
-                with pytest.raises(ConfigError, match="after 40 s too"):
-                    lock.only_run_in(tmp_path, 40.0).__enter__()
+                with pytest.raises(ConfigError, match="after waiting 40 s"):
+                    lock.RunLock(tmp_path, 40.0).__enter__()
             assert clock == [40.0]
 
 
@@ -172,7 +174,7 @@ def test_a_rank_waits_for_a_folder_no_longer_than_the_others_wait_for_it(
         tmp_path / "run", "batch_size=64", "engine=ddp", "engine.start_timeout=0.3", "data.timeout=0.2", "lock_wait=300"
     )
     (tmp_path / "run").mkdir()
-    with lock.only_run_in(tmp_path / "run"):
+    with lock.RunLock(tmp_path / "run"):
         ranks = launch_world(2, ["pretrain", *words])
         for rank in ranks:
             rank.join(120)

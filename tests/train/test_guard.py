@@ -125,7 +125,7 @@ class Steps:
         """Steps from ``first`` on; what the alarm names, if there is one, at the last of them."""
         for step, loss in enumerate(losses, first):
             try:
-                self.guard.judge(step, step - 1, IDS, reading(loss))
+                self.guard.check(step, step - 1, IDS, reading(loss))
             except Alarm as alarm:
                 assert step == first + len(losses) - 1
                 return alarm.first, alarm.last
@@ -150,7 +150,7 @@ def test_a_limit_of_none_is_reached_at_once(tmp_path: Path) -> None:
 def test_a_gradient_alone_is_enough(tmp_path: Path) -> None:
     guard = Steps(tmp_path, max_skips=0).guard
     with pytest.raises(Alarm):
-        guard.judge(3, 2, IDS, reading(1.0, INF))
+        guard.check(3, 2, IDS, reading(1.0, INF))
 
 
 def test_every_skip_is_listed_with_its_samples(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +190,7 @@ def test_ranks_are_named_by_their_own_loss_or_else_all(
     world = Ranks(1, 3, 1, CPU)
     object.__setattr__(world, "losses", losses)
     guard = Guard(GuardConfig(), tmp_path / "list", world)
-    guard.judge(3, 2, IDS, reading(NAN, NAN))
+    guard.check(3, 2, IDS, reading(NAN, NAN))
     (line,) = map(json.loads, (tmp_path / "list").read_text().splitlines())
     assert [row["rank"] for row in line["ranks"]] == named
 
@@ -199,7 +199,7 @@ def test_giving_up_names_steps_samples_and_the_reason_in_one_sentence(tmp_path: 
     steps = Steps(tmp_path, max_skips=1)
     assert steps.feed(3, NAN, 1, NAN) == (3, 5)
     with pytest.raises(Diverged) as caught:
-        steps.guard.give_up(Alarm(3, 5), "after 0 rollback(s)")
+        steps.guard.stop(Alarm(3, 5), "after 0 rollback(s)")
     sentence = str(caught.value)
     assert not caught.value.reported
     assert "\n" not in sentence
@@ -212,9 +212,9 @@ def test_only_the_first_samples_of_many_are_in_the_sentence(tmp_path: Path) -> N
     for count, more in ((8, ""), (100, ", and 92 more")):
         guard = Guard(GuardConfig(max_skips=0), tmp_path / "list", alone(CPU))
         with pytest.raises(Alarm):
-            guard.judge(1, 0, torch.arange(count), reading(NAN))
+            guard.check(1, 0, torch.arange(count), reading(NAN))
         with pytest.raises(Diverged, match=f"samples 0, 1, 2, 3, 4, 5, 6, 7{more}; the run stops"):
-            guard.give_up(Alarm(1, 1), "why")
+            guard.stop(Alarm(1, 1), "why")
 
 
 def test_a_spike_counts_its_high_losses_back_to_the_first(tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_a_guard_without_a_rule_takes_a_state_with_one_and_the_other_way_round(t
 def test_a_list_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     guard = Guard(GuardConfig(), tmp_path / "missing" / "list", alone(CPU))
     with pytest.raises(StorageError, match="cannot write"):
-        guard.judge(1, 0, IDS, reading(NAN))
+        guard.check(1, 0, IDS, reading(NAN))

@@ -44,9 +44,10 @@ def warnings_of(
         journal = Journal(config, total_steps=99, steps_per_epoch=9, world=alone(torch.device("cpu")))
         journal.clock = Told(laps)
         with caplog.at_level(logging.WARNING, logger="dmjd"), ExitStack() as stack:
-            journal.open(folder, 0, stack)
+            journal.open(folder, 0)
+            stack.callback(journal.close)
             for step in range(1, len(laps) + 1):
-                journal.take_in(step, StepNumbers(1.0, 1.0, None, 1.0, applied=1.0, m_corr=0.6, m_pred=1.0), lr=0.1)
+                journal.log_step(step, StepNumbers(1.0, 1.0, None, 1.0, applied=1.0, m_corr=0.6, m_pred=1.0), lr=0.1)
         return [record.getMessage() for record in caplog.records]
 
     return run
@@ -56,7 +57,7 @@ def test_waiting_for_data_is_warned_of_once_with_the_workers_that_would_hide_it(
     warnings_of: Callable[..., list[str]],
 ) -> None:
     (sentence,) = warnings_of([(10.0, 9.0), (10.0, 0.5), (10.0, 5.0), (10.0, 5.0)])
-    assert sentence == "50 % of the time goes into waiting for data, with workers=2; workers=4 would hide it"
+    assert sentence == "50 % of the time is spent waiting for data, with workers=2; workers=4 would hide it"
 
 
 def test_the_start_of_the_workers_and_a_short_wait_are_no_news(warnings_of: Callable[..., list[str]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-import dmjd.train.feed as feed
+import dmjd.train.data_pipeline as feed
 import dmjd.train.loop as loop
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer
 from dmjd.builders.preparation import Preparation, Prepared
@@ -27,7 +27,7 @@ from dmjd.parallel import store
 from dmjd.parallel.single import SingleEngine
 from dmjd.runs.checkpoint import newest, read_loop_state
 from dmjd.runs.folder import RunFolder
-from dmjd.runs.lock import only_run_in
+from dmjd.runs.lock import RunLock
 from dmjd.train.preview import write_pictures
 from tests.compare import checkpoints, configure, pretrain, reason, rows, same
 
@@ -74,20 +74,20 @@ def test_training_goes_on_while_pictures_are_drawn(
     straight: Path, words: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, drawn = threading.Event(), []
-    draw, update = write_pictures, loop.Pretraining._update
+    draw, update = write_pictures, loop.Trainer.log_finished
 
     def drawing_waits(*arguments: Any) -> Any:
         assert begun.wait(10), "no step began meanwhile"
         drawn.append(draw(*arguments))
         return drawn[-1]
 
-    def updating(training: loop.Pretraining) -> Any:
+    def updating(training: loop.Trainer) -> Any:
         if training.position.step == 6:  # two steps after the first checkpoint
             begun.set()
         return update(training)
 
     monkeypatch.setattr(loop, "write_pictures", drawing_waits)
-    monkeypatch.setattr(loop.Pretraining, "_update", updating)
+    monkeypatch.setattr(loop.Trainer, "log_finished", updating)
     run = pretrain(words("run"))
     assert len(drawn) == 3, "one for each checkpoint, the last too"
     assert {path.name for path in (run / "pictures").iterdir()} == {"views.png", "masks.png", "loss.png"}
@@ -109,21 +109,21 @@ def test_pictures_that_cannot_be_written_cost_a_warning_and_other_errors_end_the
 
 
 def test_the_folder_stays_locked_until_pictures_are_drawn(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, update = [], loop.Pretraining._update
+    held, update = [], loop.Trainer.log_finished
 
     def slow(run: RunFolder, step: int, *arguments: Any) -> Any:
         time.sleep(0.5)  # the run has failed by now
-        with pytest.raises(ConfigError, match="in use"), only_run_in(run.path):
+        with pytest.raises(ConfigError, match="in use"), RunLock(run.path):
             pass
         held.append(step)
 
-    def failing(training: loop.Pretraining) -> Any:
+    def failing(training: loop.Trainer) -> Any:
         if training.position.step == 4:
             raise ZeroDivisionError("a mistake in training")
         return update(training)
 
     monkeypatch.setattr(loop, "write_pictures", slow)
-    monkeypatch.setattr(loop.Pretraining, "_update", failing)
+    monkeypatch.setattr(loop.Trainer, "log_finished", failing)
     with pytest.raises(ZeroDivisionError, match="a mistake in training"):
         pretrain(words("run"))
     assert held == [4]
@@ -194,8 +194,8 @@ def test_only_training_steps_are_compiled(words: Words, monkeypatch: pytest.Monk
         graphs.append(torch.is_grad_enabled())
         return graph.forward
 
-    class Judge:
-        def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
+    class Scores:
+        def on_epoch_end(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
             with torch.no_grad():
                 encoder(torch.zeros(2, 3, 16, 16))
             return {}
@@ -206,7 +206,7 @@ def test_only_training_steps_are_compiled(words: Words, monkeypatch: pytest.Monk
     compile_ = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module, **options: compile_(module, backend=backend, **options))
     torch._dynamo.reset()
-    loop.pretrain(configure(words("compiled", f"engine.compile={unit}")), [Judge()])
+    loop.pretrain(configure(words("compiled", f"engine.compile={unit}")), [Scores()])
     assert graphs
     assert all(graphs)
 
@@ -397,25 +397,27 @@ def test_every_keep_every_th_checkpoint_stays(words: Words, no_pictures: None) -
     assert checkpoints(run) == [4, 8, 12]
 
 
-def test_a_judge_speaks_in_the_log_and_changes_nothing_else(straight: Path, words: Words, no_pictures: None) -> None:
-    class Judge:
+def test_a_callback_adds_columns_to_the_log_and_changes_nothing_else(
+    straight: Path, words: Words, no_pictures: None
+) -> None:
+    class Scores:
         def __init__(self) -> None:
             self.calls: list[tuple[int, float]] = []
             self.restored: list[dict[str, Any]] = []
 
-        def __call__(self, encoder: torch.nn.Module, step: int, epoch: float) -> dict[str, float]:
+        def on_epoch_end(self, encoder: torch.nn.Module, step: int, epoch: float) -> dict[str, float]:
             self.calls.append((step, epoch))
             return {"score": 7.0}
 
         def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
             self.restored = [dict(row) for row in rows]
 
-    judge, later = Judge(), Judge()
-    config = configure(words("judged"))
-    run = loop.pretrain(config, [judge]).path
-    assert judge.calls == [(6, 1.0), (12, 2.0)]
-    verdicts = [row for row in rows(run) if "score" in row]
-    assert verdicts == [{"step": 6, "epoch": 1.0, "score": 7.0}, {"step": 12, "epoch": 2.0, "score": 7.0}]
+    scores, later = Scores(), Scores()
+    config = configure(words("scored"))
+    run = loop.pretrain(config, [scores]).path
+    assert scores.calls == [(6, 1.0), (12, 2.0)]
+    logged = [row for row in rows(run) if "score" in row]
+    assert logged == [{"step": 6, "epoch": 1.0, "score": 7.0}, {"step": 12, "epoch": 2.0, "score": 7.0}]
     assert [row for row in rows(run) if "score" not in row] == rows(straight)
     loop.pretrain(config, [later])
     assert later.restored == rows(run)

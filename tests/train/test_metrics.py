@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dmjd.train.guard import StepNumbers
-from dmjd.train.metrics import RunLog, Window, workers_needed
+from dmjd.train.metrics import RunLog, StepMeans, workers_needed
 from dmjd.train.stopwatch import Stopwatch
 
 
@@ -19,7 +19,7 @@ def numbers(value: float, vis: float | None = None) -> StepNumbers:
 
 
 def test_a_window_gives_means_and_starts_again() -> None:
-    window = Window()
+    window = StepMeans()
     for value in (1.0, 2.0, 6.0):
         window.add(numbers(value, vis=10 * value))
     assert window.steps == 3
@@ -30,14 +30,14 @@ def test_a_window_gives_means_and_starts_again() -> None:
 
 
 def test_a_window_has_no_visible_loss_where_there_is_none() -> None:
-    window = Window()
+    window = StepMeans()
     window.add(numbers(1.0))
     assert "vis" not in window.flush()
 
 
 def test_a_window_goes_on_exactly_from_its_state() -> None:
     values = [0.1, 0.2, 0.3, 1e-9, 7.7]
-    straight, first, second = Window(), Window(), Window()
+    straight, first, second = StepMeans(), StepMeans(), StepMeans()
     for value in values:
         straight.add(numbers(value, vis=value))
     for value in values[:2]:
@@ -50,7 +50,7 @@ def test_a_window_goes_on_exactly_from_its_state() -> None:
 
 
 def test_the_state_of_a_window_is_a_copy() -> None:
-    window = Window()
+    window = StepMeans()
     window.add(numbers(1.0))
     state = window.state_dict()
     window.add(numbers(2.0))
@@ -209,10 +209,10 @@ def test_workers_that_would_hide_the_loading(workers: int, seconds: float, waite
 
 
 def test_skipped_steps_are_counted_and_in_no_mean() -> None:
-    window, bad = Window(), numbers(float("nan"))._replace(applied=0.0)
+    window, bad = StepMeans(), numbers(float("nan"))._replace(applied=0.0)
     for step in (numbers(1.0), bad, numbers(3.0), bad):
         window.add(step)
-    restored = Window()
+    restored = StepMeans()
     restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
     row = restored.flush()
     assert (row["loss"], row["skipped"]) == (2.0, 2)

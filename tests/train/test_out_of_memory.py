@@ -16,14 +16,17 @@ from dmjd.errors import OutOfMemory
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import alone
 from dmjd.runs import checkpoint
-from dmjd.train.out_of_memory import explained
+from dmjd.train.out_of_memory import explain_out_of_memory
 
 Words = Callable[..., list[str]]
 
 
 def said(*words: str) -> str:
     config = compose("pretrain", words)
-    with pytest.raises(OutOfMemory) as caught, explained(config, Path("unused"), alone(torch.device("cpu"))):
+    with (
+        pytest.raises(OutOfMemory) as caught,
+        explain_out_of_memory(config, Path("unused"), alone(torch.device("cpu"))),
+    ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return str(caught.value)
 
@@ -42,7 +45,10 @@ def test_where_one_image_is_too_much_more_gpus_are_the_advice() -> None:
 
 def test_other_errors_pass() -> None:
     config = compose("pretrain", [])
-    with pytest.raises(RuntimeError, match="something else"), explained(config, Path(), alone(torch.device("cpu"))):
+    with (
+        pytest.raises(RuntimeError, match="something else"),
+        explain_out_of_memory(config, Path(), alone(torch.device("cpu"))),
+    ):
         raise RuntimeError("something else")
 
 
@@ -76,7 +82,7 @@ def test_a_snapshot_of_the_memory_is_kept(tmp_path: Path, history: bool) -> None
     kept = []
     with (
         pytest.raises(OutOfMemory, match=r"GiB of .* in a step; .*; what was allocated is in .*rank-00000\.pickle$"),
-        explained(config, tmp_path, alone(torch.device("cuda", 0))),
+        explain_out_of_memory(config, tmp_path, alone(torch.device("cuda", 0))),
     ):
         kept += [torch.zeros(12345678, device="cuda"), torch.empty(2**43, dtype=torch.uint8, device="cuda")]
     snapshot = pickle.loads((tmp_path / "out_of_memory" / "rank-00000.pickle").read_bytes())

@@ -19,8 +19,8 @@ from dmjd.train.pictures import (
     FOOT,
     GAP,
     HEAD,
-    HIDDEN,
     MARGIN,
+    MASKED,
     MAX_BYTES,
     UNCOVERED,
     disjoint_views,
@@ -31,7 +31,7 @@ from dmjd.train.pictures import (
 GRID = (2, 3)
 TOKENS = 6
 PATCH = 4
-# Token 0 is hidden by both views, 1 and 2 by the first, 3 and 4 by the second, 5 by none; the second image is mirrored.
+# Token 0 is masked by both views, 1 and 2 by the first, 3 and 4 by the second, 5 by none; the second image is mirrored.
 MASK = torch.tensor([[[1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1]], [[1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1]]]).bool()
 COUNTS = [[2, 1, 1, 1, 1, 0], [0, 1, 1, 1, 1, 2]]
 
@@ -82,7 +82,7 @@ class Sheet:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_views_show_visible_tokens_and_grey_out_hidden_ones(tmp_path: Path, channels: int) -> None:
+def test_views_show_visible_tokens_and_grey_out_masked_ones(tmp_path: Path, channels: int) -> None:
     images, colours = flat_tokens(channels)
     view_grid(images, views_of(MASK), torch.zeros(2, TOKENS, 3), None, paint, GRID, tmp_path / "views.png")
     sheet = Sheet(tmp_path / "views.png", columns=5)
@@ -90,7 +90,7 @@ def test_views_show_visible_tokens_and_grey_out_hidden_ones(tmp_path: Path, chan
         rgb = [tuple(colour) * (3 // channels) for colour in colours[row].tolist()]
         assert sheet.tokens(row, 0) == [{colour} for colour in rgb]
         for k in range(2):
-            assert sheet.tokens(row, 1 + k) == [{HIDDEN if MASK[k, row, i] else rgb[i]} for i in range(TOKENS)]
+            assert sheet.tokens(row, 1 + k) == [{MASKED if MASK[k, row, i] else rgb[i]} for i in range(TOKENS)]
 
 
 def test_coverage_has_one_colour_per_number_of_hiding_views_and_a_legend(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_coverage_has_one_colour_per_number_of_hiding_views_and_a_legend(tmp_pat
     assert all(len(found) == 1 for found in colours.values())
     assert len(set.union(*colours.values())) == 3
     legend = {tuple(int(value) for value in colour) for colour in sheet.pixels[-FOOT:].reshape(-1, 3)}
-    assert {HIDDEN, UNCOVERED} | set.union(*colours.values()) <= legend
+    assert {MASKED, UNCOVERED} | set.union(*colours.values()) <= legend
 
 
-def test_prediction_is_that_of_the_first_view_that_hides_a_token(tmp_path: Path) -> None:
+def test_prediction_is_that_of_the_first_view_that_masks_a_token(tmp_path: Path) -> None:
     images, _ = flat_tokens(3)
     values = torch.randint(0, 256, (3, 2, TOKENS, 3), generator=torch.Generator().manual_seed(5)).float()
     targets, predictions = values[0], values[1:]
@@ -178,25 +178,25 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "titles"),
+    ("masked", "titles"),
     [
-        ([range(240), range(152, 392)], ["view 1 hides 61 %", "view 2 hides 61 %", "both cover 100 %"]),
-        ([range(196)], ["view 1 hides 50 %", "it covers 50 %"]),
-        # Rounding must not claim that everything, or nothing, is hidden.
+        ([range(240), range(152, 392)], ["view 1 masks 61 %", "view 2 masks 61 %", "coverage 100 %"]),
+        ([range(196)], ["view 1 masks 50 %", "coverage 50 %"]),
+        # Rounding must not claim that everything, or nothing, is masked.
         (
             [range(391), range(1), range(0)],
-            ["view 1 hides 99 %", "view 2 hides 1 %", "view 3 hides 0 %", "all 3 cover 99 %"],
+            ["view 1 masks 99 %", "view 2 masks 1 %", "view 3 masks 0 %", "coverage 99 %"],
         ),
     ],
 )
-def test_titles_say_how_much_is_hidden(
-    tmp_path: Path, figures: list[Figure], hidden: list[range], titles: list[str]
+def test_titles_say_how_much_is_masked(
+    tmp_path: Path, figures: list[Figure], masked: list[range], titles: list[str]
 ) -> None:
-    mask = torch.zeros(len(hidden), 2 * 196, dtype=torch.bool)
-    for k, tokens in enumerate(hidden):
+    mask = torch.zeros(len(masked), 2 * 196, dtype=torch.bool)
+    for k, tokens in enumerate(masked):
         mask[k, list(tokens)] = True
     mask = mask.view(-1, 2, 196)
-    empty = torch.zeros(len(hidden), 2, 0, dtype=torch.int64)
+    empty = torch.zeros(len(masked), 2, 0, dtype=torch.int64)
     images = torch.zeros(2, 28, 28, 1, dtype=torch.uint8)
     disjoint_views(images, Views(empty, empty, empty, mask), (14, 14), tmp_path / "disjoint.png")
     assert [text.get_text() for text in figures[-1].texts] == ["image", *titles]

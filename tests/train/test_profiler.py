@@ -11,7 +11,7 @@ import pytest
 
 from dmjd.cli import main
 from dmjd.errors import ConfigError
-from dmjd.train.profiler import Window
+from dmjd.train.profiler import StepRange
 
 Words = Callable[..., list[str]]
 
@@ -29,12 +29,12 @@ Words = Callable[..., list[str]]
 )
 def test_a_malformed_window_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Window.parse(text, total_steps=20)
+        StepRange.parse(text, total_steps=20)
 
 
 def test_a_window_counts_from_1_and_holds_its_ends() -> None:
-    assert Window.parse("steps:1-20", total_steps=20) == (1, 20)
-    assert Window.parse("steps:7-7", total_steps=20) == (7, 7)
+    assert StepRange.parse("steps:1-20", total_steps=20) == (1, 20)
+    assert StepRange.parse("steps:7-7", total_steps=20) == (7, 7)
 
 
 def test_a_run_refuses_before_it_touches_its_folder(

@@ -246,11 +246,11 @@ def test_init_of_a_run_that_still_trains_is_that_of_the_first_start(
     began, more = store.read_model(first), words("pinned", f"init={source}", "optim.base_lr=1e-9")
     later = last.rename(tmp_path / last.name)
 
-    def killed(training: loop.Pretraining) -> None:
+    def killed(training: loop.Trainer) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("dmjd.train.loop.Pretraining.play", killed)
+        patch.setattr("dmjd.train.loop.Trainer.train", killed)
         with pytest.raises(KeyboardInterrupt):
             pretrain(more)
     later.rename(last)  # meanwhile the other run went on

@@ -219,13 +219,15 @@ def test_a_checkpoint_from_before_the_first_bad_step_stays_while_steps_are_in_do
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000024"]
 
 
-def test_judges_speak_again_and_remember_only_what_is_in_the_log(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Judge:
+def test_callbacks_run_again_after_a_rollback_and_restore_the_rows_left(
+    words: Words, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scores:
         def __init__(self) -> None:
             self.calls: list[int] = []
             self.restored: list[list[int]] = []
 
-        def __call__(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
+        def on_epoch_end(self, encoder: nn.Module, step: int, epoch: float) -> dict[str, float]:
             self.calls.append(step)
             return {"score": float(step)}
 
@@ -234,10 +236,10 @@ def test_judges_speak_again_and_remember_only_what_is_in_the_log(words: Words, m
 
     command = words("run", "checkpoint_every=8")
     spoiled(monkeypatch, command, {11, 13})
-    judge = Judge()
-    run = loop.pretrain(configure(command), [judge]).path
-    assert judge.calls == [6, 12, 12, 18, 24]
-    assert judge.restored == [[], [6]]
+    scores = Scores()
+    run = loop.pretrain(configure(command), [scores]).path
+    assert scores.calls == [6, 12, 12, 18, 24]
+    assert scores.restored == [[], [6]]
     assert [row["step"] for row in rows(run) if "score" in row] == [6, 12, 18, 24]
 
 

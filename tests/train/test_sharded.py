@@ -195,12 +195,12 @@ def test_a_disk_that_is_full_for_one_stops_all_at_the_next_step(
 HANGING = """
 import time
 import dmjd.train.loop as loop
-update, steps = loop.Pretraining._update, []
+update, steps = loop.Trainer.log_finished, []
 def fault(self):
     steps.append(self.position.step)
     time.sleep(600) if len(steps) == 5 else None
     return update(self)
-loop.Pretraining._update = fault
+loop.Trainer.log_finished = fault
 """
 
 

@@ -36,28 +36,33 @@ class Life(NamedTuple):
 def live(rank: int, lives: list[Life]) -> None:
     """What one of two processes does: run after run, in which the second rank's data may be bad."""
     import dmjd.train.loop as loop
+    from dmjd.builders.step import Step
     from dmjd.compose import compose
     from dmjd.train.state import Position
 
     torch.set_num_threads(1)
-    forward_backward = loop.Pretraining._forward_backward
+    forward_backward = Step.forward_backward
     for one in lives:
+        positions: list[Position] = []
 
-        def init(self: Any, one: Life = one) -> None:
+        def init(self: Any, one: Life = one, positions: list[Position] = positions) -> None:
             self.step, self.passed_over = 0, one.windows
+            positions.append(self)
 
-        def spoiled(self: Any, batch: Any, one: Life = one) -> Any:
-            with pytest.MonkeyPatch.context() as within:
-                if rank == 1 and self.position.batch(self.position.step) in one.bad:
-                    prepare = self.step.prepare
+        def spoiled(
+            self: Any, *arguments: Any, one: Life = one, positions: list[Position] = positions, **options: Any
+        ) -> Any:
+            (position,) = positions
+            if rank == 1 and position.batch(position.step) in one.bad:
+                prepare = self.prepare
 
-                    def spoil(*arguments: Any) -> Any:
-                        prepared = prepare(*arguments)
-                        prepared.targets[-1] = float("nan")
-                        return prepared
+                def spoil(*arguments: Any) -> Any:
+                    prepared = prepare(*arguments)
+                    prepared.targets[-1] = float("nan")
+                    return prepared
 
-                    within.setattr(self, "step", replace(self.step, prepare=spoil))
-                return forward_backward(self, batch)
+                self = replace(self, prepare=spoil)
+            return forward_backward(self, *arguments, **options)
 
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=one.port, GLOO_SOCKET_IFNAME="lo",
@@ -66,7 +71,7 @@ def live(rank: int, lives: list[Life]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "write_pictures", lambda *arguments: {})
             patch.setattr(Position, "__init__", init)
-            patch.setattr(loop.Pretraining, "_forward_backward", spoiled)
+            patch.setattr(Step, "forward_backward", spoiled)
             loop.pretrain(compose("pretrain", one.words))
 
 

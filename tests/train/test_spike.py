@@ -7,7 +7,7 @@ from math import erf, sqrt
 import numpy as np
 import pytest
 
-from dmjd.train.spike import SpikeRule
+from dmjd.train.guard import SpikeRule
 
 
 def alarms(losses: np.ndarray, height: float, steps: int, window: int = 100) -> int:
@@ -15,7 +15,7 @@ def alarms(losses: np.ndarray, height: float, steps: int, window: int = 100) -> 
     rule = SpikeRule(height, steps, window)
     count = 0
     for loss in losses.tolist():
-        rule.take_in(loss)
+        rule.add(loss)
         count += rule.spike
     return count
 
@@ -44,25 +44,25 @@ def test_a_spike_is_seen_at_its_third_step_in_all_of_many_runs(height: float) ->
     for _ in range(100):
         losses = 0.4 + 0.01 * rng.standard_normal(200)
         rule = SpikeRule(height, 3, 100)
-        assert sum(rule.take_in(loss) and rule.spike for loss in losses.tolist()) == 0
+        assert sum(rule.add(loss) and rule.spike for loss in losses.tolist()) == 0
         seen = []
         for rise in (0.15, 0.3, 0.5):
-            rule.take_in(0.4 + rise)
+            rule.add(0.4 + rise)
             seen.append(rule.spike)
         assert seen == [False, False, True]
 
 
 def test_nothing_is_high_before_the_window_is_full() -> None:
     rule = SpikeRule(3, 1, 50)
-    assert not any(rule.take_in(10.0**step) for step in range(50))
+    assert not any(rule.add(10.0**step) for step in range(50))
 
 
 def test_a_level_that_stays_is_the_new_level() -> None:
     rng = np.random.default_rng(3)
     rule = SpikeRule(6, 3, 50)
     for loss in 1 + 0.1 * rng.standard_normal(100):
-        rule.take_in(loss)
-    high = [rule.take_in(loss) for loss in 4 + 0.1 * rng.standard_normal(60)]
+        rule.add(loss)
+    high = [rule.add(loss) for loss in 4 + 0.1 * rng.standard_normal(60)]
     assert all(high[:10])
     assert not any(high[40:])
 
@@ -70,8 +70,8 @@ def test_a_level_that_stays_is_the_new_level() -> None:
 def test_what_a_loss_that_is_low_does() -> None:
     rule = SpikeRule(6, 1, 20)
     for loss in [1.0, 1.1, 0.9, 1.0] * 5:
-        rule.take_in(loss)
-    assert not rule.take_in(-100.0)
+        rule.add(loss)
+    assert not rule.add(-100.0)
 
 
 def test_a_rule_goes_on_from_its_state_under_another_window() -> None:
@@ -79,10 +79,10 @@ def test_a_rule_goes_on_from_its_state_under_another_window() -> None:
     first, second = SpikeRule(2, 2, 30), SpikeRule(2, 2, 30)
     losses = rng.standard_normal(200).tolist()
     for loss in losses[:100]:
-        first.take_in(loss)
+        first.add(loss)
     second.load_state_dict(first.state_dict())
     for loss in losses[100:]:
-        assert first.take_in(loss) == second.take_in(loss)
+        assert first.add(loss) == second.add(loss)
         assert first.spike == second.spike
     shorter = SpikeRule(2, 2, 10)
     shorter.load_state_dict(first.state_dict())

@@ -222,7 +222,7 @@ def test_a_run_out_of_time_gets_there_in_small_launches(
 
 def test_what_breaks_a_run_off_is_left_in_words(run: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Pretraining, "_update", lambda self: 1 / 0)
+        patch.setattr(loop.Trainer, "log_finished", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run()
     record = reason(tmp_path / "run")
@@ -239,7 +239,7 @@ SIGNAL = """
 from dmjd.parallel.single import SingleEngine
 from dmjd.train.stop import Requests
 import signal, threading
-step, calls, hear, heard = SingleEngine.step, [], Requests._hear, threading.Event()
+step, calls, hear, heard = SingleEngine.step, [], Requests._on_signal, threading.Event()
 def signalled(self, lr, wd):
     calls.append(1)
     if len(calls) == {at} and os.environ.get("RANK", "0") == "{rank}":
@@ -249,7 +249,7 @@ def signalled(self, lr, wd):
 def hearing(self, number):
     hear(self, number)
     heard.set()
-SingleEngine.step, Requests._hear = signalled, hearing
+SingleEngine.step, Requests._on_signal = signalled, hearing
 """
 
 

@@ -83,7 +83,7 @@ def test_a_rollback_loses_what_came_after_the_checkpoint(clock: Clock) -> None:
 def test_a_listener_hears_each_phase(clock: Clock) -> None:
     watch = Stopwatch()
     heard: list[str] = []
-    watch.listener = heard.append
+    watch.on_phase = heard.append
     for _ in watch.waiting([1, 2]):
         watch.enter("step")
     assert heard == ["data", "forward", "step", "data", "forward", "step", "data"]

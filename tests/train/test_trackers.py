@@ -240,7 +240,7 @@ def test_a_tracker_that_fails_is_off_after_one_warning(
             acts[act](tracked)
         tracked.close()
     assert caplog.messages == [
-        "TensorBoard failed (No space left on device) and is off until the run is started again; the run goes on"
+        "TensorBoard failed (No space left on device) and is off until the run is started again; the run continues"
     ]
     assert len(writer) == 1, "asked once, and never again"
     assert len(wandb.runs[0].rows) == (0 if act == "close" else 2), "the other tracker is not concerned"

@@ -144,12 +144,12 @@ def test_ranks_that_see_other_images_are_told_apart(
 
 CUT = """
 import dmjd.train.loop as loop
-persist = loop.Pretraining._persist
-def fault(self, batch):
-    persist(self, batch)
+save = loop.Trainer.save_checkpoint
+def fault(self):
+    save(self)
     self.saver.wait()
     os._exit(9)
-loop.Pretraining._persist = fault
+loop.Trainer.save_checkpoint = fault
 """
 
 

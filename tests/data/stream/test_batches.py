@@ -22,10 +22,10 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches, training_source
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import InMemory
-from dmjd.data.detour import Detour
 from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.network import Patience
+from dmjd.data.skipped_batches import SkippedBatches
 from dmjd.data.stream.batches import StreamBatches
 from dmjd.data.stream.source import TarStream
 from dmjd.errors import ConfigError, DataError
@@ -227,7 +227,8 @@ def test_a_run_that_is_rolled_back_to_where_it_began_meets_other_images(tars: Pa
     stream = training_source(config(piped(tars)))
     batches = training_batches(config(piped(tars)), stream, BATCH, 3)
     before, after, after_two = (
-        list(make_loader(Detour(batches, windows), 3, 9, workers, False)) for windows in ((), ((5, 6),), ((4, 6),))
+        list(make_loader(SkippedBatches(batches, windows), 3, 9, workers, False))
+        for windows in ((), ((5, 6),), ((4, 6),))
     )
     assert [batch.sample_ids[0] // BATCH for batch in after] == [3, 4, 6, 7, 8, 9]
     assert len({str(shown(read[:2])) for read in (before, after, after_two)}) == 3
@@ -311,11 +312,11 @@ def test_a_run_that_is_killed_goes_on_with_other_images_and_says_so(
 ) -> None:
     kill = """
 import dmjd.train.loop as loop
-persist = loop.Pretraining._persist
-def fault(self, batch):
-    persist(self, batch)
+save = loop.Trainer.save_checkpoint
+def fault(self):
+    save(self)
     os.kill(os.getpid(), 9)
-loop.Pretraining._persist = fault
+loop.Trainer.save_checkpoint = fault
 """
     first = launch(["pretrain", *words("workers=1")], NO_PICTURES + kill)
     first.join(60)

@@ -121,12 +121,12 @@ def test_it_leaves_no_trace_in_torch(seen: dict[str, Any]) -> None:
 
 CUT = """
 import dmjd.train.loop as loop
-persist = loop.Pretraining._persist
-def fault(self, batch):
-    persist(self, batch)
+save = loop.Trainer.save_checkpoint
+def fault(self):
+    save(self)
     self.saver.wait()
     os._exit(9)
-loop.Pretraining._persist = fault
+loop.Trainer.save_checkpoint = fault
 """
 KILL = "os.kill(os.getpid(), 9)"
 KILLED_WHILE_IT_LAYS_OUT = f"""

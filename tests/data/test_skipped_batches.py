@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dmjd.data.batch import Batch
-from dmjd.data.detour import Detour, DetourAhead, Windows, batch_of, passing_over
 from dmjd.data.loader import make_loader
+from dmjd.data.skipped_batches import SkippedBatches, SkippedBatchesAhead, Windows, add_window, batch_of
 from dmjd.data.substitution import Substitution
 
 
@@ -28,7 +28,7 @@ def test_steps_read_all_other_batches_in_order(seed: int) -> None:
     for _ in range(rng.integers(0, 8)):
         begin = int(rng.integers(0, 60))
         end = begin + int(rng.integers(1, 12))
-        windows = passing_over(windows, begin, end)
+        windows = add_window(windows, begin, end)
         gone |= set(range(begin, end))
         assert sum(high - low for low, high in windows) == len(gone)
         assert all(low[1] < high[0] for low, high in pairwise(windows)), "sorted and apart"
@@ -36,8 +36,8 @@ def test_steps_read_all_other_batches_in_order(seed: int) -> None:
 
 
 def test_the_order_of_windows_does_not_matter() -> None:
-    assert passing_over(passing_over((), 3, 5), 7, 9) == passing_over(passing_over((), 7, 9), 3, 5) == ((3, 5), (7, 9))
-    assert passing_over(((3, 5), (7, 9)), 5, 7) == ((3, 9),)
+    assert add_window(add_window((), 3, 5), 7, 9) == add_window(add_window((), 7, 9), 3, 5) == ((3, 5), (7, 9))
+    assert add_window(((3, 5), (7, 9)), 5, 7) == ((3, 9),)
 
 
 class Numbered:
@@ -71,7 +71,9 @@ class Told:
 def test_a_loader_reads_past_the_windows_and_says_so_ahead(workers: int) -> None:
     windows, told = ((2, 4), (5, 6)), Told()
     batches = Numbered()
-    loader = make_loader(Detour(batches, windows), 2, 5, workers, pin_memory=False, ahead=DetourAhead(told, windows))
+    loader = make_loader(
+        SkippedBatches(batches, windows), 2, 5, workers, pin_memory=False, ahead=SkippedBatchesAhead(told, windows)
+    )
     assert batches.begun == 4
     assert [batch.sample_ids.item() for batch in loader] == [4, 6, 7]
     reached = [("reach", number, 0) for number in (4, 6, 7)]

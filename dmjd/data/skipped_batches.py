@@ -1,4 +1,4 @@
-"""Batches that a run passes over. Optimizer steps stay consecutive; the batches they read do not.
+"""Batches that a run skips. Optimizer steps stay consecutive; the numbers of the batches they read do not.
 
 Windows are half-open intervals ``(begin, end)`` of batch numbers, sorted, disjoint and not adjacent.
 """
@@ -24,7 +24,7 @@ def batch_of(step: int, windows: Windows) -> int:
     return batch
 
 
-def passing_over(windows: Windows, begin: int, end: int) -> Windows:
+def add_window(windows: Windows, begin: int, end: int) -> Windows:
     """``windows`` with batches ``begin .. end - 1`` added."""
     assert 0 <= begin < end
     merged: list[tuple[int, int]] = []
@@ -36,8 +36,8 @@ def passing_over(windows: Windows, begin: int, end: int) -> Windows:
     return tuple(merged)
 
 
-class Detour:
-    """``batches`` by optimizer step, past ``windows``."""
+class SkippedBatches:
+    """``batches`` by optimizer step, without those in ``windows``."""
 
     def __init__(self, batches: TrainingBatches, windows: Windows) -> None:
         self._batches, self._windows = batches, windows
@@ -51,8 +51,8 @@ class Detour:
         return self._batches.load(batch_of(number, self._windows))
 
 
-class DetourAhead:
-    """Tells ``ahead``, which knows batches, of optimizer steps that go past ``windows``."""
+class SkippedBatchesAhead:
+    """Passes optimizer steps to ``ahead`` as batch numbers, without those in ``windows``."""
 
     def __init__(self, ahead: Ahead, windows: Windows) -> None:
         self._ahead, self._windows = ahead, windows

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dmjd.data.batch import Batch
-from dmjd.train.upload import Uploader
+from dmjd.train.data_pipeline import Uploader
 
 
 def batch(value: int) -> Batch:

@@ -1,4 +1,4 @@
-"""What feeds a run: its images, the batches they make in order, and the list of those that were bad."""
+"""The data pipeline of a run: its images, the batches they make in order, and the list of bad images."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
-from dmjd.data.detour import Detour, DetourAhead
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import check_shared_memory, make_loader
 from dmjd.data.quarantine import Quarantine
+from dmjd.data.skipped_batches import SkippedBatches, SkippedBatchesAhead
 from dmjd.data.waiting import Limit
 from dmjd.errors import DataError, StoppedBefore, StopRequested, UserError
 from dmjd.parallel.world import World
@@ -22,17 +24,17 @@ from dmjd.train.state import Position
 from dmjd.train.stop import Requests
 
 STACKS = "stacks"
-"""The folder, inside a run's, of what a rank and its loader workers did when no data arrived for too long."""
+"""Folder in the run folder: stacks of a rank and its loader workers, written when no data came within data.timeout."""
 
 
-class Feed:
-    """One rank's batches.
+class DataPipeline:
+    """The training batches of one rank.
 
     Args:
-        bad_images: path of the run's list of them.
+        bad_images: path of the run's list of bad images.
 
     Raises:
-        UserError: on all ranks, where the data are not what ``config.data`` says.
+        UserError: on all ranks, if the data cannot be read or differ between ranks.
     """
 
     def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
@@ -40,7 +42,7 @@ class Feed:
         self._source = world.all_or_none(lambda: training_source(config.data))
         self.identity = DataIdentity.of(self._source)
         first = world.on_main(lambda: str(self.identity))
-        world.all_or_none(lambda: self._require_those_of(first))
+        world.all_or_none(lambda: self._check_identity(first))
         self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
             config.data, self._source, config.batch_size, config.seed, world.rank, world.size
@@ -50,8 +52,8 @@ class Feed:
         size = Batch.nbytes(*self._shape)
         world.all_or_none(lambda: check_shared_memory(size, config.workers, world.local_size))
 
-    def _require_those_of(self, first: str) -> None:
-        """Disks of nodes may hold copies that are not whole, and ranks would draw from each its own."""
+    def _check_identity(self, first: str) -> None:
+        """Compare with rank 0's data: an incomplete copy on one node's disk would give this rank other samples."""
         if str(self.identity) != first:
             raise DataError(
                 f"data.root={shown(self._config.data.root or '')} has {first} for rank 0, and {self.identity} for "
@@ -62,32 +64,32 @@ class Feed:
     def _quarantine(self) -> Quarantine:
         return Quarantine(self._bad_images, len(self._source), self._config.data.max_bad_percent)
 
-    def admit_bad(self) -> None:
-        """List what a check of the images has found. One rank does so, before batches are read.
+    def list_bad(self) -> None:
+        """List the bad images that the check of the data set found. For one rank, before batches are read.
 
         Raises:
-            DataError: if that is too much. StorageError: if it cannot be written.
+            DataError: if there are more than ``data.max_bad_percent``. StorageError: if the list cannot be written.
         """
         self._quarantine.admit(self._source.bad)
 
     def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
-        """Those of the steps from ``position`` to ``stop``, or empty ones once this rank has none.
+        """The batches of the steps from ``position`` to ``stop``; empty batches once this rank cannot read any.
 
         Raises:
-            StoppedBefore: where a run of one process is asked to stop while it waits for data.
+            StoppedBefore: if a run of one process is asked to stop while it waits for data.
         """
         config, world, windows = self._config, self._world, position.passed_over
         ranks = world.rank, world.size, world.local_rank, world.local_size
         try:
             ahead = fetch_ahead(self._source, config.batch_size, config.seed, *ranks)
             yield from make_loader(
-                Detour(self._batches, windows),
+                SkippedBatches(self._batches, windows),
                 position.step,
                 stop,
                 config.workers,
                 world.device.type == "cuda",
                 self._quarantine,
-                None if ahead is None else DetourAhead(ahead, windows),
+                None if ahead is None else SkippedBatchesAhead(ahead, windows),
                 Limit(config.data.timeout, self._stacks),
             )
         except StopRequested:
@@ -98,6 +100,29 @@ class Feed:
             requests.fail(error)
         else:
             return
-        # Results of these steps are never saved: all ranks stop at the next exchange.
+        # The results of these steps are never saved: all ranks stop at the next exchange of requests.
         while True:
             yield Batch.empty(*self._shape)
+
+
+class Uploader:
+    """Copies batches to ``device``.
+
+    On CUDA the copy runs on a stream of its own, from pinned memory, and overlaps with the step before: the loop asks
+    for the next batch as soon as a step is queued. The host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: Batch) -> Batch:
+        if self._stream is None:
+            return batch.to(self._device)
+        user = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copy = batch.to(self._device)
+        user.wait_stream(self._stream)
+        for field in copy:
+            field.record_stream(user)  # else the allocator reuses the memory while this stream still reads it
+        return copy
