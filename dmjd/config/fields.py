@@ -28,7 +28,7 @@ def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None
 
 def choice_of(names: list[str]) -> Any:
     """As :func:`choice`, of a list that a registry may append to; the first is the default."""
-    return field(default=names[0], metadata={"choices": names, "refused": {}})
+    return field(default=names[0], metadata={"choices": names, "rejected": {}})
 
 
 def naming(default: str | None, of: str) -> Any:

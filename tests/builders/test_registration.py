@@ -108,7 +108,7 @@ def test_a_registered_target_and_backbone_are_trained_and_evaluated(
     assert newest(run / "checkpoints") is not None
     code, out, err = dmjd("knn", str(run), "workers=0", "device=cpu")
     assert (code, err) == (0, "")
-    assert out.startswith("knn top-1 ")
+    assert out.startswith("knn: k-nearest-neighbour top-1 ")
 
 
 @pytest.mark.parametrize("key", ["target.name", "backbone.name"])
