@@ -15,7 +15,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from types import TracebackType
 
 from dmjd.files import read_file, replace_file
 from dmjd.safe_load import parse_json
@@ -62,9 +61,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join()
 

@@ -9,7 +9,6 @@ import platform
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from dmjd.errors import ConfigError, FolderGone, StorageError
@@ -65,9 +64,7 @@ class RunLock:
                 "was under way; nothing more is written there"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,51 +14,21 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 
 
-@dataclass(frozen=True)
 class RunPaths:
     """Paths in a run folder, and its log, exit record and evaluations."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / CONFIG
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.jsonl"
-
-    @property
-    def timing(self) -> Path:
-        return self.path / "timing.jsonl"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.path / "quarantine.jsonl"
-
-    @property
-    def guard(self) -> Path:
-        return self.path / "guard.jsonl"
-
-    @property
-    def stop_reason(self) -> Path:
-        return self.path / "STOP_REASON"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / CHECKPOINTS
-
-    @property
-    def pictures(self) -> Path:
-        return self.path / "pictures"
-
-    @property
-    def evaluations(self) -> Path:
-        return self.path / "evaluations"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / CONFIG
+        self.provenance = path / "provenance.json"
+        self.log = path / "log.jsonl"
+        self.timing = path / "timing.jsonl"
+        self.quarantine = path / "quarantine.jsonl"
+        self.guard = path / "guard.jsonl"
+        self.stop_reason = path / "STOP_REASON"
+        self.checkpoints = path / CHECKPOINTS
+        self.pictures = path / "pictures"
+        self.evaluations = path / "evaluations"
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``; damaged lines are skipped."""

@@ -167,7 +167,6 @@ class Trainer:
             except Alarm as alarm:
                 self.roll_back(alarm)
         self.saver.wait()
-        self.log_saved()
         self.pictures.collect(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
             self.exit_record.write("finished", "all steps are done")
@@ -211,7 +210,9 @@ class Trainer:
 
     def log_finished(self) -> None:
         """Log the save, the pictures and the numbers of the step before, if they are done."""
-        self.log_saved()
+        seconds = self.saver.finished()
+        if seconds is not None:
+            self.journal.save_seconds = seconds
         self.pictures.collect()
         self.read_pending()
         failure = self.saver.failure()
@@ -233,11 +234,6 @@ class Trainer:
             self.journal.log_step(step, reading.numbers, self.schedule(step - 1))
         except UserError as error:  # raised on rank 0 alone; the other ranks are about to wait for it
             self.requests.fail(error)
-
-    def log_saved(self) -> None:
-        seconds = self.saver.finished()
-        if seconds is not None:
-            self.journal.save_seconds = seconds
 
     def evaluate(self) -> None:
         """Call the callbacks at the end of an epoch and log their scores: all, or none if the run is asked to stop

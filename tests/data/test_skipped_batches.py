@@ -1,4 +1,4 @@
-"""Batches that are passed over, against a walk along all batches that leaves them out."""
+"""Skipped batches, against a walk along all batches without them."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ class Numbered:
         return Batch.empty(1, [(1, 1)], 1)._replace(sample_ids=torch.tensor([number])), ()
 
 
-class Told:
-    """Keeps what it is told."""
+class Recorded:
+    """Keeps its calls."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[str, int, int]] = []
+        self.calls: list[tuple[str, int, int]] = []
 
     def start(self, step: int, stop: int) -> None:
-        self.words.append(("start", step, stop))
+        self.calls.append(("start", step, stop))
 
     def reach(self, step: int) -> None:
-        self.words.append(("reach", step, 0))
+        self.calls.append(("reach", step, 0))
 
     def close(self) -> None:
-        self.words.append(("close", 0, 0))
+        self.calls.append(("close", 0, 0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_reads_past_the_windows_and_says_so_ahead(workers: int) -> None:
-    windows, told = ((2, 4), (5, 6)), Told()
+def test_a_loader_skips_the_windows_and_reports_progress(workers: int) -> None:
+    windows, ahead = ((2, 4), (5, 6)), Recorded()
     batches = Numbered()
     loader = make_loader(
-        SkippedBatches(batches, windows), 2, 5, workers, pin_memory=False, ahead=SkippedBatchesAhead(told, windows)
+        SkippedBatches(batches, windows), 2, 5, workers, pin_memory=False, ahead=SkippedBatchesAhead(ahead, windows)
     )
     assert batches.begun == 4
     assert [batch.sample_ids.item() for batch in loader] == [4, 6, 7]
     reached = [("reach", number, 0) for number in (4, 6, 7)]
-    assert told.words == [("start", 4, 8), *reached, ("close", 0, 0)]
+    assert ahead.calls == [("start", 4, 8), *reached, ("close", 0, 0)]

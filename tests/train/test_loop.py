@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-import dmjd.train.data_pipeline as feed
+import dmjd.train.data_pipeline as data_pipeline
 import dmjd.train.loop as loop
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer
 from dmjd.builders.preparation import Preparation, Prepared
@@ -354,7 +354,7 @@ def test_what_cannot_be_is_refused_by_its_key_before_data_is_read(
     def read(*arguments: object) -> None:
         raise AssertionError("data was read")
 
-    monkeypatch.setattr(feed, "training_source", read)
+    monkeypatch.setattr(data_pipeline, "training_source", read)
     with pytest.raises(ConfigError) as caught:
         pretrain(words("run", *word.split()))
     assert word.split()[-1].split("=")[0] in str(caught.value)

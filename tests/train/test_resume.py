@@ -204,7 +204,7 @@ def test_a_run_from_before_folders_had_fingerprints_goes_on(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         stop_before(patch, 6)
-        patch.setattr("dmjd.train.state.ImageFolder", ArrayDataset)
+        patch.setattr("dmjd.data.identity.ImageFolder", ArrayDataset)
         with pytest.raises(Stopped):
             pretrain(words("stopped"))
     assert_same_run(straight, pretrain(words("stopped")))

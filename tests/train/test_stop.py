@@ -127,14 +127,14 @@ def test_files_are_looked_for_now_and_then(requests: Requests, tmp_path: Path) -
     assert [heard(requests, step) for step in (9, 10, 11)] == [[], ["file", "save"], ["file", "save"]]
 
 
-def test_a_folder_asks_for_nothing_is_told_of_once_and_stays(
+def test_a_folder_is_no_request_and_stays(
     requests: Requests, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "stop").mkdir()
     (tmp_path / "save" / "mine").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, logger="dmjd"):
         assert [heard(requests, step) for step in (10, 20)] == [[], []]
-    assert [record.getMessage().partition(", which")[0] for record in caplog.records] == [
+    assert [record.getMessage().partition(" and is ignored")[0] for record in caplog.records] == [
         f"{tmp_path / name} is a folder" for name in ("stop", "save")
     ]
     requests.agree(10, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0])  # a signal, and a file that has become a folder meanwhile

@@ -275,7 +275,7 @@ def test_a_small_shared_memory_is_an_error_before_workers_begin(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_feeder_thread_without_room_ends_the_run_with_its_reason(tmp_path: Path, tiny: Words) -> None:
-    unchecked = "import dmjd.train.data_pipeline as feed; feed.check_shared_memory = lambda *arguments: None\n"
+    unchecked = "import dmjd.train.data_pipeline as pipeline; pipeline.check_shared_memory = lambda *arguments: None\n"
     words = ["pretrain", *tiny(tmp_path / "run", *EVERY, "workers=2", "batch_size=512")]
     done = in_small_shm("128k", words, NO_PICTURES + unchecked)
     assert done.returncode == 2
