@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmjd.models.masked_image_model import Encoder
+from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.models.mlp import Pointwise, PointwiseMlp
 from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.vit import EncoderBlock
@@ -150,7 +150,7 @@ class ConvViTEncoder(Encoder):
         for name, values in (("embed_dims", embed_dims), ("depths", depths), ("mlp_ratios", mlp_ratios)):
             if len(values) != 3:
                 raise ValueError(f"{name} must hold one value for each of the 3 stages, got {list(values)}")
-        self.grid = _token_grid(*image_size)
+        self.grid = token_grid(*image_size, PATCH_SIZE)
         self.embed_dims = tuple(embed_dims)
         self.embed_dim = embed_dims[2]
         self.patch_embed1 = PatchEmbedding(in_chans, embed_dims[0], STRIDES[0])
@@ -177,19 +177,7 @@ class ConvViTEncoder(Encoder):
         return [*self.blocks1, *self.blocks2, *self.blocks3]
 
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """Normalised tokens of whole images, or the visible ones of each view.
-
-        Args:
-            images: float ``[B, C, H, W]``.
-            views: None encodes all N tokens; otherwise K views.
-            branch_scales: ``[depth, 2, K*B]``, stochastic depth, see :mod:`dmjd.builders.preparation`; None for none.
-
-        Returns:
-            ``[B, N, D]`` without views, ``[K*B, V, D]`` with them.
-
-        Raises:
-            ValueError: if a side is not a multiple of 16, or ``views`` are of another batch or grid.
-        """
+        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
         stage1, stage2, x = self.forward_stages(images, views, branch_scales)
         if views is not None and self.stage1_output_decode is not None and self.stage2_output_decode is not None:
             x = x + self.stage1_output_decode(stage1).flatten(1, -2) + self.stage2_output_decode(stage2).flatten(1, -2)
@@ -201,15 +189,10 @@ class ConvViTEncoder(Encoder):
         """Outputs of the three stages, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
         ``[B, H/8, W/8, C2]`` and ``[B, N, D]``, or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
         ``[K*B, V, D]``."""
-        grid = self.grid_of(images)
+        grid = self.grid_of(images, views)
         if views is None:
             x, where = images.permute(0, 2, 3, 1), None
         else:
-            if views.restore.shape[1:] != (images.shape[0], grid[0] * grid[1]):
-                raise ValueError(
-                    f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
-                    f"{images.shape[0]} images with {grid[0]}x{grid[1]} tokens"
-                )
             # Pixels are gathered before they are embedded: they are 5 to 8 times fewer values than the embedding, need
             # no gradient, and K views seldom show more tokens together than the image has.
             pixels = gather_tokens(patchify(images, PATCH_SIZE), views.visible)
@@ -231,13 +214,3 @@ class ConvViTEncoder(Encoder):
         """``[N, D]``, or of visible tokens ``[K*B, V, D]``."""
         positions = self.positions if grid == self.grid else sincos_positions(grid, self.embed_dim).to(device)
         return positions if views is None else positions[views.visible.flatten(0, 1)]
-
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(h, w) tokens of ``images``. Raises ValueError if a side is not a multiple of 16."""
-        return _token_grid(images.shape[-2], images.shape[-1])
-
-
-def _token_grid(height: int, width: int) -> tuple[int, int]:
-    if height % PATCH_SIZE or width % PATCH_SIZE or not height or not width:
-        raise ValueError(f"image size {height}x{width} is not divisible by ConViT's patch size of {PATCH_SIZE}")
-    return height // PATCH_SIZE, width // PATCH_SIZE

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from dmjd.masking import MaskedViews
 from dmjd.models.decoder import MAEDecoder, VisibleBranch, select_tokens
 from dmjd.models.initialisation import INITIALISATIONS
+from dmjd.ops.views import Views
 
 
 class Encoder(nn.Module):
@@ -43,9 +44,22 @@ class Encoder(nn.Module):
         @property
         def blocks(self) -> nn.ModuleList | list[nn.Module]: ...
 
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(h, w) tokens of ``images``. Raises ValueError if it cannot encode images of their size."""
-        raise NotImplementedError
+    def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
+        """(h, w) tokens of ``images``. Raises ValueError for a size that it cannot encode, or views of other images."""
+        grid = token_grid(images.shape[-2], images.shape[-1], self.patch_size)
+        if views is not None and views.restore.shape[1:] != (images.shape[0], grid[0] * grid[1]):
+            raise ValueError(
+                f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
+                f"{images.shape[0]} images with {grid[0]}x{grid[1]} tokens"
+            )
+        return grid
+
+
+def token_grid(height: int, width: int, patch: int) -> tuple[int, int]:
+    """(h, w) tokens. Raises ValueError if a side in pixels is not a multiple of ``patch``."""
+    if height % patch or width % patch:
+        raise ValueError(f"image size {height}x{width} is not divisible by the patch size {patch}")
+    return height // patch, width // patch
 
 
 class Prediction(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
-from dmjd.models.masked_image_model import Encoder
+from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.ops.views import Views
 
 EMBED_SIDE = 4
@@ -51,10 +51,7 @@ class SwinEncoder(SwinTransformer, Encoder):
         window: int,
         mlp_ratio: float = 4.0,
     ) -> None:
-        if image_size[0] % PATCH_SIZE or image_size[1] % PATCH_SIZE:
-            raise ValueError(
-                f"image size {image_size[0]}x{image_size[1]} is not divisible by Swin's patch size of {PATCH_SIZE}"
-            )
+        grid = token_grid(*image_size, PATCH_SIZE)
         first, rest = divmod(embed_dim, 8)
         if rest or any(first * 2**stage % heads for stage, heads in enumerate(num_heads)):
             raise ValueError(
@@ -75,7 +72,7 @@ class SwinEncoder(SwinTransformer, Encoder):
         )
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out
         self.image_size = image_size
-        self.grid = (image_size[0] // PATCH_SIZE, image_size[1] // PATCH_SIZE)
+        self.grid = grid
         self.mask_token = nn.Parameter(torch.empty(1, 1, first))
 
     @property
@@ -85,38 +82,21 @@ class SwinEncoder(SwinTransformer, Encoder):
         return [block for stage in stages for block in stage.blocks]
 
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """Normalised tokens of whole images, or of each view of them.
-
-        Args:
-            images: float ``[B, C, H, W]``.
-            views: None for whole images; otherwise K views on the grid of 32 x 32 pixels.
-            branch_scales: None; timm's blocks take no draws.
-
-        Returns:
-            ``[B, N, D]`` without views, ``[K*B, N, D]`` with them.
-
-        Raises:
-            ValueError: if the images are of another size, or ``views`` of another batch or grid.
-        """
+        """See :class:`~dmjd.models.masked_image_model.Encoder`; timm's blocks take no ``branch_scales``."""
         assert branch_scales is None, "the configuration rejects drop_path for Swin"
-        height, width = self.grid_of(images)
+        height, width = self.grid_of(images, views)
         x = self.patch_embed(images)  # [B, H/4, W/4, C]
         if views is not None:
-            if views.restore.shape[1:] != (images.shape[0], height * width):
-                raise ValueError(
-                    f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
-                    f"{images.shape[0]} images with {height}x{width} tokens"
-                )
             masked = views.mask.unflatten(-1, (height, width))
             masked = masked.repeat_interleave(_FINE, -2).repeat_interleave(_FINE, -1)
             x = torch.where(masked.unsqueeze(-1), self.mask_token[0].to(x.dtype), x).flatten(0, 1)
         return self.norm(self.layers(x)).flatten(1, 2)
 
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(h, w) tokens of ``images``. Raises ValueError if they are of another size than was built for."""
+    def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
+        """Raises ValueError for images of another size than it was built for, too."""
         if tuple(images.shape[-2:]) != self.image_size:
             raise ValueError(
                 f"this Swin was built for images of {self.image_size[0]}x{self.image_size[1]}, got "
                 f"{images.shape[-2]}x{images.shape[-1]}"
             )
-        return self.grid
+        return super().grid_of(images, views)

@@ -8,7 +8,7 @@ from timm.models import beit
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from dmjd.models.masked_image_model import Encoder
+from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
@@ -98,13 +98,9 @@ class ViTEncoder(Encoder):
             raise ValueError("positions='relative' needs block='beit' and masked_tokens='mask_token'")
         if layer_scale is not None and block != "beit":
             raise ValueError(f"layer_scale={layer_scale} needs block='beit'")
-        if any(side % patch_size for side in image_size):
-            raise ValueError(
-                f"image size {image_size[0]}x{image_size[1]} is not divisible by the patch size {patch_size}"
-            )
         self.embed_dim = embed_dim
         self.patch_size = patch_size
-        self.grid = (image_size[0] // patch_size, image_size[1] // patch_size)
+        self.grid = token_grid(*image_size, patch_size)
         self.num_prefix_tokens = int(class_token)
         self.patch_embed = PatchEmbed(
             img_size=image_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, strict_img_size=False
@@ -129,26 +125,8 @@ class ViTEncoder(Encoder):
         self.norm = layer_norm(embed_dim)
 
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """Normalised tokens of whole images, or of each view of them.
-
-        Args:
-            images: float ``[B, C, H, W]``.
-            views: None encodes all N tokens; otherwise K views.
-            branch_scales: ``[depth, 2, K*B]``, stochastic depth, see :mod:`dmjd.builders.preparation`; None for none.
-
-        Returns:
-            ``[B, prefix + N, D]`` without views; ``[K*B, prefix + V, D]`` for "drop"; ``[K*B, prefix + N, D]`` for
-            "mask_token".
-
-        Raises:
-            ValueError: if a side is not a multiple of the patch, or ``views`` are of another batch or grid.
-        """
-        grid = self.grid_of(images)
-        if views is not None and views.restore.shape[1:] != (images.shape[0], grid[0] * grid[1]):
-            raise ValueError(
-                f"views of {views.restore.shape[1]} images with {views.restore.shape[2]} tokens do not fit "
-                f"{images.shape[0]} images with {grid[0]}x{grid[1]} tokens"
-            )
+        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
+        grid = self.grid_of(images, views)
         x = self.patch_embed(images)
         cls_token, positions = self._positions(grid, images.device)
         if views is None:
@@ -180,16 +158,9 @@ class ViTEncoder(Encoder):
         positions = table[0, self.num_prefix_tokens :]
         return None if self.cls_token is None else self.cls_token + table[:, :1], positions
 
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        """(h, w) tokens of ``images``.
-
-        Raises:
-            ValueError: if a side is not a multiple of the patch, or relative positions are those of another grid.
-        """
-        height, width = images.shape[-2:]
-        if height % self.patch_size or width % self.patch_size:
-            raise ValueError(f"image size {height}x{width} is not divisible by the patch size {self.patch_size}")
-        grid = height // self.patch_size, width // self.patch_size
+    def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
+        """Also raises ValueError where relative positions are those of another grid."""
+        grid = super().grid_of(images, views)
         if self.rel_pos_bias is not None and grid != self.grid:
             raise ValueError(
                 f"relative positions are those of {self.grid[0]}x{self.grid[1]} tokens, got an image of "

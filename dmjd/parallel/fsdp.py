@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -116,14 +116,8 @@ class FSDPEngine(SingleEngine):
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._whole(torch.device("cpu"))
 
-    @contextmanager
-    def gathered(self) -> Iterator[Objective | None]:
-        state = self._whole(self.device)
-        if not self._world.is_main:
-            yield None
-            return
-        with filled(self._bare, state):
-            yield self._bare
+    def gathered(self) -> AbstractContextManager[Objective | None]:
+        return filled(self._bare, self._whole(self.device))
 
     def _whole(self, device: torch.device) -> dict[str, Tensor]:
         """Every parameter on ``device`` of rank 0, one gathered after the other; empty elsewhere."""
@@ -152,12 +146,16 @@ def without_parameters(objective: Objective) -> Objective:
 
 
 @contextmanager
-def filled(bare: Objective, state: dict[str, Tensor]) -> Iterator[None]:
-    """Within it, what :func:`without_parameters` made has the parameters of ``state``, and none of them afterwards."""
+def filled(bare: Objective, state: dict[str, Tensor]) -> Iterator[Objective | None]:
+    """``bare`` of :func:`without_parameters` with the parameters of ``state``, and none of them afterwards; None where
+    ``state`` is empty."""
+    if not state:
+        yield None
+        return
     nothing = bare.state_dict()
     bare.load_state_dict(state, assign=True)
     try:
-        yield
+        yield bare
     finally:
         bare.load_state_dict(nothing, assign=True)
 

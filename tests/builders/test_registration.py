@@ -76,9 +76,6 @@ class TokenMlp(Encoder):
             x = block(x)
         return x
 
-    def grid_of(self, images: Tensor) -> tuple[int, int]:
-        return images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size
-
 
 @pytest.fixture(autouse=True)
 def unregistered() -> Iterator[None]:

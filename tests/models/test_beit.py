@@ -215,7 +215,7 @@ def test_relative_positions_and_swin_serve_one_size() -> None:
         vit()(torch.zeros(1, 3, 32, 32))
     with pytest.raises(ValueError, match="built for images of 64x96, got 64x64"):
         swin()(torch.zeros(1, 3, 64, 64))
-    with pytest.raises(ValueError, match="not divisible by Swin's patch size of 32"):
+    with pytest.raises(ValueError, match="not divisible by the patch size 32"):
         SwinEncoder(image_size=(48, 64), in_chans=3, embed_dim=64, depths=(1,) * 4, num_heads=(1,) * 4, window=2)
     with pytest.raises(ValueError, match="divisible by num_heads"):
         SwinEncoder(image_size=(64, 64), in_chans=3, embed_dim=64, depths=(1,) * 4, num_heads=(3,) * 4, window=2)

@@ -169,7 +169,7 @@ def test_any_size_is_as_if_built_for_it(size: tuple[int, int]) -> None:
 
 def test_an_integer_is_a_square_image_and_other_sides_are_refused() -> None:
     assert create(img_size=32).grid == (2, 2)
-    with pytest.raises(ValueError, match="image size 64x40 is not divisible by ConViT's patch size of 16"):
+    with pytest.raises(ValueError, match="image size 64x40 is not divisible by the patch size 16"):
         create()(make_images(1, 64, 40))
 
 

@@ -165,18 +165,9 @@ class DeepSpeedEngine:
                 whole[name] = value.to(device, copy=True)
         return whole
 
-    @contextmanager
-    def _gathered_copy(self) -> Iterator[Objective | None]:
-        state = self._whole(self.device)
-        if not self._world.is_main:
-            yield None
-            return
-        with filled(self._bare, state):
-            yield self._bare
-
     def gathered(self) -> AbstractContextManager[Objective | None]:
         if self.stage == 3:  # a copy: calling the objective itself would gather, and wait for the other ranks
-            return self._gathered_copy()
+            return filled(self._bare, self._whole(self.device))
         return nullcontext(self.objective if self._world.is_main else None)
 
     def shard_frozen(self, module: nn.Module) -> nn.Module:
