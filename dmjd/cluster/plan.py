@@ -155,7 +155,7 @@ class Plan:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Engines for this number of GPUs."""
+        """Those that make sense for so many GPUs."""
         return ENGINES[:1] if self.config.gpus == 1 else ENGINES[1:]
 
     @property
