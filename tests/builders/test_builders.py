@@ -9,7 +9,8 @@ import timm
 import torch
 
 import dmjd.train.loop as loop
-from dmjd.builders import build_mask_spec, build_objective, build_schedule, build_tokenizer, peak_lr, token_grid
+from dmjd.builders import build_mask_spec, build_objective, build_schedule, peak_lr, token_grid
+from dmjd.builders.step import build_step
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
@@ -17,7 +18,7 @@ from tests.compare import rows
 
 BACKBONE = ("backbone.patch_size=4", "backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=4")
 DECODER = ("method.decoder.dim=32", "method.decoder.depth=1", "method.decoder.num_heads=2")
-SMALL = ("experiment=demo", "data=digits", *BACKBONE, *DECODER)
+SMALL = ("experiment=demo", "data=digits", "engine.device=cpu", *BACKBONE, *DECODER)
 CONVVIT = (  # after SMALL
     "backbone.name=convvit",
     "backbone.patch_size=16",
@@ -34,11 +35,10 @@ def configure(*words: str) -> PretrainConfig:
 
 def build(config: PretrainConfig) -> None:
     """Everything that :mod:`dmjd.builders` makes of a configuration."""
-    grid = token_grid(config)
-    spec = build_mask_spec(config.mask, grid)
-    objective = build_objective(config, build_tokenizer(config).dim)
+    step = build_step(config)
+    spec, grid = step.prepare.mask_spec, step.prepare.grid
     assert build_schedule(config, spec, grid, steps_per_epoch=10)(5) > 0
-    assert objective.model.encoder.grid == grid
+    assert step.engine.objective.model.encoder.grid == grid
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])

@@ -123,7 +123,8 @@ def test_the_page_names_every_engine_and_mode(capsys: pytest.CaptureFixture[str]
     small = ["backbone=vit_tiny", "data.image_size=[64,64]", "backbone.depth=1", "method.decoder.depth=1"]
     assert main(["plan", *small, "gpus=16", "gpu=a100-40"]) == 0
     text = capsys.readouterr().out
-    for word in ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "selective", "GPU hours", "64 on each of 16 GPU(s)"):
+    engines = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+    for word in (*engines, "selective", "GPU hours", "64 on each of 16 GPU(s)", "engine.grad_accum_steps"):
         assert word in text
     assert main(["plan", *small, "gpus=16", "engine=ddp"]) == 0
     assert "fsdp" not in capsys.readouterr().out
