@@ -58,7 +58,7 @@ def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[Op
         except BadImage:  # listed when its own row is read
             continue
         return Sample(pixels, dataset.label(candidate), Substitution(index, bad, dataset.name(candidate)))
-    raise DataError(f"{bad}; none of {ATTEMPTS} substitutes can be used either")
+    raise DataError(f"{bad}; no substitute can be used either")
 
 
 def _candidates(index: int, count: int, seed: int) -> Iterator[int]:

@@ -353,7 +353,7 @@ def test_torchvision_runs_in_a_process_of_its_own(
         ("print('Bus error'); os._exit(7)", "Bus error|exit code 7"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
         ("time.sleep(100)", "received no data for 1 s"),
-        ("[(open(f'{root}/{n}', 'w').write('x'), time.sleep(.1)) for n in range(1000)]", "not done after 3 s"),
+        ("[(open(f'{root}/{n}', 'w').write('x'), time.sleep(.1)) for n in range(1000)]", "not finished after 3 s"),
     ],
 )
 def test_a_child_that_fails_or_waits_is_one_line(
