@@ -1,6 +1,6 @@
 """Masked image modelling with disjoint masking and joint distillation (DMJD).
 
-Importing the package loads nothing heavy: ``dmjd.ops`` needs torch alone, the other rooms bring their own libraries.
+Importing the package imports no libraries: ``dmjd.ops`` imports torch only, the other packages their own libraries.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""``python -m dmjd``."""
+"""Run the command line with ``python -m dmjd``."""
 
 import sys
 

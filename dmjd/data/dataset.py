@@ -1,4 +1,4 @@
-"""What every data set offers: map-style, indexed by a sample id that is stable over epochs."""
+"""The interface of map-style data sets, indexed by a sample id that is stable over epochs, and data sets in memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ Pixels = npt.NDArray[np.uint8]
 Size = tuple[int, int]
 """Height, width."""
 Box = tuple[int, int, int, int]
-"""Top, left, height, width; inside the image."""
+"""(top, left, height, width), inside the image."""
 
 
 class OpenImage(Protocol):
-    """One image whose size is known and whose pixels are still to be decoded."""
+    """An image of known size whose pixels are not yet decoded."""
 
     @property
     def size(self) -> Size: ...
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
-        """uint8 ``[h, w, C]``: the pixels of ``box``.
+        """Decode the pixels of ``box``, uint8 ``[h, w, C]``.
 
-        ``at_least`` allows fewer where decoding them is cheaper: a box of twice that size or more, in both directions,
-        may come back half as large, and moved by less than a pixel to where the halves begin.
+        Args:
+            at_least: if the box is at least twice this size in both directions, a decoder may return it at half size,
+                aligned to even pixels.
 
         Raises:
-            BadImage: if they cannot be decoded.
+            BadImage: if the pixels cannot be decoded.
         """
         ...
 
@@ -50,65 +51,63 @@ class InMemory:
         self.size: Size = (pixels.shape[0], pixels.shape[1])
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
-        """See :class:`OpenImage`; shares memory."""
+        """See :class:`OpenImage`. Returns a view of the pixels."""
         top, left, height, width = box
         return self._pixels[top : top + height, left : left + width]
 
 
 class ImageDataset(Protocol):
-    """N labelled or unlabelled images, read by index from any process.
+    """N images, with or without labels, read by index from any process.
 
-    Loader workers are forked, and touching a Python object writes its reference count: a list of a million paths is
-    copied page by page into every worker. So whatever grows with N is kept in numpy arrays.
+    Loader workers are forked, and reading a Python object writes its reference count: a list of a million paths
+    would be copied page by page into every worker. Whatever grows with N is therefore kept in numpy arrays.
     """
 
     @property
     def num_classes(self) -> int:
-        """Labels are in ``range(num_classes)``; 0 if there are none."""
+        """Number of classes; 0 without labels."""
         ...
 
     @property
     def channels(self) -> int:
-        """C of every image: 1 or 3."""
+        """Channels of every image, 1 or 3."""
         ...
 
     def __len__(self) -> int: ...
 
     def open(self, index: int) -> OpenImage:
-        """One image, for a part of it. Raises BadImage if it cannot be used, as may reading its pixels."""
+        """Open an image without decoding it. Raises BadImage if it cannot be used."""
         ...
 
     def image(self, index: int) -> Pixels:
-        """uint8 ``[H, W, C]``; H and W may differ between images. Raises BadImage if this one cannot be used."""
+        """All pixels, uint8 ``[H, W, C]``; sizes may differ. Raises BadImage if the image cannot be used."""
         ...
 
     def label(self, index: int) -> int:
-        """The class, or -1 if the data set has none."""
+        """The class in ``range(num_classes)``; -1 without labels."""
         ...
 
     def name(self, index: int) -> str:
-        """What to call the image in a sentence, and no other image: a path where it has one."""
+        """A unique name of the image for errors: its path if it has one."""
         ...
 
     @property
     def bad(self) -> Mapping[int, BadImage]:
-        """What a check at the start found and tolerated, by index; reading one of these raises the same."""
+        """Bad images that the check at the start found and tolerated, by index; reading one raises the same error."""
         ...
 
 
 class ArrayDataset:
-    """Images that fit in memory.
+    """Images held in memory.
 
     Args:
         images: uint8 ``[N, H, W, C]``.
         labels: integers ``[N]``, in ``range(num_classes)``.
-        num_classes: how many classes there are.
-        source: where the images come from, for :meth:`name`.
+        num_classes: number of classes.
+        source: origin of the images, for :meth:`name`.
     """
 
     def __init__(self, images: Pixels, labels: npt.NDArray[np.integer], num_classes: int, source: str) -> None:
-        assert images.ndim == 4
-        assert labels.shape == images.shape[:1]
         self._images = images
         self._labels = labels
         self._source = source
@@ -127,31 +126,26 @@ class ArrayDataset:
         return digest.hexdigest()
 
     def open(self, index: int) -> OpenImage:
-        """See :class:`ImageDataset`."""
         return InMemory(self.image(index))
 
     def image(self, index: int) -> Pixels:
-        """See :class:`ImageDataset`."""
         pixels: Pixels = self._images[index]
         return pixels
 
     def label(self, index: int) -> int:
-        """See :class:`ImageDataset`."""
         return int(self._labels[index])
 
     def name(self, index: int) -> str:
-        """See :class:`ImageDataset`."""
         return f"{self._source}[{index}]"
 
 
 class EvenSubset:
-    """``count`` images of a data set, evenly spaced, so that one sorted by class keeps its balance.
+    """``count`` evenly spaced images of a data set, so that a data set sorted by class stays balanced.
 
-    All of them, and a line that says so, where there are fewer.
+    If there are fewer, all are used and a line is logged.
     """
 
     def __init__(self, dataset: ImageDataset, count: int) -> None:
-        assert count >= 1
         if count > len(dataset) and os.environ.get("RANK", "0") == "0":
             _log.info("train_images=%d, but there are %d training images: all are used", count, len(dataset))
         self._dataset = dataset

@@ -1,13 +1,13 @@
-"""Image files as bytes, and as much of their pixels as a crop needs.
+"""Decode image files, as much of their pixels as a crop needs.
 
-JPEG files are decoded by the first of these that is there, whose pixels are the same bit for bit:
+JPEG files are decoded by the first available of these decoders, whose pixels are bitwise equal:
 
-    dmjd._jpeg    only the region asked for, on libjpeg-turbo; also refuses damage that the others paper over
-    torchcodec    whole colour images without EXIF data, whose orientation it would apply
+    dmjd._jpeg    only the requested region, with libjpeg-turbo; also detects damage that the others ignore
+    torchcodec    whole colour images without EXIF data, since it applies the orientation
     Pillow        everything else: other formats, and JPEG files that are neither grey nor RGB nor common YCbCr
 
-Always: the EXIF orientation is ignored (as MAE and torchvision do), alpha is dropped, an animation is its first frame,
-and 16-bit grey keeps its high byte.
+The EXIF orientation is ignored (as in MAE and torchvision), alpha is dropped, an animation is its first frame, and
+16-bit grey keeps its high byte.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from dmjd.files import open_regular
 TOO_SMALL = "too small"
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "AVIF", "JPEG2000")
-"""Pillow's other plugins start programs (EPS) or are no image formats of a data set."""
+"""Accepted formats. Pillow's other plugins start programs (EPS) or are not formats of image data sets."""
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
 _DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256}
-"""The most pixels that a byte of a file can stand for: one bit for 8x8 samples of which at most 4x4 share one pixel's
-place in Huffman codes, strings of 3840 in 12 bits in LZW, 1032 bytes of 8 pixels in deflate."""
+"""Greatest number of pixels per byte of a file: Huffman codes of one bit for an 8x8 block subsampled 4x4, LZW strings
+of 3840 in 12 bits, deflate of 1032 bytes of 8 pixels."""
 
-_PNG_CHANNELS = {2: 3, 4: 2, 6: 4}  # by colour type; the others have one
+_PNG_CHANNELS = {2: 3, 4: 2, 6: 4}  # by colour type; one for the others
 _PNG_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
 _PNG_PIECE = 1 << 18
 
-_JPEGS = ("JPEG", "MPO")  # what Pillow calls files that begin so; the second holds more than one picture
+_JPEGS = ("JPEG", "MPO")  # Pillow's names of JPEG files; MPO files have several pictures
 
-# Pillow says so for a dozen harmless ImageNet files, once per file, epoch and worker; the pixels are fine.
+# Raised for a dozen ImageNet files, once per file, epoch and worker; their pixels are correct.
 warnings.filterwarnings("ignore", message="(Possibly c|C)orrupt EXIF data", category=UserWarning)
-# It says so between 89 and 179 million pixels, beyond which it raises; the size is compared with the file's below.
+# Raised from 89 million pixels on; above 179 million Pillow raises an error. require_plausible checks the size.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def _find_native() -> ModuleType | None:
-    """dmjd._jpeg, unless it was built without libjpeg-turbo, does not find it here, or DMJD_DISABLE_EXT=1 is set."""
+    """dmjd._jpeg; None if it is not built, cannot load libjpeg-turbo, or DMJD_DISABLE_EXT=1 is set."""
     if os.environ.get("DMJD_DISABLE_EXT", "0") in ("", "0"):
         with suppress(ImportError):
             return import_module("dmjd._jpeg")
@@ -62,7 +62,7 @@ def _find_native() -> ModuleType | None:
 
 
 def _find_torchcodec() -> Callable[..., Any] | None:
-    """torchcodec's ``decode_jpeg``; older ones have none, and one for another torch does not load."""
+    """torchcodec's ``decode_jpeg``; None for older versions and builds for another torch."""
     with suppress(ImportError, OSError, RuntimeError, AttributeError):
         return import_module("torchcodec.decoders").decode_jpeg
     return None
@@ -73,18 +73,18 @@ _torchcodec = None if _native else _find_torchcodec()
 
 
 def jpeg_decoder() -> str:
-    """Which of the above decodes JPEG files here."""
+    """The name of the JPEG decoder in use."""
     return "dmjd._jpeg" if _native else "torchcodec" if _torchcodec else "Pillow"
 
 
 def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -> OpenImage:
-    """The image in ``data``, of which only the header is read yet.
+    """Read the header of an image file.
 
     Args:
-        data: a whole file of one of :data:`FORMATS`.
-        name: what to call it in a sentence.
-        channels: 1 (grey) or 3 (RGB), to which its pixels are converted.
-        min_size: (height, width) it may not fall short of.
+        data: the whole file, of one of :data:`FORMATS`.
+        name: name of the image in errors.
+        channels: 1 (grey) or 3 (RGB), to which the pixels are converted.
+        min_size: least (height, width).
 
     Raises:
         BadImage: if it is empty, too small, or not an image.
@@ -94,7 +94,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
             raise EOFError("the file is empty")
         if _native and data.startswith(_JPEG_MAGIC):
             height, width, plain = _native.header(data)
-            # Pillow rejects those that are so large that they must be an attack.
+            # Larger images are left to Pillow, which rejects them as decompression bombs.
             if plain and height * width <= 2 * (Image.MAX_IMAGE_PIXELS or height * width):
                 require_plausible("JPEG", (height, width), len(data))
                 _require(name, (height, width), min_size)
@@ -107,7 +107,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
 
 
 def check_header(path: str, min_size: Size) -> None:
-    """Read what comes before the pixels of the file ``path``.
+    """Check the header of the file ``path``.
 
     Raises:
         BadImage: as :func:`open_image`.
@@ -121,14 +121,14 @@ def check_header(path: str, min_size: Size) -> None:
 
 
 def read_bytes(path: str) -> bytes:
-    """The file ``path``. Raises BadImage if it is missing or cannot be read."""
+    """Read the file ``path``. Raises BadImage if it is missing or cannot be read."""
     with decode_errors(path), open_regular(path) as file:
         return file.read()
 
 
 @contextmanager
 def decode_errors(name: str) -> Iterator[None]:
-    """BadImage is what any mishap with the image ``name`` becomes within this block."""
+    """Turn any exception of the block into BadImage of the image ``name``."""
     try:
         yield
     except BadImage:
@@ -138,7 +138,7 @@ def decode_errors(name: str) -> Iterator[None]:
 
 
 class _NativeJpeg:
-    """See :class:`dmjd.data.dataset.OpenImage`."""
+    """An :class:`~dmjd.data.dataset.OpenImage` decoded by dmjd._jpeg."""
 
     def __init__(self, data: bytes, name: str, channels: int, size: Size) -> None:
         self._data, self._name, self._channels = data, name, channels
@@ -152,7 +152,7 @@ class _NativeJpeg:
 
 
 class _PillowImage:
-    """See :class:`dmjd.data.dataset.OpenImage`."""
+    """An :class:`~dmjd.data.dataset.OpenImage` decoded by Pillow."""
 
     def __init__(self, data: bytes, name: str, channels: int, image: Image.Image) -> None:
         self._data, self._name, self._mode, self._image = data, name, "L" if channels == 1 else "RGB", image
@@ -162,29 +162,22 @@ class _PillowImage:
         image, half = self._image, _half(box, at_least)
         with decode_errors(self._name):
             if half is not None and image.format in _JPEGS:
-                # Another, since what has been drafted stays small.
+                # Opened again, since draft() is permanent.
                 image = Image.open(BytesIO(self._data), formats=FORMATS)
                 image.draft(None, (image.width // 2, image.height // 2))
                 box = half
             else:
                 _load(self._data, image)
             top, left, height, width = box
-            pixels = np.array(self._converted(image.crop((left, top, left + width, top + height))))
+            pixels = np.array(to_mode(image.crop((left, top, left + width, top + height)), self._mode))
         return pixels.reshape(height, width, -1)
-
-    def _converted(self, image: Image.Image) -> Image.Image:
-        if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
-            image = image.convert("RGBA")
-        return image.convert(self._mode)
 
 
 class _TorchcodecJpeg(_PillowImage):
-    """An RGB image, of which Pillow decodes what torchcodec cannot: at half the size."""
+    """An RGB image decoded by torchcodec, or by Pillow at half size."""
 
     def region(self, box: Box, at_least: Size | None = None) -> Pixels:
-        import torch  # here, since the rest of this module serves processes that do without it
+        import torch  # not at the top, for processes that need no torch
 
         assert _torchcodec is not None
         if _half(box, at_least) is not None:
@@ -196,8 +189,17 @@ class _TorchcodecJpeg(_PillowImage):
         return pixels
 
 
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """``image`` converted to ``mode``, "L" or "RGB": the high byte of 16-bit grey, alpha dropped."""
+    if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
+        image = image.convert("RGBA")
+    return image.convert(mode)
+
+
 def _half(box: Box, at_least: Size | None) -> Box | None:
-    """``box`` in an image of half the size, if there it still has ``at_least`` pixels."""
+    """``box`` in the image at half size; None if it would be smaller than ``at_least``."""
     if at_least is None or box[2] < 2 * at_least[0] or box[3] < 2 * at_least[1]:
         return None
     top, left, height, width = box
@@ -205,10 +207,10 @@ def _half(box: Box, at_least: Size | None) -> Box | None:
 
 
 def read_whole(data: bytes, image: Image.Image) -> None:
-    """Decode the file ``data``, open as ``image``, to its last row. Raises what its decoder raises.
+    """Decode the file ``data``, opened as ``image``, to its last row. Raises the exceptions of its decoder.
 
-    libjpeg makes up the rows that a JPEG file lacks and Pillow does not say so; dmjd._jpeg does. Rows above the last
-    one need no inverse transform there, so it is faster as well.
+    libjpeg invents missing rows of a truncated file, which Pillow does not report and dmjd._jpeg does. dmjd._jpeg also
+    skips the inverse transform of all rows but the last.
     """
     require_plausible(image.format, (image.height, image.width), len(data))
     if _native and image.format in _JPEGS:
@@ -220,11 +222,11 @@ def read_whole(data: bytes, image: Image.Image) -> None:
 
 
 def _load(data: bytes, image: Image.Image) -> None:
-    """Have Pillow decode ``image``. It fills the rows that a PNG or TIFF file lacks with zeros and does not say so."""
+    """Decode ``image`` with Pillow; EOFError if rows of a PNG or TIFF are missing, which Pillow fills with zeros."""
     if isinstance(image, TiffImageFile):
         rows = max((extents[3] for _, extents, *_ in image.tile if extents), default=0)
         if rows < image.height:
-            raise EOFError(f"truncated: its header says {image.height} rows, and it has {rows}")
+            raise EOFError(f"truncated: its header has {image.height} rows, the file {rows}")
     image.load()
     if image.format == "PNG":
         last_row = image.crop((0, image.height - 1, image.width, image.height))
@@ -233,14 +235,14 @@ def _load(data: bytes, image: Image.Image) -> None:
 
 
 def require_plausible(kind: str | None, size: Size, count: int) -> None:
-    """Raise EOFError if an image file of ``count`` bytes cannot have ``size``, as (height, width), in its format."""
+    """Raise EOFError if a file of ``count`` bytes cannot contain ``size``, (height, width), in format ``kind``."""
     pixels = size[0] * size[1]
     if pixels > _DENSEST.get(kind or "", pixels) * count:
-        raise EOFError(f"truncated: its header says {size[0]}x{size[1]} pixels, more than {count} bytes can hold")
+        raise EOFError(f"truncated: its header has {size[0]}x{size[1]} pixels, more than {count} bytes can contain")
 
 
 def _require_rows(data: bytes) -> None:
-    """Raise EOFError if the PNG file ``data`` has fewer rows than its header says."""
+    """Raise EOFError if the PNG file ``data`` has fewer rows than its header."""
     width, height, depth, colour, _, _, interlaced = struct.unpack_from(">IIBBBBB", data, 16)
     bits = depth * _PNG_CHANNELS.get(colour, 1)
     passes = _PNG_PASSES if interlaced else ((0, 0, 1, 1),)
@@ -255,7 +257,7 @@ def _require_rows(data: bytes) -> None:
             pending = inflate.unconsumed_tail
         position += 12 + length
     if missing > 0:
-        raise EOFError(f"truncated: its header says {height}x{width} pixels, and it has fewer")
+        raise EOFError(f"truncated: its header has {height}x{width} pixels, the file fewer")
 
 
 def _require_usable(image: Image.Image, count: int, name: str, min_size: Size) -> None:
@@ -272,7 +274,7 @@ def _require(name: str, size: Size, least: Size) -> None:
 
 
 def _kind(error: Exception) -> str:
-    """As :class:`dmjd.errors.BadImage` tells them apart."""
+    """The ``kind`` of :class:`dmjd.errors.BadImage` for an exception."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"
     if isinstance(error, OSError) and error.errno:  # Pillow's own OSErrors have no number
@@ -283,7 +285,7 @@ def _kind(error: Exception) -> str:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
-        return "not a format that Pillow knows"
+        return "not a supported format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__

@@ -1,8 +1,7 @@
-"""Fashion-MNIST wherever this machine has it, or else fetched into the user's cache.
+"""Find Fashion-MNIST on this machine, or download it to the user's cache.
 
-Nothing is installed. The network is used by torchvision's own class and then by apt-get, each in a child process, so
-that a time limit can end it whatever it waits for. What either brings is compared with the SHA-256 of the authors'
-files before it gets its place, and again each time it is found there.
+Nothing is installed. torchvision, and then apt-get, download in a child process, so that a time limit can end them. The
+files are compared with the SHA-256 of the authors' files after the download, and each time they are found in the cache.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ CONTENT = {
     "t10k-images-idx3-ubyte": (7840016, "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"),
     "t10k-labels-idx1-ubyte": (10008, "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
 }
-"""File -> bytes and SHA-256 of its content, not compressed: the same in torchvision's archives and in Debian's."""
+"""File -> size and SHA-256 of its uncompressed content, equal in torchvision's archives and in Debian's."""
 
 PACKAGE = "dataset-fashion-mnist"
 SOCKET_SECONDS = 10.0
-"""How long one operation on a connection may take."""
+"""Limit of one operation on a connection."""
 STALL_SECONDS = 30.0
-"""How long a download may go without a new byte on the disk."""
+"""Limit of a download without a new byte on the disk."""
 LIMIT_SECONDS = 600.0
-"""How long a download may take as a whole."""
+"""Limit of a whole download."""
 _DRAFT = ".fetching-"
 _ABANDONED_SECONDS = 3600.0
 _POLL_SECONDS = 0.1
@@ -49,16 +48,16 @@ _log = logging.getLogger("dmjd")
 
 
 class _Failed(Exception):
-    """One source cannot give the files; the message says why."""
+    """One download failed; the message is the reason."""
 
 
 def fashion_mnist_folder() -> Path:
-    """The folder of Fashion-MNIST's four files: Debian's or the user's cache, into which they are fetched if absent.
+    """The folder of Fashion-MNIST's four files: Debian's, or the user's cache, to which they are downloaded if absent.
 
-    Several processes may do this at once: each fetches into a folder of its own, and one of them gets the place.
+    Safe for concurrent processes: each downloads to its own folder, and the first rename succeeds.
 
     Raises:
-        DataError: if the files are nowhere and cannot be fetched.
+        DataError: if the files do not exist and cannot be downloaded.
     """
     if has_fashion_mnist(DEBIAN_FOLDER):
         return DEBIAN_FOLDER
@@ -76,9 +75,9 @@ def fashion_mnist_folder() -> Path:
 
 
 def _user_cache() -> Path:
-    """``dmjd/`` in the user's cache, made if absent and writable by this user alone."""
+    """``dmjd/`` in the user's cache, created if absent; writable by this user only."""
     home = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not home.is_absolute():  # the specification has relative ones ignored
+    if not home.is_absolute():  # the XDG specification ignores relative paths
         home = Path.home() / ".cache"
     if not home.is_absolute():
         raise _Failed("neither HOME nor XDG_CACHE_HOME is an absolute path")
@@ -91,7 +90,7 @@ def _user_cache() -> Path:
 
 def _is_whole(folder: Path) -> bool:
     with suppress(OSError):
-        # Sizes first: what is no file might be read for ever.
+        # Sizes first: reading something that is not a regular file might not end.
         return all(_size(folder / name) == size for name, (size, _) in CONTENT.items()) and all(
             _has_content((folder / name).read_bytes(), name) for name in CONTENT
         )
@@ -99,7 +98,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a regular file; -1 for all else."""
+    """Size of a regular file in bytes; -1 for anything else."""
     status = path.lstat()
     return status.st_size if stat.S_ISREG(status.st_mode) else -1
 
@@ -113,7 +112,7 @@ def _fetch(folder: Path) -> None:
     _log.info("fetching Fashion-MNIST (31 MB) into %s", folder)
     failures = []
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=folder.parent) as draft:
-        for source, download in SOURCES.items():
+        for source, download in DOWNLOADERS.items():
             work, verified = Path(draft, source), Path(draft, f"{source}-verified")
             work.mkdir()
             try:
@@ -128,7 +127,7 @@ def _fetch(folder: Path) -> None:
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what processes that were killed have left."""
+    """Remove the folders of killed processes."""
     for draft in cache.glob(f"{_DRAFT}*"):
         with suppress(FileNotFoundError):
             if time.time() - draft.stat().st_mtime > _ABANDONED_SECONDS:
@@ -136,12 +135,12 @@ def _sweep(cache: Path) -> None:
 
 
 def _verify(found: Path, verified: Path) -> None:
-    """Copy the four files from ``found``, compressed or not, to ``verified``, without compression."""
+    """Verify the four files in ``found``, and write them uncompressed to ``verified``."""
     verified.mkdir()
     for name, (size, _) in CONTENT.items():
         path = find_idx(found, name)
         if path is None:
-            raise _Failed(f"it gave no {name}")
+            raise _Failed(f"the download has no {name}")
         content = decompressed(path, most=size + 1)
         if not _has_content(content, name):
             raise _Failed(f"its {path.name} is not that of Fashion-MNIST's authors")
@@ -149,43 +148,43 @@ def _verify(found: Path, verified: Path) -> None:
 
 
 def _place(verified: Path, folder: Path, draft: Path) -> None:
-    """Rename ``verified`` to ``folder``, in the place of what is damaged there."""
+    """Rename ``verified`` to ``folder``, replacing a damaged one."""
     with suppress(FileNotFoundError):
         folder.rename(draft / "damaged")
     try:
         verified.rename(folder)
     except OSError:
-        if not _is_whole(folder):  # else another process was faster
+        if not _is_whole(folder):  # else another process was first
             raise
 
 
 def _by_torchvision(work: Path) -> Path:
-    # sys.path as it is here, so that the child imports from the same places; its standard error shows the progress.
+    # The child gets this sys.path; its standard error shows the progress.
     command = f"import sys; sys.path[:] = sys.argv[2:]; from {__name__} import download; download(sys.argv[1])"
     _run([sys.executable, "-c", command, str(work), *map(os.path.abspath, sys.path)], work, stderr=None)
     return work / "FashionMNIST" / "raw"
 
 
 def download(work: str) -> None:
-    """Have torchvision download Fashion-MNIST to ``work``; ends the process with 1 and a line if it cannot."""
+    """Download Fashion-MNIST with torchvision to ``work``; on failure print a line and exit with code 1."""
     socket.setdefaulttimeout(SOCKET_SECONDS)
     try:
         from torchvision.datasets import FashionMNIST
 
         FashionMNIST(work, download=True)
-    except Exception as error:  # of Python's network libraries, which have no common class
-        print(_line(error).rpartition("got: ")[2])  # in front of it torchvision names the file and the address
+    except Exception as error:  # network libraries have no common exception class
+        print(_line(error).rpartition("got: ")[2])  # after torchvision's prefix of file and URL
         sys.exit(1)
 
 
 def _by_apt(work: Path) -> Path:
     options = [f"Acquire::{scheme}::Timeout={SOCKET_SECONDS:.0f}" for scheme in ("http", "https")]
     options += ["Acquire::Retries=0", "Acquire::Languages=none", "APT::Update::Error-Mode=any"]
-    get = ["apt-get", "-q", *(word for option in options for word in ("-o", option))]
+    get = ["apt-get", "-q", *(argument for option in options for argument in ("-o", option))]
     try:
         _run([*get, "download", PACKAGE], work)
     except _Failed:
-        # A fresh image has no lists of packages, and those of the system are not ours to refresh.
+        # A fresh container has no package lists; use a temporary copy instead of updating the system's.
         lists, cache = work / "lists", work / "cache"
         (lists / "partial").mkdir(parents=True)
         (cache / "archives" / "partial").mkdir(parents=True)
@@ -200,15 +199,15 @@ def _by_apt(work: Path) -> Path:
     return unpacked / DEBIAN_FOLDER.relative_to("/")
 
 
-SOURCES: dict[str, Callable[[Path], Path]] = {"torchvision": _by_torchvision, "apt-get": _by_apt}
-"""Source -> how to fetch into an empty folder; returns the folder of the files."""
+DOWNLOADERS: dict[str, Callable[[Path], Path]] = {"torchvision": _by_torchvision, "apt-get": _by_apt}
+"""Name -> function that downloads to an empty folder and returns the folder of the files."""
 
 
 def _run(command: Sequence[str], work: Path, stderr: int | None = subprocess.STDOUT) -> None:
-    """Run ``command`` in ``work`` within the limits; raises _Failed with the last line of its output."""
-    said = work / "output"
+    """Run ``command`` in ``work`` within the time limits. Raises _Failed with the last line of its output."""
+    log = work / "output"
     try:
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             child = subprocess.Popen(
                 command,
                 cwd=work,
@@ -224,15 +223,15 @@ def _run(command: Sequence[str], work: Path, stderr: int | None = subprocess.STD
         code = _ended(child, work)
     finally:
         if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)  # with its own children
+            os.killpg(child.pid, signal.SIGKILL)  # and its children
             child.wait()
     if code:
-        lines = said.read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").splitlines()
         raise _Failed(next((line for line in reversed(lines) if line.strip()), f"exit code {code}"))
 
 
 def _ended(child: subprocess.Popen[bytes], work: Path) -> int:
-    """The exit code of ``child``, whose bytes in ``work`` tell whether it goes on."""
+    """Wait for ``child`` and return its exit code; new bytes in ``work`` are its progress."""
     began = grown = time.monotonic()
     size = -1
     while (code := child.poll()) is None:
@@ -241,9 +240,9 @@ def _ended(child: subprocess.Popen[bytes], work: Path) -> int:
         if size_now != size:
             grown, size = now, size_now
         if now - grown > STALL_SECONDS:
-            raise _Failed(f"nothing arrived for {STALL_SECONDS:.0f} s")
+            raise _Failed(f"received no data for {STALL_SECONDS:.0f} s")
         if now - began > LIMIT_SECONDS:
-            raise _Failed(f"it was not done after {LIMIT_SECONDS:.0f} s")
+            raise _Failed(f"not finished after {LIMIT_SECONDS:.0f} s")
     return code
 
 

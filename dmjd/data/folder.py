@@ -1,4 +1,4 @@
-"""A folder of image files, with or without class folders, as people have it on disk."""
+"""A folder of image files, with or without class folders."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ Check = Literal["none", "header", "decode"]
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 
-_CHECK_THREADS = 16  # opening files waits for the disk or the network far more than for the processor
+_CHECK_THREADS = 16  # opening files is bound by the disk or the network
 _CHECK_CHUNK = 256
 
 
 class ImageFolder:
-    """Every image below a folder, in sorted order; hidden files are left out and symbolic links followed.
-    Named pipes, sockets, devices and links that lead nowhere are skipped, and counted in a line of the log.
+    """All images below a folder, in sorted order. Dot files are ignored and symbolic links are followed.
+    Named pipes, sockets, devices and dangling links are skipped and counted in a log line.
 
-    Layouts are ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone, which is then all "train". Within
-    a split, images lie either all in class folders or all in the folder itself (no labels). Classes are numbered by the
-    sorted names of the training split's class folders, :attr:`classes`, which is empty where there are no labels.
+    Layouts: ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone as "train". Within a split, images are
+    either all in class folders or all in the folder itself, without labels. :attr:`classes` are the sorted names of the
+    class folders of the training split, empty without labels.
 
     Args:
         root: the folder.
-        split: "train", or "test", which is ``root/val`` or else ``root/test``.
+        split: "train", or "test" for ``root/val`` or else ``root/test``.
         channels: 1 (grey) or 3 (RGB), to which every image is converted.
-        check: what to verify before training: "none", "header" (each file opens and is large enough) or "decode" (and
-            every pixel can be read).
-        min_size: (height, width) of the crop, which no image may fall short of unless ``check`` is "none".
-        max_bad_percent: of the files may fail the check; they stay, are named in :attr:`bad`, and raise when read.
+        check: before training, "none", "header" (each file opens and is large enough) or "decode" (and all its
+            pixels decode).
+        min_size: least (height, width) of an image, that of the crop, unless ``check`` is "none".
+        max_bad_percent: percentage of files that may fail the check; they are kept, listed in :attr:`bad`, and raise
+            when read.
 
     Raises:
         DataError: if the folder is missing, empty or of another layout, or too many files fail the check.
@@ -64,7 +65,7 @@ class ImageFolder:
         paths = list(_walk(self._folder, "", (), skipped))
         log_skipped(self._folder, skipped)
         labels = _assign_labels(self._folder, paths, classes)
-        # One buffer of bytes and where each path ends; a numpy string array would pad every path to the longest.
+        # One buffer of bytes and the end of each path; a numpy string array would pad every path to the longest.
         encoded = [os.fsencode(path) for path in paths]
         self._paths = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
@@ -81,25 +82,21 @@ class ImageFolder:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the names in their order, which give images their numbers; wherever the folder is."""
+        """Hex SHA-256 of the sorted relative paths, which define the sample ids; independent of ``root``."""
         return hashlib.sha256(self._paths.tobytes() + self._ends.tobytes()).hexdigest()
 
     def open(self, index: int) -> OpenImage:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         path = self.name(index)
         return open_image(read_bytes(path), path, self.channels, self._min_size)
 
     def image(self, index: int) -> Pixels:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         opened = self.open(index)
         return opened.region((0, 0, *opened.size))
 
     def label(self, index: int) -> int:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         return int(self._labels[index])
 
     def name(self, index: int) -> str:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
         return os.path.join(self._folder, os.fsdecode(self._paths[start : self._ends[index]].tobytes()))
@@ -129,16 +126,16 @@ class ImageFolder:
         broken = [image for image in bad if image.kind != TOO_SMALL]
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            return DataError(f"{broken[0].name}{more} {broken[0].fault}; remove or replace what is broken{option}")
+            return DataError(f"{broken[0].name}{more} {broken[0].fault}; remove or replace the damaged files{option}")
         more = f", nor can {len(bad) - 1} more" if len(bad) > 1 else ""
         return DataError(
-            f"{bad[0].name} {bad[0].fault}{more}; lower data.image_size, remove what is too small, or set "
-            f"data.check=none to have small images enlarged{option}"
+            f"{bad[0].name} {bad[0].fault}{more}; lower data.image_size, remove small images, or set data.check=none "
+            f"to enlarge them{option}"
         )
 
 
 def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
-    """The split's folder and the sorted class folders of the training split."""
+    """The folder of ``split``, and the sorted class folders of the training split."""
     if not root.is_dir():
         raise DataError(f"data.root={root} is not a folder; set data.root to a folder of images")
     divided = (root / "train").is_dir()
@@ -153,7 +150,7 @@ def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
 
 
 def _list(folder: str) -> list[tuple[str, str]]:
-    """Sorted (name, kind) of what is not hidden; kinds as :func:`dmjd.data.regular.kind_of` tells them."""
+    """Sorted (name, kind) of all entries but dot files; kinds as in :func:`dmjd.data.regular.kind_of`."""
     try:
         with os.scandir(folder) as entries:
             return sorted((entry.name, kind_of_entry(entry)) for entry in entries if not entry.name.startswith("."))
@@ -162,7 +159,7 @@ def _list(folder: str) -> list[tuple[str, str]]:
 
 
 def _walk(folder: str, prefix: str, above: tuple[str, ...], skipped: Counter[str]) -> Iterator[str]:
-    """Paths of the images below ``folder``, relative to where the walk began; ``skipped`` counts other kinds."""
+    """Paths of the images below ``folder``, with ``prefix``; ``skipped`` counts other kinds of files."""
     real = os.path.realpath(folder)
     if real in above:
         skipped[LOOP] += 1
@@ -189,5 +186,7 @@ def _assign_labels(folder: str, paths: list[str], classes: list[str]) -> list[in
     names = [path.split("/", 1)[0] for path in paths]
     unknown = next((name for name in names if name not in numbers), None)
     if unknown is not None:
-        raise DataError(f"class folder {os.path.join(folder, unknown)} has no counterpart in the training split")
+        raise DataError(
+            f"class folder {os.path.join(folder, unknown)} does not exist in the training split; add or remove it"
+        )
     return [numbers[name] for name in names]

@@ -1,4 +1,4 @@
-"""The identity of a data set, which a run's checkpoints keep."""
+"""The identity of a data set, stored in the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dmjd.errors import ConfigError
 
 
 class DataIdentity:
-    """What a run learns from, of data sets that can tell. It does not change: a checkpoint of other data is refused.
+    """Fingerprint and size of a data set. Loading the state of another data set raises ConfigError.
 
-    One image more or less in a folder gives other numbers to all behind it, and an epoch perhaps another length.
+    One image more or less in a folder changes the sample ids of all that follow, and perhaps the length of an epoch.
 
     Args:
         fingerprint: see :class:`~dmjd.data.folder.ImageFolder`, :class:`~dmjd.data.shards.dataset.ShardDataset` and
             :class:`~dmjd.data.dataset.ArrayDataset`.
-        images: how many there are.
+        images: number of images.
     """
 
     def __init__(self, fingerprint: str, images: int) -> None:
@@ -27,7 +27,7 @@ class DataIdentity:
 
     @classmethod
     def of(cls, source: ImageDataset | TarStream) -> DataIdentity | None:
-        """None for what cannot tell: a stream of tars."""
+        """The identity of ``source``; None for a stream, which has none."""
         known = ImageFolder | ShardDataset | ArrayDataset
         return cls(source.fingerprint, len(source)) if isinstance(source, known) else None
 
@@ -38,10 +38,9 @@ class DataIdentity:
         return {"fingerprint": self._fingerprint, "said": str(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError if the data are others."""
+        """Raises ConfigError if the data set differs."""
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                f"the run was started with {state.get('said', 'other images')}, and data.root now has {self}; give the "
-                "former back (an empty file of its name keeps the place of one that is gone), or name another folder "
-                "with run="
+                f"the run was started with {state.get('said', 'other images')}, and data.root now has {self}; restore "
+                "the images (an empty file of its name replaces a lost one), or start a new run with run=FOLDER"
             )

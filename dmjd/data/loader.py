@@ -87,7 +87,6 @@ class Shuffle:
         self.steps_per_epoch = count // batch_size
 
     def order(self, key: Tensor, start: int, stop: int) -> Tensor:
-        """See :class:`Sampler`."""
         whole = epoch_order(self._count, key)[: self.steps_per_epoch * self._batch_size]
         # A copy of the part, or every worker would keep the order of all ranks.
         return whole.view(self.steps_per_epoch, self._batch_size)[:, start:stop].contiguous()
@@ -145,7 +144,6 @@ class StepBatches:
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the last epoch used
 
     def begin(self, step: int, workers: int) -> int:
-        """See :class:`TrainingBatches`."""
         return workers
 
     def __getitem__(self, step: int) -> Batch:

@@ -1,4 +1,4 @@
-"""The list of a run's bad images, and when there are too many of them."""
+"""The list of the bad images of a run, and the limit of their number."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from dmjd.safe_load import parse_json
 
 _log = logging.getLogger("dmjd")
 
-_MOST_BYTES = 1 << 26  # of a list that are read at once
+_MOST_BYTES = 1 << 26  # of the list, read at once
 
 
 def exceeds(count: int, total: int, percent: float) -> bool:
-    """Whether ``count`` of ``total`` is more than ``percent``, exactly: 69 of 3000 are not more than 2.3 %."""
+    """Whether ``count`` is more than ``percent`` % of ``total``, exactly: 69 is not more than 2.3 % of 3000."""
     return 100 * count > Fraction(str(percent)) * total
 
 
 class Quarantine:
-    """Lists each bad image once, in a file of one JSON object a line, and stops the run above a rate.
+    """Lists each bad image once in a JSON-lines file, and raises DataError above a percentage.
 
-    A line holds ``kind``, ``name``, ``sample_id``, ``substitute`` (a name) and ``step`` (the first that met the image,
-    counted from 1 as the log does); the last two are null for what a check at the start found. A tar that is read as a
-    stream also has ``images``, for how many it counts. Images are told apart by name. Those that earlier launches
-    listed count, and are not listed again.
+    A line has ``kind``, ``name``, ``sample_id``, ``substitute`` (a name) and ``step`` (the first that read the image,
+    counted from 1); the last two are null for images that the check at the start found. A tar of a stream also has
+    ``images``, the number that it counts as. Images are identified by name; those listed by earlier launches count.
 
-    The processes of a run share the file: each appends what it meets in whole lines, and then also counts what the
-    others have appended.
+    The processes of a run share the file: each appends whole lines, and also counts the lines of the others.
 
     Args:
-        path: of the list; made with the first bad image, as is not its folder.
-        dataset_size: how many images the rate refers to.
-        max_bad_percent: of them may be bad, in [0, 100]; 0 stops at the first.
+        path: path of the list, created with the first bad image in an existing folder.
+        dataset_size: number of images.
+        max_bad_percent: percentage of them that may be bad, in [0, 100]; 0 raises at the first.
 
     Raises:
-        DataError: if the list already holds too many.
+        DataError: if the list already has too many.
 
     :meth:`admit` and :meth:`add` also raise StorageError if the list cannot be written.
     """
@@ -52,50 +50,49 @@ class Quarantine:
         self._max_bad_percent = max_bad_percent
         self._kinds: dict[str, str] = {}  # by name, in the order of the list
         self._images: dict[str, int] = {}
-        self._read = 0  # bytes of whole lines
-        self._torn = False  # a process was killed amid its last line
-        self._catch_up()
-        self._judge()
+        self._read = 0  # bytes read, in whole lines
+        self._torn = False  # the last line is incomplete: its process was killed
+        self._read_new()
+        self._check_limit()
 
     @property
     def counts(self) -> Counter[str]:
-        """Bad images of each kind."""
+        """Number of bad images by kind."""
         counts = Counter[str]()
         for name, kind in self._kinds.items():
             counts[kind] += self._images[name]
         return counts
 
     def admit(self, bad: Mapping[int, BadImage]) -> None:
-        """Take in what a check at the start found, as :attr:`dmjd.data.dataset.ImageDataset.bad` has it. One process of
-        a run does so.
+        """Add :attr:`dmjd.data.dataset.ImageDataset.bad`. Called by one process of a run.
 
         Raises:
             DataError: if there are now too many.
         """
-        new = self._list((_row(image, sample_id, None, None), image) for sample_id, image in bad.items())
+        new = self._append((_row(image, sample_id, None, None), image) for sample_id, image in bad.items())
         if new:
             _log.warning(
                 "the check at the start found %d bad image(s), the first: %s; see %s", len(new), new[0], self._path
             )
-        self._judge()
+        self._check_limit()
 
     def add(self, step: int, substitutions: Iterable[Substitution]) -> None:
-        """Take in the bad images of a batch; ``step`` counts from 0, as batches do.
+        """Add the bad images of a batch; ``step`` counts from 0.
 
         Raises:
             DataError: if there are now too many.
         """
         rows = {item: _row(item.bad, item.sample_id, item.substitute, step + 1) for item in substitutions}
-        new = [item for item, row in rows.items() if self._list([(row, item.bad)])]
-        self._judge()
+        new = [item for item, row in rows.items() if self._append([(row, item.bad)])]
+        self._check_limit()
         for item in new:
-            _log.warning("step %d: %s; %s takes its place", step + 1, item.bad, item.substitute)
+            _log.warning("step %d: %s; substituted by %s", step + 1, item.bad, item.substitute)
 
-    def _list(self, rows: Iterable[tuple[dict[str, Any], BadImage]]) -> list[BadImage]:
-        """Append what is not listed yet, and return it."""
+    def _append(self, rows: Iterable[tuple[dict[str, Any], BadImage]]) -> list[BadImage]:
+        """Append the images that are not listed yet, and return them."""
         new = [(row, bad) for row, bad in rows if bad.name not in self._kinds]
         if new:
-            self._catch_up()
+            self._read_new()
             new = [(row, bad) for row, bad in new if bad.name not in self._kinds]
         if not new:
             return []
@@ -105,15 +102,15 @@ class Quarantine:
                 file.write(("\n" + lines if self._torn else lines).encode())
         except OSError as error:
             raise StorageError(
-                f"cannot write {self._path}: {error.strerror}; mend that, and the same command goes on"
+                f"cannot write {self._path}: {error.strerror}; repair the disk, and the same command continues"
             ) from error
         self._torn = False
         for _, bad in new:
-            self._know(bad.name, bad.kind, bad.images)
+            self._count(bad.name, bad.kind, bad.images)
         return [bad for _, bad in new]
 
-    def _catch_up(self) -> None:
-        """Read what was appended since."""
+    def _read_new(self) -> None:
+        """Read the lines appended since the last call."""
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
@@ -126,15 +123,15 @@ class Quarantine:
                 row = parse_json(line)
                 name, kind, images = row["name"], row["kind"], row.get("images", 1)
                 if isinstance(name, str) and isinstance(kind, str) and type(images) is int and 0 < images < 1 << 53:
-                    self._know(name, kind, images)
+                    self._count(name, kind, images)
             except (ValueError, TypeError, KeyError):
-                continue  # a torn line; its image is listed anew when it is met again
+                continue  # an incomplete line; its image is listed again when it is read again
 
-    def _know(self, name: str, kind: str, images: int) -> None:
+    def _count(self, name: str, kind: str, images: int) -> None:
         self._kinds.setdefault(name, kind)
         self._images.setdefault(name, images)
 
-    def _judge(self) -> None:
+    def _check_limit(self) -> None:
         count = sum(self._images.values())
         if not exceeds(count, self._dataset_size, self._max_bad_percent):
             return

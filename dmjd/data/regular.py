@@ -1,4 +1,4 @@
-"""Kinds of files: what a listing finds besides regular files is skipped and counted. Imports no torch."""
+"""Kinds of files: entries of a listing that are not regular files are skipped and counted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _log = logging.getLogger("dmjd")
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """:data:`FILE` or :data:`FOLDER`, links followed, or else what it is. Raises OSError if it cannot be looked at."""
+    """:data:`FILE` or :data:`FOLDER`, links followed, or the name of another kind. Raises OSError if stat fails."""
     try:
         return kind_of_mode(os.stat(path).st_mode)
     except OSError as error:
@@ -27,21 +27,21 @@ def kind_of(path: str | os.PathLike[str]) -> str:
 
 
 def kind_of_entry(entry: os.DirEntry[str]) -> str:
-    """As :func:`kind_of`, without a look at the disk where the folder's listing tells."""
+    """As :func:`kind_of`, without a stat call where the listing has the kind."""
     if entry.is_file(follow_symlinks=False):
         return FILE
     return FOLDER if entry.is_dir(follow_symlinks=False) else kind_of(entry.path)
 
 
 def only_files(paths: list[str], place: str) -> list[str]:
-    """Those of ``paths`` that are regular files, or are not there; the others are counted in a line of the log."""
+    """The ``paths`` that are regular files or do not exist; the others are counted in a log line."""
     kinds = {path: FILE if not os.path.lexists(path) else kind_of(path) for path in paths}
     log_skipped(place, Counter(kind for kind in kinds.values() if kind != FILE))
     return [path for path in paths if kinds[path] == FILE]
 
 
 def log_skipped(place: str, skipped: Counter[str]) -> None:
-    """A line that counts what was left out of ``place``, by kind; none if nothing was."""
+    """Log the number of entries of ``place`` that were skipped, by kind; nothing if there are none."""
     if skipped:
         kinds = [f"{count} {kind if count == 1 else _plural(kind)}" for kind, count in sorted(skipped.items())]
         _log.warning("%s: skipped %d: %s", place, skipped.total(), ", ".join(kinds))

@@ -14,22 +14,22 @@ from dmjd.data.dataset import ArrayDataset, Pixels, Split
 from dmjd.errors import DataError
 
 DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's and Ubuntu's package ``dataset-fashion-mnist`` puts the files."""
+"""Folder of the package ``dataset-fashion-mnist`` of Debian and Ubuntu."""
 
 _PREFIX = {"train": "train", "test": "t10k"}
-_REMEDY = "download Fashion-MNIST's four files again, or leave data.root empty to have them found or fetched"
+_REMEDY = "download Fashion-MNIST's four files again, or leave data.root empty to find or fetch them"
 _CLASSES = 10
 _DIGITS_TEST_IMAGES = 360
 _DIGITS_ENLARGE = 4
 
 
 def find_idx(folder: Path, stem: str) -> Path | None:
-    """``folder/stem`` or ``folder/stem.gz``, whichever is there."""
+    """The path ``folder/stem`` or ``folder/stem.gz``; None if neither exists."""
     return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)
 
 
 def has_fashion_mnist(folder: Path) -> bool:
-    """Whether ``folder`` holds the four files."""
+    """Whether ``folder`` has the four files."""
     return all(find_idx(folder, stem) for prefix in _PREFIX.values() for stem in _stems(prefix))
 
 
@@ -38,7 +38,7 @@ def _stems(prefix: str) -> tuple[str, str]:
 
 
 def decompressed(path: Path, most: int = -1) -> bytes:
-    """The bytes of a file, of one named .gz those inside it; at most ``most`` of them, or all.
+    """Read a file, decompressed if its name ends in .gz; at most ``most`` bytes, -1 for all.
 
     Raises:
         DataError: if it cannot be read, or is not gzip although named .gz.
@@ -52,11 +52,11 @@ def decompressed(path: Path, most: int = -1) -> bytes:
 
 
 def read_idx(path: Path, ndim: int) -> Pixels:
-    """The uint8 array of an IDX file: big-endian magic ``0x0800 | ndim``, ``ndim`` uint32 sizes, then the bytes.
+    """Read the uint8 array of an IDX file: big-endian magic ``0x0800 | ndim``, ``ndim`` uint32 sizes, then the bytes.
 
     Raises:
-        DataError: if the file is not gzip although named .gz, has another magic number, or does not hold as many bytes
-            as it says.
+        DataError: if the file is not gzip although named .gz, has another magic number, or another size than in its
+            header.
     """
     content = decompressed(path)
     start = 4 * (1 + ndim)
@@ -65,20 +65,20 @@ def read_idx(path: Path, ndim: int) -> Pixels:
         raise DataError(f"{path} is not an IDX file of {ndim}-d bytes (it begins with {content[:4]!r}); {_REMEDY}")
     shape = struct.unpack(f">{ndim}I", content[4:start])
     if len(content) - start != math.prod(shape):
-        raise DataError(f"{path} holds {len(content) - start} bytes, but promises {math.prod(shape)}; {_REMEDY}")
+        raise DataError(f"{path} has {len(content) - start} bytes, but its header {math.prod(shape)}; {_REMEDY}")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
 class FashionMnist(ArrayDataset):
-    """70 000 grey 28x28 pictures of clothes in 10 classes (Xiao et al., 2017), held in memory with a black border.
+    """70 000 grey 28x28 images of clothes in 10 classes (Xiao et al., 2017), held in memory with a black border.
 
     Args:
-        folder: the one with the IDX files, plain or .gz.
-        split: the authors' 60 000 ("train") or 10 000 ("test").
-        pad: pixels of border on each side; 2 makes 32x32, which patches of 4 and 8 divide.
+        folder: folder of the IDX files, plain or .gz.
+        split: "train" (60 000 images) or "test" (10 000).
+        pad: border on each side in pixels; 2 gives 32x32, divisible by patches of 4 and 8.
 
     Raises:
-        DataError: if a file is missing, damaged, or disagrees with its partner.
+        DataError: if a file is missing or damaged, or the numbers of images and labels differ.
     """
 
     def __init__(self, folder: Path, split: Split, pad: int = 2) -> None:
@@ -105,9 +105,9 @@ def _locate(folder: Path, stem: str) -> Path:
 
 
 class Digits(ArrayDataset):
-    """1797 grey 8x8 digits, each pixel repeated 4x4 to make 32x32, in 10 classes.
+    """scikit-learn's 1797 grey 8x8 digits in 10 classes, each pixel repeated 4x4 to give 32x32.
 
-    There is no official split: the last 360 of one fixed permutation are "test", the other 1437 "train".
+    There is no official split: the last 360 of a fixed permutation are "test", the other 1437 "train".
 
     Raises:
         DataError: if scikit-learn is not installed.
@@ -115,11 +115,11 @@ class Digits(ArrayDataset):
 
     def __init__(self, split: Split) -> None:
         try:
-            from sklearn.datasets import load_digits  # here, since no other data set needs scikit-learn
+            from sklearn.datasets import load_digits  # only this data set needs scikit-learn
         except ModuleNotFoundError as error:
             raise DataError("data.name=digits needs scikit-learn: pip install scikit-learn") from error
         pixels, labels = load_digits(return_X_y=True)
-        # RandomState and not Generator: numpy promises that its stream never changes, so neither does the split.
+        # RandomState, not Generator: numpy guarantees that its stream never changes, so the split does not either.
         order = np.random.RandomState(0).permutation(len(labels))
         chosen = order[:-_DIGITS_TEST_IMAGES] if split == "train" else order[-_DIGITS_TEST_IMAGES:]
         grey = (pixels.reshape(-1, 8, 8)[chosen].astype(np.int64) * 255 + 8) // 16  # 0..16 -> 0..255, rounded

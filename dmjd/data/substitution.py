@@ -1,8 +1,8 @@
-"""Another image in the place of one that cannot be used, so that batches and epochs keep their size.
+"""Substitutes for images that cannot be used, so that batches and epochs keep their size.
 
-The substitute is a pure function of (seed, bad sample id) and of which images are bad: the same in every epoch, rank,
-worker and launch. The place keeps the bad image's sample id, so its crop, flip and masks are drawn as ever and no draw
-of another sample moves; pixels and label are the substitute's.
+The substitute is a pure function of (seed, bad sample id, set of bad images): the same in every epoch, rank, worker and
+launch. The row keeps the sample id of the bad image, and with it the crop, flip and masks; pixels and label are the
+substitute's.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dmjd.errors import BadImage, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
 ATTEMPTS = 8
-"""Candidates for one bad image. Where 1 % are bad, eight in a row are a matter of 1e-16."""
+"""Candidates per bad image. If 1 % are bad, all eight are bad with probability 1e-16."""
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """sample_id, bad: of the image that cannot be used; substitute: the name of the one in its place."""
+    """One substitution. sample_id, bad: of the image that cannot be used; substitute: name of its substitute."""
 
     sample_id: int
     bad: BadImage
@@ -35,7 +35,7 @@ View = TypeVar("View")
 
 @dataclass(frozen=True)
 class Sample(Generic[View]):
-    """What a batch takes: what was made of the image, and its label, and whether they stand in for others."""
+    """View and label of one row of a batch; ``substitution`` if they are a substitute's."""
 
     view: View
     label: int
@@ -43,10 +43,10 @@ class Sample(Generic[View]):
 
 
 def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[OpenImage], View]) -> Sample[View]:
-    """What ``view`` makes of image ``index``, or of its substitute.
+    """Apply ``view`` to image ``index``, or to its substitute.
 
     Raises:
-        DataError: if the candidates are bad too.
+        DataError: if all candidates are bad too.
     """
     try:
         return Sample(view(dataset.open(index)), dataset.label(index), None)
@@ -55,10 +55,10 @@ def read_sample(dataset: ImageDataset, index: int, seed: int, view: Callable[[Op
     for candidate in _candidates(index, len(dataset), seed):
         try:
             pixels = view(dataset.open(candidate))
-        except BadImage:  # counted when its own turn comes
+        except BadImage:  # listed when its own row is read
             continue
         return Sample(pixels, dataset.label(candidate), Substitution(index, bad, dataset.name(candidate)))
-    raise DataError(f"{bad}, as no image drawn to take its place can be used either")
+    raise DataError(f"{bad}; no substitute can be used either")
 
 
 def _candidates(index: int, count: int, seed: int) -> Iterator[int]:

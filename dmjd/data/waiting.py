@@ -1,7 +1,4 @@
-"""Waiting for images: how long, how a request to stop ends it, and the stacks that are written when it lasts too long.
-
-Imports no torch.
-"""
+"""Wait for batches with a time limit, an end on a stop request, and a dump of the workers' stacks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,12 +24,12 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 0.5
-"""After a request to stop, for a batch that is about to arrive."""
+"""Wait for the pending batch after a stop request."""
 END_SECONDS = 1.0
-"""For workers to end after SIGTERM, before they are sent SIGKILL."""
+"""Time between SIGTERM and SIGKILL for workers."""
 STACKS_SIGNAL = signal.SIGUSR2
 STACK_SECONDS = 0.5
-"""For one worker to write its stacks."""
+"""Wait for the stacks of one worker."""
 
 _stop_requested: Callable[[], bool] = lambda: False  # noqa: E731
 _thread = threading.local()
@@ -40,7 +37,7 @@ _thread = threading.local()
 
 @contextmanager
 def interrupted_by(stop_requested: Callable[[], bool]) -> Iterator[None]:
-    """Within it, waiting for data ends with :class:`StopRequested` once ``stop_requested()`` is true."""
+    """Within the block, waiting for data raises :class:`StopRequested` once ``stop_requested()`` is true."""
     global _stop_requested
     before, _stop_requested = _stop_requested, stop_requested
     try:
@@ -50,39 +47,39 @@ def interrupted_by(stop_requested: Callable[[], bool]) -> Iterator[None]:
 
 
 class Progress:
-    """When data last arrived, in memory that processes forked afterwards share."""
+    """Time of the last data, in memory shared with processes forked afterwards."""
 
     def __init__(self) -> None:
         self._last = memoryview(mmap(-1, 8)).cast("d")
         self.mark()
 
     def mark(self) -> None:
-        """Data has arrived."""
+        """Record that data has arrived."""
         self._last[0] = time.monotonic()
 
     @property
     def idle(self) -> float:
-        """Seconds since."""
+        """Seconds since data last arrived."""
         return time.monotonic() - self._last[0]
 
     def follow(self) -> None:
-        """From now on :func:`progress_mark` in this thread gives :meth:`mark`."""
+        """Make :func:`progress_mark` return :meth:`mark` in this thread."""
         _thread.mark = self.mark
 
 
 def progress_mark() -> Callable[[], None]:
-    """The function to call when data arrives for the loader that this thread works for; other threads may call it."""
+    """The function to call, from any thread, when data arrives for the loader of this thread."""
     mark: Callable[[], None] = getattr(_thread, "mark", lambda: None)
     return mark
 
 
 @dataclass(frozen=True)
 class Limit:
-    """How long to wait for a batch.
+    """Limit of the wait for a batch.
 
-    minutes: of ``data.timeout``, without progress.
-    stacks: the file that gets the stacks of the workers; None for standard error.
-    finishes: after a request to stop, batches that arrive in time are still handed out.
+    minutes: longest time without progress, ``data.timeout``.
+    stacks: file for the stacks of the workers; None for standard error.
+    finishes: after a stop request, a batch that arrives within :data:`GRACE_SECONDS` is still returned.
     """
 
     minutes: float
@@ -91,21 +88,21 @@ class Limit:
 
 
 class Stacks:
-    """A file in memory into which this process and its workers write the Python stacks of their threads."""
+    """A memory file to which this process and its workers write the Python stacks of their threads."""
 
     def __init__(self) -> None:
-        self._file = os.memfd_create("stacks")  # all processes share its offset, so they append
+        self._file = os.memfd_create("stacks")  # processes share its offset, so they append
 
     def register(self) -> None:
-        """This process, a worker, writes when it is sent :data:`STACKS_SIGNAL`, also from within a system call."""
+        """Write the stacks of this worker on :data:`STACKS_SIGNAL`, also during a system call."""
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=True)
 
     def collect(self, workers: Sequence[multiprocessing.process.BaseProcess]) -> str:
-        """Those of this process and of ``workers``."""
-        self._write(f"process {os.getpid()}, which waits for data\n")
+        """The stacks of this process and of ``workers``."""
+        self._write(f"process {os.getpid()}, waiting for data\n")
         faulthandler.dump_traceback(file=self._file, all_threads=True)
         for worker in workers:
-            with suppress(OSError):  # it may end meanwhile
+            with suppress(OSError):  # the worker may have exited
                 assert worker.pid is not None
                 state = Path(f"/proc/{worker.pid}/status").read_text().partition("State:")[2].partition("\n")[0].strip()
                 self._write(f"\nloader worker {worker.pid}, state {state}\n")
@@ -127,10 +124,10 @@ class Stacks:
 
 
 class Waiting(Generic[T]):
-    """Takes items from an iterator in a thread of its own, so that waiting for one can end, whatever blocks it.
+    """Takes items from an iterator in another thread, so that waiting can end whatever blocks the iterator.
 
     Args:
-        items: handed over: nothing else may keep a reference to it.
+        items: the caller must keep no reference to it.
         workers: the processes that make the items, if any.
     """
 
@@ -146,7 +143,7 @@ class Waiting(Generic[T]):
         self._wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._came: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         arguments = items, self._wanted, self._came, progress
-        self._thread = threading.Thread(target=_hand_over, args=arguments, name="batches", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=arguments, name="batches", daemon=True)
         self._thread.start()
 
     def next(self) -> T:
@@ -154,7 +151,7 @@ class Waiting(Generic[T]):
 
         Raises:
             StopRequested: see :func:`interrupted_by`.
-            DataError: if nothing has arrived for as long as the limit says.
+            DataError: if nothing has arrived for ``limit.minutes``.
         """
         if not self._limit.finishes and _stop_requested():
             raise StopRequested
@@ -177,11 +174,11 @@ class Waiting(Generic[T]):
         return result
 
     def close(self, finished: bool) -> None:
-        """End the thread and the workers; unless all items were taken they may be busy or blocked, and are killed."""
+        """End the thread and the workers; unless ``finished``, the workers may be blocked and are killed."""
         self._wanted.put(False)
         if not finished:
             _end(self._workers)
-        self._thread.join(END_SECONDS if finished else POLL_SECONDS)  # it may be blocked as well
+        self._thread.join(END_SECONDS if finished else POLL_SECONDS)  # the thread may be blocked too
 
     def _overdue(self) -> DataError:
         text, place = self._stacks.collect(self._workers), self._limit.stacks
@@ -196,11 +193,11 @@ class Waiting(Generic[T]):
         return DataError(
             f"no data arrived for {self._limit.minutes:g} minute(s), which is data.timeout; "
             f"{'the lines above show' if place is None else f'{place} shows'} where the loader is blocked: repair the "
-            "storage or remove the file it names, or raise data.timeout; the same command continues"
+            "storage or remove the file named there, or raise data.timeout; the same command continues"
         )
 
 
-def _hand_over(
+def _serve(
     items: Iterator[Any],
     wanted: queue.SimpleQueue[bool],
     came: queue.SimpleQueue[tuple[Any, BaseException | None]],
@@ -211,8 +208,7 @@ def _hand_over(
         try:
             item = next(items)
         except BaseException as error:
-            # A traceback keeps the locals of its frames alive, among them the loader, which ends its workers when it
-            # is deleted.
+            # A traceback keeps the locals of its frames alive, and so the loader, whose deletion ends its workers.
             traceback.clear_frames(error.__traceback__)
             del items
             came.put((None, error))
@@ -223,7 +219,7 @@ def _hand_over(
 
 def _end(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
     main = threading.current_thread() is threading.main_thread()
-    # Torch's handler would raise an error about every worker that is killed.
+    # Torch's handler would raise an error for every killed worker.
     handler = signal.signal(signal.SIGCHLD, signal.SIG_DFL) if main else None
     try:
         for end in (multiprocessing.process.BaseProcess.terminate, multiprocessing.process.BaseProcess.kill):

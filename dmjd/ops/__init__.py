@@ -1,7 +1,7 @@
-"""Reusable ops of masked image modelling. Needs torch and nothing else.
+"""Reusable ops of masked image modelling. Imports torch and nothing else.
 
-Every op has a PyTorch reference that works on any device without a compiler, and gains native kernels where they are
-built: :func:`status` tells which kernel serves which op.
+Every op has a PyTorch reference, which runs on any device without a compiler, and uses native kernels where they are
+built; :func:`status` lists the kernel of each op.
 """
 
 import torch.serialization
@@ -21,9 +21,9 @@ from dmjd.ops.short_attention import short_attention, short_attention_packed
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
 
-# torch.load reads them with weights_only=True: they hold tensors and numbers.
+# For torch.load with weights_only=True.
 torch.serialization.add_safe_globals([MaskPlan, Views])
-# torch.export.save writes programs that return them.
+# For torch.export.save of programs that return Views.
 torch.utils._pytree._register_namedtuple(Views, serialized_type_name="dmjd.ops.views.Views")
 _register_flops()
 

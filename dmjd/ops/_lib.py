@@ -20,18 +20,18 @@ from dmjd.ops import _native
 
 NAMESPACE = "dmjd"
 
-# FRAGMENT, not DEF: a namespace can be opened as DEF only once per process, so a reload or a vendored copy would raise.
+# FRAGMENT, not DEF: DEF opens a namespace once per process, so a reload or a vendored copy would raise.
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 _references: dict[str, Callable[..., Any]] = {}
 _in_triton: set[str] = set()
 _for_hopper: set[str] = set()
 
-# Asked and not imported: that takes a while, and torch itself does so only when it compiles.
+# Found, not imported: the import is slow, and torch itself defers it until it compiles.
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def _is_native(name: str, device: str) -> bool:
-    # Ask the dispatcher, not a flag: static registrations can run even when the import itself fails.
+    # Query the dispatcher: static registrations can run even if the import fails.
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", device)
 
 
@@ -40,9 +40,9 @@ def _on_card(arguments: Iterable[Any]) -> bool:
 
 
 def _until_loaded(name: str, reference: Callable[..., Any], library: str) -> Callable[..., Any]:
-    """``reference``, which on a CUDA tensor first sees whether a native kernel can take the call.
+    """``reference``, which for CUDA tensors first tries to load the native kernel and dispatches to it.
 
-    Once the CUDA library is loaded the dispatcher goes to its kernels by itself and never comes here again.
+    Once the CUDA library is loaded, the dispatcher calls its kernels directly.
     """
 
     @functools.wraps(reference)
@@ -59,10 +59,10 @@ def _until_loaded(name: str, reference: Callable[..., Any], library: str) -> Cal
 
 
 def _transformed(arguments: tuple[Any, ...]) -> bool:
-    """Whether a transform of torch.func, or forward-mode AD, is at work on a call."""
+    """Whether a torch.func transform or forward-mode AD is active for a call."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
-    # A compiler traces a dual level without Python's count of them.
+    # A compiler traces dual levels without updating forward_ad._current_level.
     return torch._C._len_torch_dispatch_stack() > 0 and any(
         isinstance(value, torch.Tensor) and torch._VF._unpack_dual(value, level=0)[1] is not None for value in arguments
     )
@@ -71,7 +71,7 @@ def _transformed(arguments: tuple[Any, ...]) -> bool:
 def _differentiable(
     name: str, reference: Callable[..., Any], autograd: tuple[Callable[..., None], Callable[..., Any]] | None
 ) -> Callable[..., Any]:
-    """The op's Autograd kernel: ``autograd`` in a plain backward pass, else what torch makes of ``reference``."""
+    """The Autograd kernel of an op: ``autograd`` in a plain backward pass, else torch's autograd of ``reference``."""
     setup_context, backward = autograd if autograd is not None else (None, None)
     below = make_autograd_impl(getattr(torch.ops.dmjd, name).default, Info(backward, setup_context))
 
@@ -100,16 +100,16 @@ def define(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as the reference of a new op.
 
-    Under a transform of torch.func and under forward-mode AD a differentiable op runs its reference, which torch
-    differentiates and vectorises by its own rules.
+    Under torch.func transforms and forward-mode AD a differentiable op runs its reference, which torch differentiates
+    and vectorises.
 
     Args:
-        schema: reads ``"name(Tensor x) -> Tensor"``.
-        fake: makes the result's shapes and dtypes from the arguments'.
-        autograd: ``(setup_context, backward)`` as :func:`torch.library.register_autograd` takes them.
-        differentiable: without ``autograd``, whether torch differentiates the reference where a gradient is asked for.
-        triton: the op on CUDA tensors by kernels in Triton, for an op that no native library serves.
-        library: of the op's CUDA kernels, "CUDA" or "HOPPER" (:mod:`dmjd.ops._native`).
+        schema: such as ``"name(Tensor x) -> Tensor"``.
+        fake: shape and dtype function.
+        autograd: ``(setup_context, backward)`` as for :func:`torch.library.register_autograd`.
+        differentiable: without ``autograd``, whether torch differentiates the reference.
+        triton: implementation for CUDA tensors in Triton, for an op without native CUDA kernels.
+        library: library of the native CUDA kernels, "CUDA" or "HOPPER" (:mod:`dmjd.ops._native`).
     """
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,20 +134,20 @@ def define(
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast casts to on such a device; None where it is off, and on "meta", which has no autocast."""
-    # torch.amp.is_autocast_available would tell of every type, and torch.compile cannot trace it before torch 2.12.
+    """The dtype of autocast on ``device_type``; None if it is off, and for "meta", which has no autocast."""
+    # torch.compile cannot trace torch.amp.is_autocast_available before torch 2.12.
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """The context in which a reference computes in the dtypes that it was given."""
+    """A context without autocast, in which a reference computes in the dtypes of its arguments."""
     return torch.autocast(device_type, enabled=False) if autocast_dtype(device_type) else nullcontext()
 
 
 def reference(name: str) -> Callable[..., Any]:
-    """The PyTorch reference of op ``name``: the definition that every kernel must equal.
+    """The PyTorch reference of op ``name``, which defines its result.
 
     Raises:
         ValueError: if there is no such op.
@@ -158,9 +158,9 @@ def reference(name: str) -> Callable[..., Any]:
 
 
 def status() -> dict[str, dict[str, str]]:
-    """For every op, which kernel serves it on each device: ``{"op": {"CPU": "native", "CUDA": "reference: why"}}``.
+    """The kernel of every op on each device: ``{"op": {"CPU": "native", "CUDA": "reference: reason"}}``.
 
-    Loads the CUDA library if nothing has yet, and so initialises CUDA where there is a device.
+    Loads the CUDA library if it is not loaded yet, and so initialises CUDA if there is a device.
     """
     return {name: {device: _server(name, device) for device in _native.DEVICES} for name in sorted(_references)}
 

@@ -1,14 +1,13 @@
-"""The native kernel libraries: which one serves a dispatch key, and why not.
+"""Load the native kernel libraries, or report why one is unavailable.
 
 ``_C_cpu`` and ``_C_cuda`` are stable-ABI libraries (one binary for every torch >= 2.11 and every Python) that register
-their kernels when they are imported. ``DMJD_DISABLE_EXT=1`` leaves them out, which is how a kernel bug is told from a
-model bug.
+their kernels on import. ``DMJD_DISABLE_EXT=1`` disables them, to tell kernel bugs from model bugs.
 
-``_C_hopper`` has kernels that an H100, H200 or GH200 alone can run, under the key CUDA too.
+``_C_hopper`` has kernels for compute capability 9.0 (H100, H200, GH200), also under the key CUDA.
 
-``_C_cuda`` waits for the first CUDA call. Kernels built for other cards would fail with "no kernel image is available",
-so the cards are asked before it is loaded; but asking initialises CUDA, and a process that has done so can no longer
-fork its data loading workers. An import must not do that.
+``_C_cuda`` is loaded by the first CUDA call. Kernels built for other cards fail with "no kernel image is available", so
+the compute capability is checked first; that initialises CUDA, after which a process can no longer fork data loading
+workers. An import must therefore not do it.
 """
 
 from __future__ import annotations
@@ -30,24 +29,24 @@ _MODULES = {"CPU": "_C_cpu", "CUDA": "_C_cuda", "HOPPER": "_C_hopper"}
 _INSTALL = "pip install --no-build-isolation ."
 
 DEVICES = ("CPU", "CUDA")
-"""Dispatch keys that native kernels exist for."""
+"""Dispatch keys with native kernels."""
 
 HOPPER = (9, 0)
-"""The compute capability of the only cards that run what is in ``_C_hopper``."""
+"""Compute capability of ``_C_hopper``."""
 
 disabled = os.environ.get("DMJD_DISABLE_EXT", "0") not in ("", "0")
-"""Whether the user asked for the references."""
+"""Whether native kernels are disabled by DMJD_DISABLE_EXT."""
 
 
 def covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     """Whether a build for ``archs`` (as in TORCH_CUDA_ARCH_LIST: ``["8.0", "9.0+PTX"]``) runs on a card.
 
-    Machine code serves the cards of its major version from its minor version on; with ``+PTX`` the driver compiles for
-    newer ones. The suffix ``a`` ties both to the very card, ``f`` ties PTX to the major version.
+    Machine code runs on cards of the same major and an equal or higher minor version; with ``+PTX`` the driver compiles
+    for newer cards. The suffix ``a`` restricts both to this exact capability, ``f`` PTX to the major version.
     """
     for arch in archs:
         match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", arch)
-        assert match, f"setup.py lets no such architecture through: {arch}"
+        assert match, f"setup.py rejects such an architecture: {arch}"
         built, suffix, ptx = (int(match[1]), int(match[2])), match[3], match[4]
         same_major = built[0] == capability[0] and suffix != "a"
         if built == capability or (built < capability and (same_major or (ptx and not suffix))):
@@ -56,7 +55,7 @@ def covers(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def build_info() -> BuildInfo | None:
-    """Compiler, oldest torch, CUDA toolkit and architectures of the native build. None without ``dmjd._core``."""
+    """Compiler, oldest torch, CUDA toolkit and architectures of the native build; None without ``dmjd._core``."""
     try:
         from dmjd import _core
     except ImportError:
@@ -65,7 +64,7 @@ def build_info() -> BuildInfo | None:
 
 
 def no_use(device: str) -> str | None:
-    """Why kernels of any kind would serve nobody on ``device``, or None."""
+    """The reason why no native or Triton kernel can run on ``device``; None if one can."""
     if disabled:
         return "DMJD_DISABLE_EXT is set"
     if device != "CUDA":
@@ -76,7 +75,7 @@ def no_use(device: str) -> str | None:
 
 
 def _obstacle(library: str) -> str | None:
-    """What speaks against loading the library, without having tried."""
+    """The reason not to try to load ``library``, or None."""
     useless = no_use("CPU" if library == "CPU" else "CUDA")
     if useless is not None or library == "CPU":
         return useless
@@ -85,7 +84,7 @@ def _obstacle(library: str) -> str | None:
         return None if HOPPER in capabilities else "no card of compute capability 9.0"
     info = build_info()
     archs = info["cuda_archs"] if info else []
-    # Nothing tells, as where the libraries came without _core: trust whoever brought them.
+    # Without _core the architectures are unknown, and the library is loaded unchecked.
     for card in range(torch.cuda.device_count() if archs else 0):
         capability = torch.cuda.get_device_capability(card)
         if not covers(archs, capability):
@@ -109,13 +108,13 @@ def _import(module: str) -> str | None:
 
 @cache
 def why_missing(library: str) -> str | None:
-    """Why ``library`` ("CPU", "CUDA" or "HOPPER") serves nobody, or None once it does. The first question loads it."""
+    """The reason why ``library`` ("CPU", "CUDA" or "HOPPER") is not loaded, or None. The first call loads it."""
     return _obstacle(library) or _import(_MODULES[library])
 
 
 @cache
 def warn_of_references(why: str) -> None:
-    """Say, once in a process, that CUDA tensors go through the references. Not to somebody who asked for it."""
+    """Warn once per process that CUDA tensors use the references, unless DMJD_DISABLE_EXT requests that."""
     if not disabled:
         warnings.warn(
             f"dmjd.ops: CUDA tensors are served by the PyTorch references, which are right but slower: {why}. "
@@ -125,5 +124,5 @@ def warn_of_references(why: str) -> None:
         )
 
 
-# torch is imported above, so its libraries are in the process before ours look for them.
+# After the import of torch, whose libraries this one links.
 why_missing("CPU")

@@ -1,4 +1,4 @@
-"""Numbers and tensors as callers pass them: the value in Python's own type, or an error of one line."""
+"""Check arguments of ops and convert them to Python types; errors have one line."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torch import Tensor
 
 
 def shown(value: Any) -> str:
-    """``value`` in a message: its repr in one line, or its type where that is long."""
+    """``value`` for a message: its repr in one line, or its type if that is longer than 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"a value of type {type(value).__name__}"
 
 
 def integer(name: str, value: Any) -> int:
-    """An integer of any type that Python takes for an index, numpy's and torch's among them, but no bool."""
+    """Convert an integer of any index type, of numpy and torch too; rejects bool."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        return value  # type: ignore[return-value]  # a size that torch.compile keeps open
+        return value  # type: ignore[return-value]  # a symbolic size of torch.compile
     try:
         if not isinstance(value, bool) and getattr(value, "dtype", None) is not torch.bool:
             return operator.index(value)
-    except (TypeError, RuntimeError):  # torch's for a tensor that holds no value, as on "meta"
+    except (TypeError, RuntimeError):  # RuntimeError for a tensor without a value, as on "meta"
         pass
     raise TypeError(f"{name} must be an integer, got {shown(value)}")
 
 
 def pair(name: str, value: Any) -> tuple[int, int]:
-    """Two integers (down, across); one stands for both."""
+    """Convert to two integers (down, across); one number is used for both."""
     if isinstance(value, (str, bytes, dict, set)):
         raise TypeError(f"{name} must be an integer or two integers, got {shown(value)}")
     try:
@@ -44,12 +44,12 @@ def pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def number(name: str, value: Any) -> float:
-    """A real number of Python or numpy."""
+    """Convert a real number of Python or numpy."""
     if isinstance(value, float):
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
-    # As text numpy's float32 is the decimal that was typed; as a double .6 would be 0.6000000238418579.
+    # str() of a numpy float32 gives the decimal that was typed; float() would give 0.6000000238418579 for .6.
     try:
         return float(str(value)) if hasattr(value, "dtype") else float(value)
     except OverflowError:

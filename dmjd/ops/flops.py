@@ -1,6 +1,6 @@
-"""FLOPs of the ops for :class:`torch.utils.flop_counter.FlopCounterMode`: what it counts for their references.
+"""FLOP formulas of the ops for :class:`torch.utils.flop_counter.FlopCounterMode`, equal to those of the references.
 
-Importing torch's counter imports triton, so the formulas wait until somebody else does.
+Importing torch's counter imports triton, so the formulas are registered when another module imports it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ Shape = tuple[int, ...]
 
 
 def gelu_mlp(x: Shape, weight1: Shape, bias1: Shape, weight2: Shape, *_: Any, **__: Any) -> int:
-    """Two matrix products."""
+    """FLOPs of two matrix products."""
     (hidden, inputs), outputs = weight1, weight2[0]
     return 2 * math.prod(x[:-1]) * hidden * (inputs + outputs)
 
 
 def gelu_mlp_backward(grad: Shape, x: Shape, weight1: Shape, bias1: Shape, weight2: Shape, **_: Any) -> int:
-    """Five: the hidden layer once more, its gradient, and those of x and both weights."""
+    """FLOPs of five products: the recomputed hidden layer, its gradient, and those of x and both weights."""
     (hidden, inputs), outputs = weight1, weight2[0]
     return 2 * math.prod(x[:-1]) * hidden * (3 * inputs + 2 * outputs)
 
 
 def short_attention(q: Shape, *_: Any, **__: Any) -> int:
-    """Two products over every pair of tokens; ``q [B, N, H, D]``."""
+    """FLOPs of two products over all pairs of tokens; ``q [B, N, H, D]``."""
     batch, tokens, heads, depth = q
     return 4 * batch * heads * tokens**2 * depth
 
@@ -44,12 +44,12 @@ def short_attention_packed(qkv: Shape, *_: Any, **__: Any) -> int:
 
 
 def short_attention_backward(grad: Shape, *_: Any, **__: Any) -> int:
-    """Five: the scores once more, the probabilities' gradient, and those of q, k and v."""
+    """FLOPs of five products: the recomputed scores, the gradient of the probabilities, and those of q, k and v."""
     return short_attention(grad) * 5 // 2
 
 
 def _dense(x: Shape, weight: Shape, grid_h: int, grid_w: int, q: int) -> tuple[Shape, Shape]:
-    """The shapes of the whole map and of the filter."""
+    """Shapes of the whole map and of the filter."""
     channels, size, _ = weight
     return (x[0], channels, grid_h * q, grid_w * q), (channels, 1, size, size)
 
@@ -84,7 +84,7 @@ def _register(counter: ModuleType) -> None:
 
 
 class _OnImport(MetaPathFinder):
-    """Registers the formulas when torch's counter is imported, and steps aside."""
+    """Import hook that registers the formulas when torch's counter is imported, and then removes itself."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != COUNTER:

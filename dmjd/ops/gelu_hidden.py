@@ -1,6 +1,6 @@
-"""The hidden layer of a GELU MLP and its gradient: the two parts of :mod:`dmjd.ops.gelu_mlp` with kernels for Hopper.
+"""The hidden layer of a GELU MLP and its gradient, with kernels for Hopper; used by :mod:`dmjd.ops.gelu_mlp`.
 
-The native kernels serve a card of compute capability 9.0 alone; which call they take is :func:`served`'s to say.
+The native kernels need compute capability 9.0; :func:`served` returns whether they support a call.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dmjd.ops import _native
 from dmjd.ops._lib import define
 
 TILE_HIDDEN, TILE_INPUT = 256, 64
-"""What widths are multiples of, as in csrc/ops/hopper/gelu_hidden.cuh."""
+"""Widths must be multiples of these, as in csrc/ops/hopper/gelu_hidden.cuh."""
 
 ROWS_PER_SUM = 64
 
 
 def served(x: Tensor, hidden: int, *depths: int) -> bool:
-    """Whether the native kernels take ``x [M, C]`` on its card: half precision, some rows, sizes that tiles cover."""
+    """Whether the native kernels support ``x [M, C]``: Hopper, half precision, at least one row, whole tiles."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and min(x.shape[0], hidden, *depths) > 0
@@ -33,7 +33,7 @@ def served(x: Tensor, hidden: int, *depths: int) -> bool:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """``tensor`` as the copy engine reads it: contiguous, from a multiple of 16 bytes on, which a view may miss."""
+    """``tensor`` as the copy engine needs it: contiguous and aligned to 16 bytes."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -76,8 +76,8 @@ def _fake_gradient(
 def _reference_gradient(
     x: Tensor, weight1: Tensor, bias1: Tensor, grad: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden layer's gradient behind ``grad [M, D]`` and ``weight2 [D, H]``, the hidden layer itself, both
-    ``[M, H]``, and the sums of the gradient over 64 rows each, float32 ``[ceil(M / 64), H]``."""
+    """The gradient of the hidden layer from ``grad [M, D]`` and ``weight2 [D, H]``, the hidden layer, both ``[M, H]``,
+    and the sums of the gradient over 64 rows each, float32 ``[ceil(M / 64), H]``."""
     before = F.linear(x, weight1, bias1)
     grad_hidden = torch.ops.aten.gelu_backward(grad @ weight2, before)
     padded = F.pad(grad_hidden.float(), (0, 0, 0, -x.shape[0] % ROWS_PER_SUM))

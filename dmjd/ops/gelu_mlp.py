@@ -1,9 +1,9 @@
-"""A two-layer GELU MLP that keeps its input alone for the backward pass.
+"""A two-layer GELU MLP that saves only its input for the backward pass.
 
-The hidden layer is 4 to 8 times as wide as what goes in and out, so it is most of what a transformer block would keep,
-and reading and writing it is most of what the MLP costs beside its products. On CUDA, in half precision, the products
-end in GELU and in its gradient (:mod:`dmjd.ops.gelu_hidden` on Hopper, :mod:`dmjd.ops.gelu_mlp_kernels` elsewhere), and
-the hidden layer, computed a second time there, costs no more than reading it back would.
+The hidden layer is 4 to 8 times as wide as input and output: most of the saved memory of a transformer block, and most
+of the memory traffic of the MLP. On CUDA, in half precision, GELU and its gradient are fused into the matrix products
+(:mod:`dmjd.ops.gelu_hidden` on Hopper, :mod:`dmjd.ops.gelu_mlp_kernels` elsewhere), where recomputing the hidden layer
+costs no more than reading it back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dmjd.ops.arguments import require_tensors
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``[..., C]`` as ``[M, C]``; -1 for M would be an error where C is 0."""
+    """``[..., C]`` as ``[M, C]``; reshape(-1, 0) would be an error."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -44,7 +44,7 @@ def _triton_backward(
     rows, grads = _rows(x), _rows(grad)
     if not kernels.fits(rows, *weight1.shape, weight2.shape[0]):
         return _reference_backward(grad, x, weight1, bias1, weight2)
-    # The products below as well: on views of other layouts they would round in another order.
+    # For the products below too: other layouts would round in another order.
     rows, weight1, bias1, grads, weight2 = map(gelu_hidden.dense, (rows, weight1, bias1, grads, weight2))
     native = gelu_hidden.served(rows, *weight1.shape, weight2.shape[0])
     gradient = torch.ops.dmjd.gelu_hidden_gradient if native else kernels.hidden_gradient
@@ -89,7 +89,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-    # bias2's gradient is not the op's, so that a compiler can sum while it makes grad.
+    # The gradient of bias2 is outside the op, so that a compiler can fuse it with the computation of grad.
     grad_bias2 = _rows(grad).sum(0)
     return (*torch.ops.dmjd.gelu_mlp_backward(grad, *ctx.saved_tensors), grad_bias2)
 
@@ -112,15 +112,15 @@ def _triton(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: T
     triton=_triton,
 )
 def _reference(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    with without_autocast(x.device.type):  # the front end has cast
+    with without_autocast(x.device.type):  # gelu_mlp() has cast the arguments
         return F.linear(F.gelu(F.linear(x, weight1, bias1)), weight2, bias2)
 
 
 def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor) -> Tensor:
-    """``gelu(x @ weight1.T + bias1) @ weight2.T + bias2``, whose backward pass needs no hidden layer kept.
+    """``gelu(x @ weight1.T + bias1) @ weight2.T + bias2`` with exact GELU, without saving the hidden layer.
 
-    The exact GELU. Under autocast everything is cast as :func:`torch.nn.functional.linear` would. Two runs give equal
-    bits. Under torch.func, in forward mode and for second derivatives PyTorch's layers serve.
+    Under autocast arguments are cast as by :func:`torch.nn.functional.linear`. Results are bitwise deterministic.
+    torch.func, forward mode and second derivatives use PyTorch's layers.
 
     Args:
         x: ``[..., C]`` floating point.
@@ -130,9 +130,9 @@ def gelu_mlp(x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: 
         bias2: ``[D]``.
 
     Returns:
-        ``[..., D]`` of x's dtype, or autocast's. CUDA kernels serve bfloat16 and float16 where H is a multiple of 128
-        and C and D are of 64: on Hopper, for multiples of 256, those of :mod:`dmjd.ops.gelu_hidden`, else Triton's.
-        PyTorch's own serve the others.
+        ``[..., D]`` of x's dtype, or autocast's. CUDA kernels support bfloat16 and float16 if H is a multiple of 128
+        and C and D of 64: on Hopper, for multiples of 256, those of :mod:`dmjd.ops.gelu_hidden`, else Triton's. All
+        else uses PyTorch's layers.
 
     Raises:
         TypeError: if the dtypes differ outside autocast, or an argument is not a tensor.

@@ -1,11 +1,11 @@
-"""Triton kernels of :mod:`dmjd.ops.gelu_mlp`: matrix products that end in GELU and in its gradient.
+"""Triton kernels of :mod:`dmjd.ops.gelu_mlp`: matrix products fused with GELU and its gradient.
 
-Both give one thread block a tile of the hidden layer. Hidden layers are wide and their inputs narrow, so a product
-spends much of its time in writing its result; the backward kernel therefore computes the hidden layer a second time
-beside its gradient rather than reading it. erfc is Abramowitz and Stegun's 7.1.26: its error of 1.5e-7 is far below
-what half precision rounds, and it shares its exponential with GELU's derivative.
+Each thread block computes a tile of the hidden layer. Hidden layers are wide and their inputs narrow, so a product
+spends much of its time writing its result; the backward kernel therefore recomputes the hidden layer instead of reading
+it. erfc is Abramowitz and Stegun's 7.1.26: its error of 1.5e-7 is far below the rounding of half precision, and it
+shares its exponential with GELU's derivative.
 """
-# No postponed annotations here: Triton reads `tl.constexpr` from them.
+# No `from __future__ import annotations`: Triton reads `tl.constexpr` from annotations.
 
 import torch
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_ROWS, BLOCK_HIDDEN, BLOCK_INPUT = 128, 128, 64
-"""A tile of the hidden layer and the depth of one step of its product: the fastest on an H100 of 7 that were tried."""
+"""A tile of the hidden layer and the depth of one step of its product: the fastest of 7 on an H100."""
 
 _LAUNCH = {"num_warps": 8, "num_stages": 3}
 
@@ -84,12 +84,12 @@ def _gradient_kernel(  # type: ignore[no-untyped-def]
     at = row[:, None] * width + column[None, :]
     tl.store(hidden + at, (h * below).to(hidden.dtype.element_ty), mask=inside)
     tl.store(grad_hidden + at, slope.to(grad_hidden.dtype.element_ty), mask=inside)
-    # One sum a tile, added up in a fixed order afterwards: atomics would round in another order each time.
+    # One sum per tile, added in a fixed order later: atomics would round in another order each time.
     tl.store(partials + (tile // tiles).to(tl.int64) * width + column, tl.sum(slope, axis=0))
 
 
 def fits(x: Tensor, hidden: int, *depths: int) -> bool:
-    """Whether the kernels take ``x [M, C]``: half precision, some rows, and sizes that whole tiles cover."""
+    """Whether the kernels support ``x [M, C]``: half precision, at least one row, sizes of whole tiles."""
     return (
         x.dtype in (torch.bfloat16, torch.float16)
         and x.shape[0] > 0
@@ -112,8 +112,8 @@ def hidden_layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def hidden_gradient(
     x: Tensor, weight1: Tensor, bias1: Tensor, grad: Tensor, weight2: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The hidden layer's gradient behind ``grad [M, D]`` and ``weight2 [D, H]``, the hidden layer itself, both
-    ``[M, H]``, and the sums of the gradient over 128 rows each, in float32."""
+    """The gradient of the hidden layer from ``grad [M, D]`` and ``weight2 [D, H]``, the hidden layer, both ``[M, H]``,
+    and the sums of the gradient over 128 rows each, in float32."""
     (count, depth), width = x.shape, weight1.shape[0]
     grad_hidden, hidden = x.new_empty(count, width), x.new_empty(count, width)
     partials = x.new_empty(triton.cdiv(count, BLOCK_ROWS), width, dtype=torch.float32)
@@ -126,5 +126,5 @@ def hidden_gradient(
 
 
 def _grid(count: int, width: int) -> tuple[int]:
-    # Tiles of a row of tiles are neighbours in time, so their rows of the input come from L2.
+    # Tiles of one row are computed together, so their input rows are read from L2.
     return (triton.cdiv(count, BLOCK_ROWS) * (width // BLOCK_HIDDEN),)

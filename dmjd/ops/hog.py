@@ -1,7 +1,7 @@
 """Histograms of oriented gradients per image patch, the regression target of MaskFeat and DMJD.
 
-The descriptor of one cell is Dalal and Triggs' (CVPR'05) without blocks: gradients, hard binning of the unsigned
-orientation, the magnitudes of a cell's pixels gathered per bin. Each colour channel has its own histogram. The flavours
+The descriptor of a cell is that of Dalal and Triggs (CVPR'05) without blocks: gradients, hard binning of the unsigned
+orientation, sums of the magnitudes of a cell's pixels per bin. Each colour channel has its own histogram. The flavours
 are the conventions of the code bases that published results with it.
 
 The bin of a gradient (rise, run), whose orientation is atan2(rise, run) in [0, 180), is found without an arc tangent:
@@ -28,7 +28,7 @@ Norm = Literal["none", "l2", "layernorm"]
 Layout = Literal["nhwc", "nchw"]
 
 FLAVOURS: tuple[Flavour, ...] = get_args(Flavour)
-"""Conventions of gradient, sum and order of values that :func:`hog` knows."""
+"""Conventions of gradient, sum and order of values."""
 
 NORMS: tuple[Norm, ...] = get_args(Norm)
 """Normalisations over the bins of one (channel, cell)."""
@@ -45,14 +45,14 @@ VALUE_ORDER = {
 """The axes of a patch's values, slowest first; row and column are those of a cell in its patch."""
 
 MAX_BINS = 180
-"""A bin is one degree wide at least."""
+"""Greatest number of bins: one per degree."""
 
 GAUSS_WINDOW = 16
-"""Side in pixels of the window of maskfeat_gauss; its standard deviation is half of that."""
+"""Side of the window of maskfeat_gauss in pixels; the standard deviation is half of it."""
 
 _FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _EPS = 1e-5
-_TINY_NORM = 1e-12  # of F.normalize, which MaskFeat calls
+_TINY_NORM = 1e-12  # eps of F.normalize in MaskFeat
 
 
 def _image_sizes(images: Tensor, layout: str) -> tuple[int, int, int]:
@@ -71,8 +71,8 @@ def _fake(
 
 
 def _tangents(bins: int) -> list[float]:
-    """Of the bin edges between 0 and 90 degrees, both excluded."""
-    # The tangent of 45 degrees is the only one that a float can hold, and pi / 4 is not exact.
+    """Tangents of the bin edges between 0 and 90 degrees, both excluded."""
+    # tan(45 degrees) is the only exact one, but tan(pi / 4) is not in floating point.
     return [1.0 if 4 * k == bins else math.tan(math.pi * k / bins) for k in range(1, (bins + 1) // 2)]
 
 
@@ -88,7 +88,7 @@ def _bin(rise: Tensor, run: Tensor, bins: int) -> Tensor:
 
 
 def _central(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Differences [-1, 0, 1] along rows and columns, 0 where a neighbour is missing: rise and run."""
+    """Rise and run: differences [-1, 0, 1] along rows and columns, 0 at the border."""
     g_row, g_col = torch.zeros_like(x), torch.zeros_like(x)
     g_row[..., 1:-1, :] = x[..., 2:, :] - x[..., :-2, :]
     g_col[..., 1:-1] = x[..., 2:] - x[..., :-2]
@@ -96,9 +96,9 @@ def _central(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sobel(x: Tensor) -> tuple[Tensor, Tensor]:
-    """MaskFeat's Sobel pair on the reflected image, [1, 0, -1] along columns first: rise and run.
+    """Rise and run: MaskFeat's Sobel filters on the reflected image, [1, 0, -1] along columns first.
 
-    Sums are written out, since the order of their terms decides the last bit and a bit can decide the bin.
+    Sums are written out, since the order of their terms changes the last bit, which can change the bin.
     """
     x = F.pad(x, (1, 1, 1, 1), mode="reflect")
     above, here, below = x[..., :-2, :], x[..., 1:-1, :], x[..., 2:, :]
@@ -109,7 +109,7 @@ def _sobel(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gauss_window(size: int, like: Tensor) -> Tensor:
-    """``[size]`` of MaskFeat's window, of unit sum, repeated along an axis; the two-dimensional window is a product."""
+    """``[size]`` of MaskFeat's window, with unit sum, tiled along an axis; the two-dimensional window is a product."""
     position = torch.arange(GAUSS_WINDOW, device=like.device, dtype=torch.float64) - (GAUSS_WINDOW - 1) / 2
     window = torch.exp(-0.5 * (position / (GAUSS_WINDOW // 2)).square())
     return (window / window.sum()).to(like.dtype)[torch.arange(size, device=like.device) % GAUSS_WINDOW]
@@ -144,8 +144,7 @@ def _reference(
         magnitude = magnitude * (_gauss_window(height, x)[:, None] * _gauss_window(width, x))
     index = _bin(rise, run, bins)
 
-    # One masked sum per bin instead of a scatter_add: float atomics would make the order of the sums, and so the
-    # target, differ from run to run on a GPU.
+    # One masked sum per bin instead of scatter_add, whose atomics would make the result differ between runs on a GPU.
     rows, columns = height // cell, width // cell
     pixels = (batch, channels, rows, cell, columns, cell)
     histograms = torch.stack(
@@ -175,24 +174,24 @@ def hog(
 ) -> Tensor:
     """Histogram of oriented gradients of every patch; not differentiable.
 
-    Magnitude is ``sqrt(g_row**2 + g_col**2)`` per channel, the bin is hard. The flavours:
+    The magnitude is ``sqrt(g_row**2 + g_col**2)`` per channel; binning is hard. Flavours:
 
     - ``"dmjd"`` (Ma et al.'s DMJD): ``[-1, 0, 1]`` differences along rows and columns, zero on the border rows and
       columns respectively; orientation ``degrees(atan2(g_row, g_col)) mod 180``, bin ``floor(orientation / (180 /
       bins))``; mean of the magnitudes over a cell.
-    - ``"skimage"``: the same numbers in scikit-image's order, one channel after the other. With ``norm="l2"`` these are
-      what ``skimage.feature.hog(channel, bins, (cell, cell), (1, 1), "L2")`` has for the cells of the patch, up to that
-      function's float32 sums; its other blocks and norms are not offered.
+    - ``"skimage"``: the same values in scikit-image's order, channel by channel. With ``norm="l2"`` they equal
+      ``skimage.feature.hog(channel, bins, (cell, cell), (1, 1), "L2")`` for the cells of the patch, up to that
+      function's float32 sums; its other blocks and norms are not supported.
     - ``"maskfeat"`` (Wei et al., CVPR'22, SlowFast's code): Sobel on the image reflected by a pixel, orientation
-      ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell. MaskFeat gives
-      it images normalised by mean and std and uses ``norm="l2"``. A factor and an offset per channel change nothing
-      then, so raw 0..255 images serve as well. They serve better where ``g_col`` is 0: the normalised image has a
-      rounding error there instead, whose sign picks the first or last bin.
+      ``atan2(g_col, g_row) mod pi``, so measured from the other axis; sum of the magnitudes over a cell. MaskFeat uses
+      images normalised by mean and std, and ``norm="l2"``, which is invariant to a factor and an offset per channel, so
+      raw 0..255 images give the same result. They are more exact where ``g_col`` is 0: the normalised image has a
+      rounding error there, whose sign selects the first or last bin.
     - ``"maskfeat_gauss"`` (MaskFeat in MMPreTrain): magnitudes are weighted by a Gaussian window of 16 pixels, standard
-      deviation 8, unit sum, laid side by side over the image from its top left corner.
+      deviation 8, unit sum, tiled over the image from its top left corner.
 
-    The eps of ``"layernorm"``, and of ``"l2"`` outside MaskFeat, is absolute: there an image scaled to 0..1 gives
-    another target than one in 0..255.
+    The eps of ``"layernorm"``, and of ``"l2"`` outside MaskFeat, is absolute, so an image scaled to 0..1
+    gives another target than one in 0..255.
 
     Args:
         images: ``[B, H, W, C]`` or, with ``layout="nchw"``, ``[B, C, H, W]``; uint8, float64, float32, float16 or
@@ -205,15 +204,15 @@ def hog(
             MaskFeat ``h / max(sqrt(sum(h**2)), 1e-12)``; ``"layernorm"``, zero mean and unit (biased) variance with
             eps 1e-5, no affine (DMJD, "non-parametric LN").
         layout: one of :data:`LAYOUTS`.
-        out_dtype: of the result, a floating type of those. The arithmetic is float64 for float64 images and float32
+        out_dtype: floating dtype of the result, one of these. The arithmetic is float64 for float64 images and float32
             for all others.
 
     Returns:
-        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order, the values of a patch as
-        :data:`VALUE_ORDER` has them.
+        ``[B, N, (patch // cell)**2 * bins * C]``, patches in raster order, the values of a patch in
+        :data:`VALUE_ORDER`.
 
     Raises:
-        TypeError: if ``images`` is no uint8 or floating tensor, ``out_dtype`` not floating, or a size no integer.
+        TypeError: if ``images`` is not uint8 or floating, ``out_dtype`` not floating, or a size not an integer.
         ValueError: on any other shape, size or name.
     """
     require_tensors("hog", images=images)

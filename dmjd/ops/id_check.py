@@ -1,7 +1,7 @@
-"""A debug switch for token ids: ``DMJD_CHECK_IDS=1`` finds ids that are out of range or named twice within a view.
+"""A debug check of token ids: ``DMJD_CHECK_IDS=1`` finds ids that are out of range or repeated within a view.
 
-The ops trust their ids, since looking at them would cost a pass over them and, on a CUDA device, a wait. The switch is
-read once, when ``dmjd.ops`` is imported. Without it a wrong id gives wrong values, though kernels never leave a tensor.
+By default the ops do not check ids, which would cost a pass over them and a synchronisation on CUDA. The variable is
+read once, on import of ``dmjd.ops``. Without the check wrong ids give wrong values, but no out-of-bounds access.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ ENABLED = os.environ.get("DMJD_CHECK_IDS", "0") not in ("", "0")
 
 
 def check_ids(argument: str, ids: Tensor, size: int) -> None:
-    """Does nothing unless the switch is on.
+    """Check ``ids`` if ``DMJD_CHECK_IDS`` is set.
 
     Args:
-        argument: how messages call ``ids``, as in ``"gather_tokens: ids"``.
+        argument: name of ``ids`` in errors, as in ``"gather_tokens: ids"``.
         ids: int64 ``[K, B, V]``.
         size: ids must be in ``[0, size)``.
 
     Raises:
-        ValueError: if ids are wrong, on the CPU. On a CUDA device an assertion fails there, of which the host hears
-            when it next waits; it never waits for the check itself. In a compiled graph it is a RuntimeError.
-            Ids that torch.vmap maps over, fake ones and those on "meta" are not checked.
+        ValueError: if ids are wrong, on the CPU. On CUDA a device-side assertion fails, which is reported at the next
+            synchronisation; the check itself does not synchronise. In a compiled graph a RuntimeError is raised. Ids
+            under torch.vmap, fake ids and ids on "meta" are not checked.
     """
     if not ENABLED or torch._C._functorch.is_batchedtensor(ids):
         return
-    # Elsewhere, on a device, in a graph or of a fake tensor, an assertion is all that can be made.
+    # On a device, in a graph and for fake tensors only an assertion is possible.
     readable = type(ids) is Tensor and ids.device.type == "cpu" and not torch.compiler.is_compiling()
     ascending = ids.sort(dim=-1).values
     for holds, problem in (

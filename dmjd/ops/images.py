@@ -1,6 +1,6 @@
-"""What happens to images on the device between the loader and the model.
+"""Image operations on the device between the loader and the model.
 
-Plain compositions of torch operators, which ``torch.compile`` fuses; none of them waits for the device.
+Compositions of torch operators, which ``torch.compile`` fuses; none synchronises with the device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dmjd.ops.arguments import integer, number, pair, require_tensors, shown
 
 
 def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
-    """Mirror the chosen images left to right.
+    """Flip selected images left to right.
 
     Args:
         images: any dtype, ``[B, H, W, C]``.
-        flips: bool ``[B]`` on the same device, true where the image is to be mirrored.
+        flips: bool ``[B]`` on the same device, true for images to flip.
 
     Returns:
         A new tensor of ``images``' shape and dtype.
@@ -38,12 +38,12 @@ def horizontal_flip(images: Tensor, flips: Tensor) -> Tensor:
         )
     if flips.device != images.device:
         raise ValueError(f"horizontal_flip: flips must be on images' device {images.device}, got {flips.device}")
-    # A select over both versions: indexing with `flips` would make the host wait for the number of flipped images.
+    # torch.where over both versions: indexing with `flips` would synchronise with the host.
     return torch.where(flips[:, None, None, None], images.flip(2), images)
 
 
 def _per_channel(values: Sequence[float], like: Tensor) -> Tensor:
-    """``[C, 1, 1]``, filled on the device: copying a Python list from the host would synchronise every step."""
+    """``[C, 1, 1]``, filled on the device: copying a list from the host would synchronise every step."""
     return torch.stack([like.new_full((1, 1), value) for value in values])
 
 
@@ -92,8 +92,8 @@ def normalise(
         )
     if any(value <= 0 for value in std):
         raise ValueError(f"normalise: std must be positive, got {tuple(std)}")
-    # Contiguous: under channels_last the patch convolution's gradient gets strides that are not its weight's, and DDP
-    # copies and warns.
+    # Contiguous: under channels_last the gradient of the patch convolution has other strides than its weight, and DDP
+    # copies it and warns.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x = images.permute(0, 3, 1, 2).to(wide, memory_format=torch.contiguous_format)
     return ((x / 255 - _per_channel(mean, x)) / _per_channel(std, x)).to(dtype)

@@ -1,8 +1,8 @@
-"""How many units each view hides, decided once on exact decimals before any tensor exists.
+"""Convert mask ratios to exact numbers of masked units per view, without tensors.
 
-A *unit* is what a mask hides or keeps as a whole: one token ("uniform", "beit") or a block of tokens ("block"). The
-counts follow the paper's Sec. III-B: every view hides the same number of units, and under the disjoint regulation
-(Eq. 3) each view after the first hides at least one unit that no earlier view hid.
+A *unit* is masked or kept as a whole: one token ("uniform", "beit") or a block of tokens ("block"). The counts follow
+the paper's Sec. III-B: every view masks the same number of units, and under the disjoint regulation (Eq. 3) each view
+after the first masks at least one unit that no earlier view masked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REGULATIONS: tuple[Regulation, ...] = get_args(Regulation)
 ROUNDINGS: tuple[Rounding, ...] = get_args(Rounding)
 
 MAX_VIEWS = 128
-"""Of one image, whose counts travel with the launch of a kernel."""
+"""Most views of an image; the counts are arguments of the kernel launch."""
 
 _BILLION = 10**9
 _MOST_TOKENS = 2**31 - 1  # as in csrc/core/mask_plan.h
@@ -30,13 +30,13 @@ _MOST_TOKENS = 2**31 - 1  # as in csrc/core/mask_plan.h
 _SMALLEST_RECTANGLE = 16
 _ASPECT_LEVELS = 64
 _MOST_RECTANGLE_UNITS = 1 << 22
-"""Above it the integer arithmetic of a rectangle would not fit 64 bits."""
+"""With more units the integer arithmetic of a rectangle would overflow 64 bits."""
 
 
 def _aspect_ratios(levels: int = _ASPECT_LEVELS, least: float = 0.3) -> tuple[int, ...]:
     """Midpoints of ``levels`` equal parts of [log least, log 1/least], as ratios with 16 fractional bits.
 
-    Entry ``levels - 1 - i`` is the inverse of entry ``i``. A table, because a logarithm per draw would differ in its
+    Entry ``levels - 1 - i`` is the inverse of entry ``i``. A table, since logarithms differ in their
     last bits between devices.
     """
     span = -2 * math.log(least)
@@ -52,11 +52,11 @@ class MaskPlan:
 
     grid: (h, w) tokens.
     block: (rows, columns) tokens of one unit.
-    hidden: units each view hides.
-    fresh: per view, how many of those no earlier view hid. Under "none" views are drawn independently and only
-        the first entry means anything.
+    hidden: number of masked units per view.
+    fresh: for each view, how many of them no earlier view masked. Under "none" views are independent and only the first
+        entry is used.
     regulation: "disjoint", "none" or "complementary".
-    smallest: units of the smallest rectangle that BEiT's pattern draws.
+    smallest: units of the smallest rectangle of BEiT's pattern.
     aspects: height / width of its rectangles, with 16 fractional bits; entry ``-1 - i`` is the inverse of entry ``i``.
         Empty where units are drawn one by one.
     """
@@ -71,7 +71,7 @@ class MaskPlan:
 
     @property
     def op_arguments(self) -> tuple[tuple[int, int], tuple[int, int], int, tuple[int, ...], str, int, tuple[int, ...]]:
-        """What ``torch.ops.dmjd.disjoint_masks`` and ``dmjd._core.disjoint_masks`` take after ids and key."""
+        """Arguments of ``torch.ops.dmjd.disjoint_masks`` and ``dmjd._core.disjoint_masks`` after ids and key."""
         return self.grid, self.block, self.hidden, self.fresh, self.regulation, self.smallest, self.aspects
 
     @property
@@ -92,32 +92,32 @@ class MaskPlan:
 
     @property
     def m_corr(self) -> float:
-        """The corruption rate that the counts give: hidden tokens of a view over all tokens."""
+        """The actual corruption rate: masked tokens of a view over all tokens."""
         return self.hidden / self.units
 
     @property
     def m_pred(self) -> float:
-        """The share of tokens hidden by at least one view: exact, or for "none" the expectation."""
+        """The fraction of tokens masked by at least one view: exact, or for "none" the expectation."""
         if self.regulation == "none":
             return 1.0 - (1.0 - self.m_corr) ** self.views
         return sum(self.fresh) / self.units
 
 
 def _smallest_rectangle(hidden: int) -> int:
-    """BEiT's 16 units, or a quarter of what a view hides where that is less: 16 of a 6 x 6 grid's 14 never fit."""
+    """BEiT's 16 units, or a quarter of the masked units if that is less: 16 never fit the 14 of a 6 x 6 grid."""
     return max(1, min(_SMALLEST_RECTANGLE, hidden // 4))
 
 
 def _billionths(ratio: float) -> int:
-    """The decimal the user typed, in units of 1e-9: .6 is 600,000,000 exactly, where the double .6 lies beside 3/5.
+    """``ratio`` in units of 1e-9, as typed: .6 gives exactly 600,000,000, while the double .6 differs from 3/5.
 
-    Integers rather than ``decimal``, because torch.compile traces through them.
+    Integers, since torch.compile cannot trace ``decimal``.
     """
     return round(ratio * _BILLION)
 
 
 def nearest_count(ratio: float, units: int) -> int:
-    """``ratio * units`` rounded half up, on the decimal that was typed."""
+    """``ratio * units`` rounded half up, with ``ratio`` as the decimal that was typed."""
     return (2 * _billionths(ratio) * units + _BILLION) // (2 * _BILLION)
 
 
@@ -125,7 +125,7 @@ def _hidden_units(units: int, mask_ratio: float, count: int | None, rounding: st
     if count is not None:
         return count
     if rounding == "official":
-        # int() of the double product, as the official code does: 60 units at .8 keep 11, not 12.
+        # int() of the double product, as in the official code: 60 units at .8 keep 11, not 12.
         return units - int(units * (1 - mask_ratio))
     return -(-_billionths(mask_ratio) * units // _BILLION)
 
@@ -163,7 +163,7 @@ def _fresh_units(units: int, hidden: int, views: int, pred_ratio: float | None, 
         )
     if views == 1:
         return (hidden,)
-    # Not divmod, which torch.compile does not trace where it keeps numbers open.
+    # Not divmod, which torch.compile does not trace for symbolic numbers.
     share, remainder = (predicted - hidden) // (views - 1), (predicted - hidden) % (views - 1)
     return (hidden, *(share + (later < remainder) for later in range(views - 1)))
 
@@ -180,23 +180,23 @@ def mask_plan(
     count: int | None = None,
     rounding: Rounding = "exact",
 ) -> MaskPlan:
-    """Turn rates into exact counts, or say which rates would work.
+    """Convert rates to exact counts. Errors name rates that work.
 
     Args:
         grid: (h, w) tokens, or one number for both.
         views: K, from 1 to 128.
-        mask_ratio: m_corr, in (0, 1). A view hides ``ceil(m_corr * units)`` units, on exact decimals.
-        pred_ratio: m_pred, the share of units hidden by at least one view; None takes the most that K views can cover.
+        mask_ratio: m_corr, in (0, 1). A view masks ``ceil(m_corr * units)`` units, computed on exact decimals.
+        pred_ratio: m_pred, the fraction of units masked by at least one view; None for the most that K views can mask.
         pattern: "uniform" (unit = one token), "block" (unit = ``block`` tokens) or "beit" (unit = one token; BEiT's
             random rectangles first, then single tokens until the count is exact).
         block: (rows, columns) tokens of a unit, or one number for both; used by "block" only.
         regulation: "disjoint" (the paper's Eq. 3), "none" (independent views) or "complementary" (disjoint keep-sets).
-        count: hidden units per view, overriding ``mask_ratio``.
+        count: masked units per view; overrides ``mask_ratio``.
         rounding: "exact", or "official" for the float truncation of the official code.
 
     Raises:
-        TypeError: where a number or an integer is needed.
-        ValueError: naming the argument and the values that would work.
+        TypeError: if an argument is not a number or an integer.
+        ValueError: naming the argument and values that work.
     """
     for name, value, allowed in (
         ("pattern", pattern, PATTERNS),

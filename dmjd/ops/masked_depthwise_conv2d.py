@@ -1,8 +1,8 @@
-"""Depthwise convolution of a masked map, computed on its visible tokens alone.
+"""Depthwise convolution of a masked map, computed on its visible tokens only.
 
-ConvMAE's first two stages (Gao et al., 2022, section 3.2) convolve a map whose hidden tokens are set to zero, so that
-nothing leaks from hidden to visible places. Every other layer of those stages is pointwise and the mask is aligned to
-tokens: an encoder that keeps only the visible tokens' pixels, and calls this op for the convolution, computes the same
+ConvMAE's first two stages (Gao et al., 2022, section 3.2) convolve a map whose masked tokens are set to zero, so that
+nothing leaks from masked to visible tokens. All other layers of these stages are pointwise and the mask is aligned to
+tokens, so an encoder that keeps only the pixels of visible tokens, with this op as its convolution, computes the same
 function.
 """
 
@@ -24,7 +24,7 @@ _NAME = "masked_depthwise_conv2d"
 
 
 def _to_map(x: Tensor, visible: Tensor, grid_h: int, grid_w: int, q: int) -> Tensor:
-    """Visible tokens ``[R, V, q*q, C]`` on the pixel map ``[R, C, grid_h*q, grid_w*q]``, zero where hidden."""
+    """Visible tokens ``[R, V, q*q, C]`` on the pixel map ``[R, C, grid_h*q, grid_w*q]``, zero where masked."""
     rows, _, pixels, channels = x.shape
     tokens = x.new_zeros(rows, grid_h * grid_w, pixels, channels).scatter(1, _index(visible, x), x)
     blocks = tokens.view(rows, grid_h, grid_w, q, q, channels)
@@ -32,7 +32,7 @@ def _to_map(x: Tensor, visible: Tensor, grid_h: int, grid_w: int, q: int) -> Ten
 
 
 def _from_map(pixel_map: Tensor, visible: Tensor, like: Tensor, grid_h: int, grid_w: int, q: int) -> Tensor:
-    """The inverse at visible tokens, in ``like``'s shape and dtype."""
+    """The inverse of :func:`_to_map` at visible tokens, in the shape and dtype of ``like``."""
     rows, channels = pixel_map.shape[:2]
     blocks = pixel_map.view(rows, channels, grid_h, q, grid_w, q).permute(0, 2, 4, 3, 5, 1)
     tokens = blocks.reshape(rows, grid_h * grid_w, q * q, channels)
@@ -102,8 +102,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
-# visible and restore hold the same facts. The reference needs only the first; a kernel that looks up a token's
-# neighbours needs the second.
+# visible and restore have the same information. The reference needs only visible; a kernel, which looks up the
+# neighbours of a token, needs restore.
 @define(
     f"{_NAME}(Tensor x, Tensor visible, Tensor restore, Tensor weight, Tensor? bias, SymInt grid_h, SymInt grid_w, "
     "SymInt q) -> Tensor",
@@ -122,7 +122,7 @@ def _reference(
 ) -> Tensor:
     channels, size = weight.shape[:2]
     pixel_map = _to_map(x.to(weight.dtype), visible, grid_h, grid_w, q)
-    with without_autocast(x.device.type):  # it would round the weight
+    with without_autocast(x.device.type):  # autocast would round the weight
         result = F.conv2d(pixel_map, weight.unsqueeze(1), bias, padding=size // 2, groups=channels)
     return _from_map(result, visible, x, grid_h, grid_w, q)
 
@@ -136,22 +136,21 @@ def masked_depthwise_conv2d(
     grid: tuple[int, int] | int,
     q: int,
 ) -> Tensor:
-    """The depthwise convolution of a map whose hidden tokens are zero, at the pixels of its visible tokens.
+    """Depthwise convolution of a map whose masked tokens are zero, at the pixels of its visible tokens.
 
-    The map has ``grid[0] * q`` by ``grid[1] * q`` pixels, and each token owns a block of ``q`` by ``q`` of them. The
-    result equals ``F.conv2d(map, weight[:, None], bias, padding=k // 2, groups=C)`` read at the visible tokens, and so
-    do the gradients of ``x``, ``weight`` and ``bias``; the map itself is never made.
+    The map has ``grid[0] * q`` by ``grid[1] * q`` pixels; each token is a block of ``q`` by ``q``. The result and the
+    gradients of ``x``, ``weight`` and ``bias`` equal those of ``F.conv2d(map, weight[:, None], bias, padding=k // 2,
+    groups=C)`` at the visible tokens, but the kernels do not materialise the map.
 
     Sums are float32 (float64 for float64), and so are ``weight`` and ``bias`` inside, whatever their own dtype: under
-    autocast, float32 parameters are not rounded to ``x``'s dtype, nor are their gradients. The kernels give the same
-    bits in every run on one device. Under torch.func, in forward mode and for second derivatives the dense convolution
-    serves.
+    autocast, float32 parameters and their gradients are not rounded to ``x``'s dtype. The kernels are bitwise
+    deterministic on one device. torch.func, forward mode and second derivatives use the dense convolution.
 
     Args:
         x: ``[K*B, V, q*q, C]``, view-major; the pixels of each visible token in raster order. float32, bfloat16,
             float16 or float64.
         visible: int64 ``[K, B, V]``, token ids of ``x``'s second dimension, unique within a view (``Views.visible``).
-        restore: int64 ``[K, B, N]``, token -> slot of ``x``, hidden where the slot is not below V (``Views.restore``);
+        restore: int64 ``[K, B, N]``, token -> slot of ``x``; slots >= V are masked (``Views.restore``);
             N tokens in raster order.
         weight: ``[C, k, k]`` with k of 3, 5 or 7; ``conv.weight.squeeze(1)`` of an ``nn.Conv2d`` with groups=C.
         bias: ``[C]``, or None.
@@ -162,8 +161,8 @@ def masked_depthwise_conv2d(
         ``x``'s shape and dtype.
 
     Raises:
-        TypeError: if a dtype is none of these, or an argument of another type.
-        ValueError: if shapes do not fit each other, or tensors are on different devices.
+        TypeError: if a dtype is not one of these, or an argument has another type.
+        ValueError: if shapes do not match, or tensors are on different devices.
     """
     require_tensors(_NAME, x=x, visible=visible, restore=restore, weight=weight)
     if bias is not None:

@@ -1,11 +1,10 @@
-"""The disjoint sampler: K masked views per image, each hiding new ground (the paper's Sec. III-B).
+"""The disjoint mask sampler: K masked views per image, each of which masks new units (the paper's Sec. III-B).
 
-Which units a view hides is decided by random words, one per (sample, view, unit), from ``philox.keyed_bits``: the
-hidden units are those of lowest word within their quota, ties going to the lower unit. Quotas are of two kinds of
-units, those that no earlier view hid and those that one did. Under BEiT's pattern (Bao et al., ICLR 2022, Algorithm 1)
-rectangles are hidden first, unit by unit in raster order while the quota of their kind lasts, and lowest words fill
-what is left; all in integers. The result is a pure function of (seed, epoch, sample id, plan), so the same bits come
-out on every device and for every batch split.
+Each (sample, view, unit) has a random 32-bit word from ``philox.keyed_bits``; a view masks the units with the lowest
+words within a quota, ties going to the lower unit. There are two quotas: one for units that no earlier view masked, and
+one for the others. Under BEiT's pattern (Bao et al., ICLR 2022, Algorithm 1) rectangles are masked first, unit by unit
+in raster order until a quota is used up, and the lowest words fill the rest. All arithmetic is on integers. The result
+is a pure function of (seed, epoch, sample id, plan), bitwise equal on every device and for every batch split.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from dmjd.ops.philox import WORD_RANGE, Domain, keyed_bits, make_key
 from dmjd.ops.views import Views
 
 MAX_FAILURES = 10
-"""As in BEiT, a view takes no more rectangles when this many attempts in a row hide nothing."""
+"""As in BEiT, a view gets no more rectangles after this many consecutive attempts without a masked unit."""
 
 MAX_ATTEMPTS = 128
-"""Bound on the attempts of a view, whose words the CUDA kernel draws ahead. No view was seen to need 100."""
+"""Limit of the attempts of a view, whose random words the CUDA kernel draws in advance. Observed: below 100."""
 
 
 def _lowest(words: Tensor, eligible: Tensor, count: int | Tensor) -> Tensor:
-    """Bool mask of the ``count`` (one for all rows, or ``[B, 1]``) lowest eligible words of each row, ties to the
-    lower index."""
-    # Adding 2**32 ranks the others behind every candidate; words themselves stay below it.
+    """Bool mask of the ``count`` lowest eligible words of each row, ties to the lower index; ``count`` is an integer or
+    ``[B, 1]``."""
+    # Adding 2**32 ranks ineligible words after all others.
     order = (words + ~eligible * WORD_RANGE).argsort(dim=-1, stable=True)
     leading = (torch.arange(words.shape[-1], device=words.device) < count).expand_as(order)
     return torch.zeros_like(eligible).scatter(-1, order, leading)
@@ -48,12 +47,12 @@ def _rounded_root(area: Tensor, aspect: Tensor) -> Tensor:
 def _rectangles(
     words: Tensor, unit_grid: tuple[int, int], quota: tuple[int, int], covered: Tensor, smallest: int, aspects: Tensor
 ) -> Tensor:
-    """Bool ``[B, U]``: what BEiT's rectangles hide of one view.
+    """Bool ``[B, U]``: units of one view masked by BEiT's rectangles.
 
     Args:
-        words: ``[B, attempts, 4]``, the (area, aspect, top, left) of each attempt.
-        quota: how many units to hide that no earlier view hid, and that one did.
-        covered: bool ``[B, U]``, what earlier views hid.
+        words: ``[B, attempts, 4]``, random words for area, aspect, top and left of each attempt.
+        quota: numbers of units to mask among those that no earlier view masked, and among the others.
+        covered: bool ``[B, U]``, units masked by earlier views.
     """
     rows = torch.arange(unit_grid[0], device=words.device).unsqueeze(-1)
     columns = torch.arange(unit_grid[1], device=words.device)
@@ -62,7 +61,9 @@ def _rectangles(
     quotas = torch.tensor(quota, device="cpu").to(covered.device, non_blocking=True).expand(len(covered), 2)
     failures = torch.zeros_like(quotas[:, 0])
     for area_word, aspect_word, top_word, left_word in words.permute(1, 2, 0):
-        if failures.device.type == "cpu" and bool((failures >= MAX_FAILURES).all()):  # elsewhere asking means waiting
+        if failures.device.type == "cpu" and bool(
+            (failures >= MAX_FAILURES).all()
+        ):  # on a device this would synchronise
             break
         remaining = quotas.sum(-1)
         low, high = remaining.clamp(max=smallest), remaining.clamp(min=smallest)
@@ -82,13 +83,13 @@ def _rectangles(
         taken = by_kind & (by_kind.cumsum(-1) <= quotas.unsqueeze(-1))  # in raster order, while the quota lasts
         quotas = quotas - taken.sum(-1)
         hidden = hidden | taken.any(1)
-        # A view that has given up fails for good.
+        # A view that reached MAX_FAILURES stays there.
         failures = torch.where(taken.flatten(1).any(-1), 0, failures + 1)
     return hidden
 
 
 def _complementary_views(words: Tensor, hidden: int, views: int) -> Tensor:
-    """bool ``[K, B, U]``: each view keeps the lowest of what no earlier view kept."""
+    """bool ``[K, B, U]``: each view keeps the units with the lowest words that no earlier view kept."""
     order = words.argsort(dim=-1, stable=True)
     kept = order.shape[-1] - hidden
     keep_sets = [order[:, view * kept : (view + 1) * kept] for view in range(views)]
@@ -96,7 +97,7 @@ def _complementary_views(words: Tensor, hidden: int, views: int) -> Tensor:
 
 
 def units_to_tokens(units: Tensor, unit_grid: Sequence[int], block: Sequence[int]) -> Tensor:
-    """``[..., U]`` per unit -> ``[..., N]`` per token in raster order."""
+    """Expand ``[..., U]`` per unit to ``[..., N]`` per token in raster order."""
     per_unit = units.unflatten(-1, tuple(unit_grid))
     return per_unit.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1).flatten(-2)
 
@@ -151,7 +152,7 @@ def _reference(
         return keyed_bits(sample_ids, words, key=key, domain=domain, lane=view)
 
     def hide(view: int, covered: Tensor, new: int) -> Tensor:
-        """bool ``[B, U]``: ``new`` units outside ``covered`` and the rest inside, rectangles first."""
+        """bool ``[B, U]``: mask ``new`` units outside ``covered`` and the rest inside, rectangles first."""
         chosen = torch.zeros_like(covered)
         if aspects:
             words = draw(4 * MAX_ATTEMPTS, Domain.RECTANGLE, view).unflatten(-1, (MAX_ATTEMPTS, 4))
@@ -177,7 +178,7 @@ def _reference(
     visible = _split_sizes(sample_ids, grid, block, hidden)[1]
     order = mask.long().argsort(dim=-1, stable=True)  # visible tokens first, each part in raster order
     restore = torch.where(mask, visible + mask.cumsum(-1) - 1, (~mask).cumsum(-1) - 1)
-    # Clones: an op's outputs must not share storage, and contiguous() copies nothing where a batch is empty or single.
+    # clone: outputs of an op must not share storage, and contiguous() does not copy an empty or single batch.
     contiguous = torch.contiguous_format
     shown = order[..., :visible].clone(memory_format=contiguous)
     return shown, order[..., visible:].clone(memory_format=contiguous), restore, mask
@@ -187,13 +188,13 @@ def draw_masks(sample_ids: Tensor, plan: MaskPlan, *, seed: int | Tensor, epoch:
     """Draw the views of ``plan`` for a batch of samples.
 
     Args:
-        sample_ids: int64 ``[B]``; its device is where the masks are made.
+        sample_ids: int64 ``[B]``, on the device of the result.
         plan: from :func:`~dmjd.ops.mask_plan.mask_plan`.
         seed, epoch: integers in ``[0, 2**32)``, or 0-d int64 tensors.
 
     Raises:
-        TypeError: if ``sample_ids`` is no int64 tensor, or a key no integer.
-        ValueError: if it is not one-dimensional, or a key is out of range or on a third device.
+        TypeError: if ``sample_ids`` is not an int64 tensor, or seed or epoch not an integer.
+        ValueError: if it is not one-dimensional, or seed or epoch is out of range or on a third device.
     """
     require_tensors("disjoint_masks", sample_ids=sample_ids)
     if not isinstance(plan, MaskPlan):
@@ -227,22 +228,22 @@ def disjoint_masks(
 ) -> Views:
     """K masked views of each sample, under the paper's disjoint regulation (Eq. 3).
 
-    Every view hides exactly the same number of units; the units that views after the first hide for the first time are
-    split evenly over them, the remainder going to the earlier ones, and chosen uniformly at random. With ``views=2``
-    and ``pred_ratio=None`` this is the official behaviour (at m_corr .6 on 49 units, view 2 hides all 19 units that
-    view 1 shows and 11 of the 30 it hid).
+    Every view masks the same number of units. The newly masked units are split evenly over the views after the first,
+    the remainder going to the earlier ones, and chosen uniformly at random. ``views=2`` with ``pred_ratio=None`` is the
+    official behaviour (at m_corr .6 of 49 units, view 2 masks all 19 visible units of view 1 and 11 of its 30 masked
+    ones).
 
     Args:
-        sample_ids: int64 ``[B]``, stable names of the samples; masks of a sample do not depend on its batch.
+        sample_ids: int64 ``[B]``, stable ids; the masks of a sample do not depend on its batch.
         seed, epoch: integers in ``[0, 2**32)``, or 0-d int64 tensors.
-        Every other argument: see :func:`~dmjd.ops.mask_plan.mask_plan`.
+        Other arguments: see :func:`~dmjd.ops.mask_plan.mask_plan`.
 
     Returns:
         :class:`~dmjd.ops.views.Views` on ``sample_ids``' device.
 
     Raises:
         TypeError: on a wrong type or dtype.
-        ValueError: on a combination that cannot be, saying which numbers would work.
+        ValueError: if no mask meets the arguments; the message names values that work.
     """
     plan = mask_plan(
         grid,

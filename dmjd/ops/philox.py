@@ -1,11 +1,11 @@
-"""Counter-based random bits: Philox4x32-10 (Salmon et al., SC'11), the same on every device and for every batch split.
+"""Counter-based random bits: Philox4x32-10 (Salmon et al., SC'11), equal on every device and for every batch split.
 
-All randomness in dmjd is a pure function of (seed, epoch, sample id, domain, lane): nothing depends on batch size,
-rank, worker count, or on how often a run was interrupted. The 128-bit counter and 64-bit key are laid out as
+All randomness in dmjd is a pure function of (seed, epoch, sample id, domain, lane), independent of batch size, rank,
+number of workers and restarts. The 128-bit counter and 64-bit key are laid out as
 
     counter = (block, domain << 24 | lane, sample id low 32 bits, sample id high 32 bits)       key = (seed, epoch)
 
-where one ``block`` yields four 32-bit words. Words are carried in int64, since torch has no full uint32 arithmetic.
+where each ``block`` gives four 32-bit words. Words are stored in int64, since torch has no full uint32 arithmetic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORD_RANGE = 1 << 32
 
 
 class Domain(IntEnum):
-    """What a draw is for. Distinct domains give independent words for the same sample."""
+    """The purpose of a draw. Different domains give independent random bits for the same sample."""
 
     MASK = 1
     PREDICT = 2
@@ -43,7 +43,7 @@ class Domain(IntEnum):
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
     """High and low 32 bits of ``a * b`` for 32-bit values held in int64 (16-bit limbs, so nothing overflows)."""
     high = ((a >> 16) * b + ((a & 0xFFFF) * b >> 16)) >> 16
-    low = (a * b) & _LOW32  # wraps modulo 2**64, which leaves the low 32 bits exact
+    low = (a * b) & _LOW32  # wraps modulo 2**64; the low 32 bits stay exact
     return high, low
 
 
@@ -53,9 +53,9 @@ def _fake(counter: Tensor, key: Tensor) -> Tensor:
 
 @define("philox4x32(Tensor counter, Tensor key) -> Tensor", fake=_fake)
 def _reference(counter: Tensor, key: Tensor) -> Tensor:
-    # The low halves alone, as the kernels read them.
+    # The low 32 bits only, as in the kernels.
     c0, c1, c2, c3 = (counter & _LOW32).unbind(-1)
-    # Not blocking: a host sync here would stall every training step.
+    # non_blocking: else every training step would synchronise with the host.
     k0, k1 = (key.to(counter.device, non_blocking=True) & _LOW32).unbind(-1)
     for _ in range(_ROUNDS):
         high0, low0 = _multiply(_MULTIPLIERS[0], c0)
@@ -113,7 +113,7 @@ def make_key(seed: int | Tensor, epoch: int | Tensor) -> Tensor:
     devices = [word.device for word in key if isinstance(word, Tensor)]
     if devices:
         return torch.stack([torch.as_tensor(word, dtype=torch.int64, device=devices[0]) for word in key])
-    # The device is named for callers who have set another as the default.
+    # Explicit device, since callers may have set another default.
     return torch.tensor(key, dtype=torch.int64, device="cpu")
 
 
@@ -122,16 +122,16 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
 
     Args:
         sample_ids: int64 ``[B]``.
-        words: how many words each sample gets, at most 2**34.
+        words: number of words per sample, at most 2**34.
         key: from :func:`make_key`.
-        domain: what the draw is for, in ``[0, 2**8)``.
+        domain: purpose of the draw, in ``[0, 2**8)``.
         lane: view, attempt or layer, in ``[0, 2**24)``.
 
     Returns:
         int64 ``[B, words]`` on ``sample_ids``' device, values in ``[0, 2**32)``.
 
     Raises:
-        TypeError: if sample_ids are no int64 tensor, or a number is no integer. ValueError: if one is out of its range.
+        TypeError: if sample_ids is not an int64 tensor, or a number not an integer. ValueError: if one is out of range.
     """
     require_tensors("keyed_bits", sample_ids=sample_ids, key=key)
     if sample_ids.dtype != torch.int64:
@@ -142,7 +142,7 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
     for name, value, end in (("domain", integer("keyed_bits: domain", domain), 8), ("lane", lane, 24)):
         if not 0 <= value < 1 << end:
             raise ValueError(f"keyed_bits: {name} must be in [0, 2**{end}), got {value}")
-    if not 0 <= words <= 4 * WORD_RANGE:  # four for each number of a block
+    if not 0 <= words <= 4 * WORD_RANGE:  # four per block number
         raise ValueError(f"keyed_bits: words must be in [0, 2**34], got {words}")
     blocks = -(-words // 4)
     block = torch.arange(blocks, device=sample_ids.device).expand(sample_ids.shape[0], blocks)
@@ -154,5 +154,5 @@ def keyed_bits(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, l
 
 
 def keyed_uniform(sample_ids: Tensor, words: int, *, key: Tensor, domain: Domain, lane: int = 0) -> Tensor:
-    """As :func:`keyed_bits`, as float64 in [0, 1) with 32 random bits each (exact, so equal on every device)."""
+    """As :func:`keyed_bits`, but float64 in [0, 1) with 32 random bits each: exact, so equal on every device."""
     return keyed_bits(sample_ids, words, key=key, domain=domain, lane=lane).double() / WORD_RANGE

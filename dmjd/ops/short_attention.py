@@ -1,8 +1,8 @@
-"""Softmax attention over short sequences, as masked pre-training has them: 50 to 288 tokens, heads of 32, 64 or 80.
+"""Softmax attention over the short sequences of masked pre-training: 50 to 288 tokens, heads of 32, 64 or 80.
 
-The kernels keep a whole head in shared memory, forward and backward, so that nothing is transposed or copied before
-them and no gradient needs atomics. :func:`short_attention` and :func:`short_attention_packed` choose between them and
-:func:`torch.nn.functional.scaled_dot_product_attention`, which serves everything else.
+The kernels keep a whole head in shared memory, forward and backward, so inputs are not transposed or copied and
+gradients need no atomics. :func:`short_attention` and :func:`short_attention_packed` fall back to
+:func:`torch.nn.functional.scaled_dot_product_attention` for everything that the kernels do not support.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dmjd.ops._lib import autocast_dtype, define, without_autocast
 from dmjd.ops.arguments import number, require_tensors
 
 MOST_TOKENS = {32: 288, 64: 256, 80: 256}
-"""Head sizes that the kernels take, and the longest sequence of each."""
+"""Head sizes of the kernels -> greatest number of tokens."""
 
 _TILE = 16  # rows, as in csrc/ops/cuda/attention_tiles.cuh
 
 
 def _window_bias(bias: Tensor, batch: int) -> Tensor:
-    """``[H, N, N]`` or ``[W, H, N, N]`` as :func:`scaled_dot_product_attention` adds it to ``[B, H, N, N]``."""
+    """Expand ``[H, N, N]`` or ``[W, H, N, N]`` to ``[B, H, N, N]``."""
     if bias.ndim == 3:
         return bias.expand(batch, -1, -1, -1)
     return bias if bias.shape[0] == batch else bias.repeat(batch // bias.shape[0], 1, 1, 1)
@@ -38,7 +38,7 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sc
 
 
 def _scores(q: Tensor, k: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Scores ``[B, H, N, N]``, at least in float32."""
+    """Attention scores ``[B, H, N, N]``, in float32 or float64."""
     q, k = (tensor.to(_summed(tensor)).transpose(1, 2) for tensor in (q, k))
     scores = (q @ k.transpose(-1, -2)) * scale
     return scores if bias is None else scores + _window_bias(bias, q.shape[0])
@@ -81,9 +81,9 @@ def _reference_backward(
     scale: float,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q, k and v as one ``[B, N, 3, H, D]``, and bias's, empty unless ``with_bias``."""
+    """The gradients of q, k and v as one ``[B, N, 3, H, D]``, and of bias, empty unless ``with_bias``."""
     with without_autocast(q.device.type):
-        # Not from lse and out, so that a second derivative passes through the softmax.
+        # Recomputed instead of using lse and out, so that second derivatives pass through the softmax.
         probability = _scores(q, k, bias, scale).softmax(-1)
         grads, keys, values, queries = (tensor.to(_summed(tensor)).transpose(1, 2) for tensor in (grad, k, v, q))
         grad_probability = grads @ values.transpose(-1, -2)
@@ -122,7 +122,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     autograd=(_setup_context, _backward),
 )
 def _reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The result ``[B, N, H, D]``, and the scores' log-sum-exp ``[B, H, N]``, of which there is no gradient."""
+    """The result ``[B, N, H, D]``, and the log-sum-exp of the scores ``[B, H, N]``, without gradient."""
     with without_autocast(q.device.type):
         scores = _scores(q, k, bias, scale)
         out = scores.softmax(-1) @ v.to(scores.dtype).transpose(1, 2)
@@ -155,7 +155,7 @@ def _reference_packed(qkv: Tensor, bias: Tensor | None, scale: float) -> tuple[T
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a block may have, 0 where the kernels are missing."""
+    """Shared memory per block in bytes; 0 if the kernels are not available."""
     why = _native.why_missing("CUDA")
     if why is not None:
         _native.warn_of_references(why)
@@ -164,21 +164,21 @@ def _shared_memory(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)
 
 
-# What torch.compiler.assume_constant_result does besides importing the compiler.
+# As torch.compiler.assume_constant_result, which would import the compiler.
 _shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _needed_memory(tokens: int, depth: int) -> int:
-    """The least shared memory that the backward kernel, which needs more, can do with (attention_backward.cuh)."""
+    """Least shared memory of the backward kernel in bytes (attention_backward.cuh); the forward kernel needs less."""
     rows = -(-tokens // _TILE) * _TILE
-    alone = {32: 0, 64: 80, 80: 80}[depth]  # tokens up to which a warp owns one tile of keys, else two
+    alone = {32: 0, 64: 80, 80: 80}[depth]  # up to this many tokens a warp has one tile of keys, else two
     keys = rows if tokens <= alone else -(-tokens // (2 * _TILE)) * 2 * _TILE
     stride = 176 if depth == 80 else 2 * depth
     return 2 * (rows + keys) * stride + 8 * rows + max(keys * (_TILE + 8) * 2, rows * stride)
 
 
 def _served(q: Tensor, scale: float) -> bool:
-    """Whether the kernels take ``q [B, N, H, D]`` on its card."""
+    """Whether the kernels support ``q [B, N, H, D]`` on its device."""
     tokens, depth = q.shape[1], q.shape[3]
     return (
         q.is_cuda
@@ -195,7 +195,7 @@ def _shapes(named: dict[str, Tensor]) -> str:
 
 
 def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
-    """``named``: q, k and v, [B, N, H, D]."""
+    """Check q, k and v in ``named``, [B, N, H, D], and bias."""
     q = named["q"]
     if q.ndim != 4 or any(tensor.shape != q.shape for tensor in named.values()):
         raise ValueError(f"{op}: q, k and v must have one shape [B, N, H, D], got {_shapes(named)}")
@@ -217,7 +217,7 @@ def _check(op: str, named: dict[str, Tensor], bias: Tensor | None) -> None:
 
 
 def _cast(tensor: Tensor, kind: str) -> Tensor:
-    """``tensor`` in the dtype of autocast for devices of ``kind``, where that is on."""
+    """Cast ``tensor`` to the dtype of autocast for device type ``kind``, if it is on."""
     dtype = autocast_dtype(kind)
     if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
@@ -225,20 +225,20 @@ def _cast(tensor: Tensor, kind: str) -> Tensor:
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """``softmax(scale * q @ k.T + bias) @ v`` of every head, in the layout in which projections leave q, k and v.
+    """``softmax(scale * q @ k.T + bias) @ v`` per head, in the layout of the projections of q, k and v.
 
-    CUDA kernels serve bfloat16 and float16 with heads of 32 (up to 288 tokens), 64 and 80 (up to 256), where a head
-    fits the card's shared memory; the softmax and all sums are float32, equal bits in every run, gradients included.
-    Second derivatives and transforms of torch.func take PyTorch's operations. Elsewhere this is
-    :func:`torch.nn.functional.scaled_dot_product_attention`. Under autocast everything is cast to its dtype.
+    CUDA kernels support bfloat16 and float16 with heads of 32 (up to 288 tokens), 64 and 80 (up to 256), if a head fits
+    shared memory. Softmax and sums are float32 and bitwise deterministic, gradients included. Second derivatives and
+    torch.func transforms use PyTorch's operations. Everything else uses
+    :func:`torch.nn.functional.scaled_dot_product_attention`. Under autocast all tensors are cast to its dtype.
 
     Args:
-        q: ``[B, N, H, D]`` floating point. Any strides; nothing is copied where rows of D lie together and begin at
-            multiples of 16 bytes, as those of ``qkv.view(B, N, 3, H, D).unbind(2)`` do.
-        k: of q's shape and dtype.
-        v: of q's shape and dtype.
-        bias: ``[H, N, N]``, or ``[W, H, N, N]`` where image ``b`` takes ``b % W`` (W of B: each its own), of q's
-            dtype. Its gradient sums over images in their order.
+        q: ``[B, N, H, D]`` floating point, any strides; not copied if rows of D are contiguous and aligned to 16 bytes,
+            as those of ``qkv.view(B, N, 3, H, D).unbind(2)`` do.
+        k: same shape and dtype as q.
+        v: same shape and dtype as q.
+        bias: ``[H, N, N]``, or ``[W, H, N, N]`` where image ``b`` uses ``b % W``, in q's dtype. Its gradient is summed
+            over images in order.
         scale: positive; ``D ** -0.5`` by default.
 
     Returns:
@@ -260,10 +260,10 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None,
 
 
 def short_attention_packed(qkv: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """:func:`short_attention` of q, k and v in one tensor, whose gradient is written in place and not stacked.
+    """:func:`short_attention` with q, k and v in one tensor, whose gradient is written without a copy.
 
     Args:
-        qkv: ``[B, N, 3, H, D]``, as ``nn.Linear(C, 3 * C)(x).view(B, N, 3, H, D)`` is.
+        qkv: ``[B, N, 3, H, D]``, such as ``nn.Linear(C, 3 * C)(x).view(B, N, 3, H, D)``.
         bias: as in :func:`short_attention`.
         scale: as in :func:`short_attention`.
 

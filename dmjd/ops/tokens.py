@@ -1,4 +1,4 @@
-"""Moving tokens between an image's full grid and the slots of its masked views.
+"""Gather the visible tokens of masked views, and scatter them back to the full grid.
 
 Both ops are linear, so the gradient of each backward op is the forward op again, and gradients of any order exist. Sums
 are taken in float32 (float64 for float64) in a fixed order and rounded once: two runs give equal bits.
@@ -33,7 +33,7 @@ def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gather_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (ids,) = ctx.saved_tensors
-    # The kernels take no complex numbers.
+    # The kernels do not support complex numbers.
     backward = _gather_backward_reference if grad.is_complex() else torch.ops.dmjd.gather_tokens_backward
     return backward(grad, ids, ctx.tokens, ctx.prefix_tokens), None, None
 
@@ -79,7 +79,7 @@ def _gather_backward_reference(grad: Tensor, ids: Tensor, tokens: int, prefix_to
     prefix, seen = total[:, :prefix_tokens], total[:, prefix_tokens:]
     for view in range(views):
         prefix = prefix + by_view[view, :, :prefix_tokens]
-        # A plain write and not scatter_add: ids are unique within a view, and the order of the views is ours.
+        # scatter, not scatter_add: ids are unique within a view, and views are summed in a fixed order.
         index = ids[view].unsqueeze(-1).expand(-1, -1, channels)
         seen = seen.scatter(1, index, seen.gather(1, index) + by_view[view, :, prefix_tokens:])
     return torch.cat((prefix, seen), dim=1).to(grad.dtype)
@@ -159,7 +159,7 @@ def _scatter_backward_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     slots = restore.flatten(0, 1)
     tokens = grad[:, prefix_tokens:]
-    # Hidden tokens land together in one slot more than there is, which is cut off again.
+    # All masked tokens go to one extra slot, which is cut off.
     index = slots.clamp(max=visible).unsqueeze(-1).expand(-1, -1, grad.shape[-1])
     x = grad.new_zeros(grad.shape[0], visible + 1, grad.shape[-1]).scatter(1, index, tokens)[:, :visible]
     hidden = (slots >= visible).unsqueeze(-1)
@@ -188,7 +188,7 @@ def _require_prefix(op: str, x: Tensor, prefix_tokens: int) -> int:
 
 
 def _require_added(name: str, added: Tensor, x: Tensor, restore: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``added`` of ``shape`` and x's dtype; dimensions of size 1 in front may be given besides."""
+    """``added`` in ``shape`` and x's dtype; leading dimensions of size 1 are allowed."""
     ones = added.ndim - len(shape)
     if ones < 0 or added.shape != (1,) * ones + shape:
         raise ValueError(
@@ -201,21 +201,21 @@ def _require_added(name: str, added: Tensor, x: Tensor, restore: Tensor, shape: 
 
 
 def gather_tokens(x: Tensor, ids: Tensor, prefix_tokens: int = 0) -> Tensor:
-    """K views from one copy of ``x``: the tokens ``ids`` names, prefix tokens (cls) passed through in front.
+    """Gather the tokens ``ids`` of K views from one copy of ``x``; prefix tokens (cls) are copied to the front.
 
     Args:
         x: ``[B, prefix + N, C]`` of any dtype.
         ids: int64 ``[K, B, V]`` into the N tokens, unique within a view. ``DMJD_CHECK_IDS=1`` checks them, see
             :mod:`dmjd.ops.id_check`.
-        prefix_tokens: how many tokens of ``x`` no view hides.
+        prefix_tokens: number of leading tokens of ``x`` that are never masked.
 
     Returns:
-        ``[K*B, prefix + V, C]``, view-major. Its gradient is the sum over the views, view 0 first, and zero where no
-        view looks.
+        ``[K*B, prefix + V, C]``, view-major. Its gradient is the sum over the views, view 0 first; tokens in no
+        view get zero.
 
     Raises:
-        TypeError: if ids are no int64 tensor, or prefix_tokens is no integer.
-        ValueError: if shapes do not belong together, or the two are on different devices.
+        TypeError: if ids are not an int64 tensor, or prefix_tokens is not an integer.
+        ValueError: if shapes do not match, or x and ids are on different devices.
     """
     require_tensors("gather_tokens", x=x, ids=ids)
     if ids.ndim != 3 or x.ndim != 3 or ids.shape[1] != x.shape[0]:
@@ -231,15 +231,15 @@ def gather_tokens(x: Tensor, ids: Tensor, prefix_tokens: int = 0) -> Tensor:
 def scatter_tokens(
     x: Tensor, mask_token: Tensor, restore: Tensor, positions: Tensor | None = None, prefix_tokens: int = 0
 ) -> Tensor:
-    """Put visible tokens back on the full grid, fill hidden places with the mask token, and add positions.
+    """Scatter visible tokens to the full grid, fill masked positions with the mask token, and add positions.
 
     Args:
         x: floating ``[K*B, prefix + V, C]``, view-major.
-        mask_token: ``[C]``, or ``[1, 1, C]`` as MAE has it, cast to ``x``'s dtype.
-        restore: int64 ``[K, B, N]``, token -> slot, a permutation of the N slots within a view; slots >= V are hidden.
+        mask_token: ``[C]``, or ``[1, 1, C]`` as in MAE, cast to ``x``'s dtype.
+        restore: int64 ``[K, B, N]``, token -> slot, a permutation of the N slots within a view; slots >= V are masked.
             ``DMJD_CHECK_IDS=1`` checks it, see :mod:`dmjd.ops.id_check`.
         positions: ``[N, C]`` or ``[1, N, C]``, added to the N tokens (not to the prefix) in ``x``'s dtype; or None.
-        prefix_tokens: how many tokens of ``x`` pass through in front.
+        prefix_tokens: number of leading tokens of ``x``, which are copied to the front.
 
     Returns:
         ``[K*B, prefix + N, C]`` of ``x``'s dtype. Gradients go to ``x``, ``mask_token`` and ``positions``.

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class Views(NamedTuple):
-    """Which tokens each of K views of B images hides; N tokens in raster order, V visible and M hidden per view.
+    """Masked views: K views of B images of N tokens in raster order; V tokens are visible and M masked in each view.
 
     visible: int64 ``[K, B, V]``, ascending token ids.
     masked: int64 ``[K, B, M]``, ascending token ids.
-    restore: int64 ``[K, B, N]``, token -> slot in ``cat(visible, masked)``; slots >= V are hidden.
-    mask: bool ``[K, B, N]``, true where hidden.
+    restore: int64 ``[K, B, N]``, token -> slot in ``cat(visible, masked)``; slots >= V are masked.
+    mask: bool ``[K, B, N]``, true where masked.
     """
 
     visible: Tensor
@@ -23,5 +23,5 @@ class Views(NamedTuple):
     mask: Tensor
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Views:
-        """Every field under ``change``, such as a slice of the batch or a move to another device."""
+        """Apply ``change`` to every field, such as a slice of the batch or a copy to another device."""
         return Views(*(change(field) for field in self))

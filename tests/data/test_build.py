@@ -32,7 +32,7 @@ def data(name: str = "auto", root: str | None = None, **values: Any) -> DataConf
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No Fashion-MNIST on this machine, and no source of it."""
     monkeypatch.setattr(fetch, "DEBIAN_FOLDER", tmp_path / "absent")
-    monkeypatch.setattr(fetch, "SOURCES", {})
+    monkeypatch.setattr(fetch, "DOWNLOADERS", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 

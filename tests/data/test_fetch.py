@@ -47,7 +47,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The place in a user's cache, which is empty, for files that are smaller than Fashion-MNIST's; no sources."""
     sums = {name: (len(content), hashlib.sha256(content).hexdigest()) for name, content in FILES.items()}
     monkeypatch.setattr(fetch, "CONTENT", sums)
-    monkeypatch.setattr(fetch, "SOURCES", {})
+    monkeypatch.setattr(fetch, "DOWNLOADERS", {})
     monkeypatch.setattr(fetch, "DEBIAN_FOLDER", tmp_path / "absent")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "dmjd" / "fashion-mnist"
@@ -64,7 +64,7 @@ def write(folder: Path, *, compressed: bool = False, **other: bytes) -> Path:
 
 
 def take_from(monkeypatch: pytest.MonkeyPatch, **sources: Callable[[Path], Path]) -> None:
-    monkeypatch.setattr(fetch, "SOURCES", sources)
+    monkeypatch.setattr(fetch, "DOWNLOADERS", sources)
 
 
 def assert_whole(cache: Path) -> None:
@@ -115,7 +115,7 @@ def fails(work: Path) -> Path:
     [
         (fails, "cut off"),
         (cannot_start, "[Errno 13] Permission denied"),
-        (lambda work: work, "it gave no train-images-idx3-ubyte"),
+        (lambda work: work, "the download has no train-images-idx3-ubyte"),
         (lambda work: write(work, t10k_labels_idx1_ubyte=idx(20, seed=4)), "its t10k-labels-idx1-ubyte is not that of"),
         (lambda work: write(work, train_images_idx3_ubyte=FILES[IMAGES] + b"more"), "its train-images-idx3-ubyte is"),
         (lambda work: write(work, train_images_idx3_ubyte=FILES[IMAGES][:-1]), "its train-images-idx3-ubyte is"),
@@ -353,8 +353,8 @@ def test_torchvision_runs_in_a_process_of_its_own(
         ("import tensorflow_of_tomorrow", "No module named 'tensorflow_of_tomorrow'"),
         ("print('Bus error'); os._exit(7)", "Bus error|exit code 7"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
-        ("time.sleep(100)", "nothing arrived for 1 s"),
-        ("[(open(f'{root}/{n}', 'w').write('x'), time.sleep(.1)) for n in range(1000)]", "not done after 3 s"),
+        ("time.sleep(100)", "received no data for 1 s"),
+        ("[(open(f'{root}/{n}', 'w').write('x'), time.sleep(.1)) for n in range(1000)]", "not finished after 3 s"),
     ],
 )
 def test_a_child_that_fails_or_waits_is_one_line(
@@ -439,7 +439,7 @@ def test_where_there_are_no_lists_of_packages_private_ones_are_fetched(cache: Pa
         ("exit 1", "apt: exit code 1"),
         ("exit 0", "apt: apt-get download left no package"),
         (f"{GIVE}; echo cut > dataset-fashion-mnist_1_all.deb", "apt: .*not a Debian format archive"),
-        ("sleep 100 & sleep 100", "apt: nothing arrived for 1 s"),
+        ("sleep 100 & sleep 100", "apt: received no data for 1 s"),
     ],
 )
 def test_an_apt_that_fails_or_waits_is_one_line(

@@ -76,7 +76,7 @@ def test_an_image_is_listed_counted_and_warned_of_once(path: Path, caplog: pytes
     assert [row["name"] for row in rows(path)] == ["3.png", "4.png"]
     assert held.counts == {"truncated": 1, "missing": 1}
     assert [record.getMessage() for record in caplog.records] == [
-        f"step 1: {name}.png cannot be read as an image (cut); remove or replace it; {substitute}.png takes its place"
+        f"step 1: {name}.png cannot be read as an image (cut); remove or replace it; substituted by {substitute}.png"
         for name, substitute in ((3, 1003), (4, 1004))
     ]
 
@@ -168,7 +168,7 @@ def test_any_file_name_survives_the_list(path: Path) -> None:
 
 def test_a_list_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     held = Quarantine(tmp_path / "absent" / "quarantine.jsonl", 10, 100)
-    with pytest.raises(StorageError, match=r"cannot write .*quarantine\.jsonl: No such file or directory; mend that"):
+    with pytest.raises(StorageError, match=r"cannot write .*quarantine\.jsonl: No such file or directory; repair the disk"):
         held.add(0, [swap(1)])
 
 

@@ -27,7 +27,7 @@ def write_split(folder: Path, prefix: str, images: np.ndarray = IMAGES, labels: 
 
 def test_plain_and_gzipped_files_hold_the_array(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(idx_bytes(IMAGES))
-    (tmp_path / "packed.gz").write_bytes(gzip.compress(idx_bytes(IMAGES)))
+    (tmp_path / "packed.gz").write_bytes(gzip.compress(idx_bytes(IMAGES), mtime=0))
     np.testing.assert_array_equal(read_idx(tmp_path / "plain", ndim=3), IMAGES)
     np.testing.assert_array_equal(read_idx(tmp_path / "packed.gz", ndim=3), IMAGES)
 
@@ -39,8 +39,8 @@ def test_plain_and_gzipped_files_hold_the_array(tmp_path: Path) -> None:
         ("page", b"<html>moved</html>", "is not an IDX file of 3-d bytes"),
         ("empty", b"", "is not an IDX file of 3-d bytes"),
         ("no_sizes", idx_bytes(IMAGES)[:9], "is not an IDX file of 3-d bytes"),
-        ("short", idx_bytes(IMAGES)[:-1], "holds 59 bytes, but promises 60"),
-        ("long", idx_bytes(IMAGES) + b"x", "holds 61 bytes, but promises 60"),
+        ("short", idx_bytes(IMAGES)[:-1], "has 59 bytes, but its header 60"),
+        ("long", idx_bytes(IMAGES) + b"x", "has 61 bytes, but its header 60"),
         ("cut.gz", gzip.compress(idx_bytes(IMAGES), mtime=0)[:-12], "cannot be read"),
         ("plain.gz", idx_bytes(IMAGES), "cannot be read"),
         ("flipped.gz", gzip.compress(idx_bytes(IMAGES), mtime=0)[:-8] + b"\0" * 8, "cannot be read"),  # wrong checksum

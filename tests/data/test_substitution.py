@@ -76,14 +76,14 @@ def test_bad_candidates_are_passed_over_in_their_order() -> None:
 def test_after_eight_bad_candidates_the_search_ends() -> None:
     order = candidates(57, 100, seed=4)
     dataset = Numbers(100, broken=[57, *order])
-    with pytest.raises(DataError, match=r"^numbers\[57\] cannot be read as an image \(cut\); .* no image drawn"):
+    with pytest.raises(DataError, match=r"^numbers\[57\] cannot be read as an image \(cut\); .* no substitute"):
         read_sample(dataset, 57, seed=4)
     assert dataset.asked == [57, *order]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_smallest_data_sets(count: int) -> None:
-    with pytest.raises(DataError, match="no image drawn to take its place can be used either"):
+    with pytest.raises(DataError, match="no substitute can be used either"):
         read_sample(Numbers(count, broken=range(count)), 0, seed=0)
     if count == 2:
         assert [read_sample(Numbers(2, broken=[bad]), bad, seed=0).label for bad in (0, 1)] == [1, 0]

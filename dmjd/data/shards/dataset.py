@@ -102,16 +102,13 @@ class ShardDataset:
             raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
 
     def image(self, index: int) -> Pixels:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         opened = self.open(index)
         return opened.region((0, 0, *opened.size))
 
     def label(self, index: int) -> int:
-        """See :class:`dmjd.data.dataset.ImageDataset`."""
         return int(self._records["label"][index])
 
     def name(self, index: int) -> str:
-        """See :meth:`dmjd.data.shards.index.ShardSet.name`."""
         return self.shards.name(index)
 
     def _check(self, max_bad_percent: float) -> dict[int, BadImage]:

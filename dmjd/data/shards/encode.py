@@ -22,10 +22,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-from dmjd.data.decode import FORMATS, read_whole
+from dmjd.data.decode import FORMATS, read_whole, to_mode
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
@@ -63,7 +62,10 @@ def encode(name: str, data: bytes, channels: int) -> Encoded:
         small = height * width <= LOSSLESS_PIXELS and image.format in _LOSSLESS
         if small and image.format == "PNG" and _is_plain_png(data):
             return Encoded(data, "png", height, width)
-        pixels, buffer = _eight_bits(image, channels), io.BytesIO()
+        if image.mode in ("I", "F"):
+            raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+        grey = channels == 1 or image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
+        pixels, buffer = to_mode(image, "L" if grey else "RGB"), io.BytesIO()
         if small:
             pixels.save(buffer, "PNG")
         else:
@@ -106,17 +108,6 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
         truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
         kind = "truncated" if truncated else "undecodable"
         raise BadImage(name, kind, f"cannot be decoded ({str(error) or type(error).__name__})") from error
-
-
-def _eight_bits(image: Image.Image, channels: int) -> Image.Image:
-    if image.mode in ("I", "F"):
-        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
-    if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    grey = channels == 1 or image.mode in ("1", "L", "LA")
-    if "transparency" in image.info:  # Pillow drops a palette's alpha in a second step
-        image = image.convert("RGBA")
-    return image.convert("L" if grey else "RGB")
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:

@@ -47,7 +47,6 @@ class Pipe(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """See :meth:`io.RawIOBase.readinto`."""
         if not self._poll.poll(self._stall * 1000):
             raise TimeoutError(f"no output for {self._stall:.0f} s")
         count = os.readv(self._output.fileno(), [buffer])
@@ -64,7 +63,6 @@ class Pipe(io.RawIOBase):
             raise OSError(f"ended with exit code {code}")
 
     def close(self) -> None:
-        """See :meth:`io.IOBase.close`."""
         if self.closed:
             return
         if self._process.poll() is None:

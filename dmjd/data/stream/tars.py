@@ -1,6 +1,6 @@
 """Read the images of a tar sequentially, grouped by webdataset.
 
-A tar that is cut between two members, or has a damaged header, looks complete to tarfile and webdataset, which report
+A tar that is cut between two members, or has a damaged header, looks complete to tarfile and webdataset, which raise
 no error. A whole tar has its end mark, 1024 zeros, after the last member, and nothing but zeros after that.
 """
 

@@ -322,7 +322,7 @@ def test_a_jpeg_of_a_size_that_it_cannot_have_is_bad_without_our_decoder(
         monkeypatch.setattr(decode, "_native", None)
     for name in ("jpeg", "progressive jpeg", "grey jpeg"):
         with pytest.raises(
-            BadImage, match=r"its header says 12000x12000 pixels, more than .* bytes can hold"
+            BadImage, match=r"its header has 12000x12000 pixels, more than .* bytes can contain"
         ) as caught:
             measure("x", LACKING[name])
         assert caught.value.kind == "truncated"

@@ -168,7 +168,7 @@ def test_where_nothing_that_comes_can_be_used_the_run_stops_instead_of_hanging(
     tmp_path: Path, write_tar: Callable[..., Path], workers: int
 ) -> None:
     write_tar(tmp_path / "bad.tar", range(20), dict.fromkeys(range(20), b"<html>"))
-    with pytest.raises(DataError, match=r"1001 images of one batch cannot be used, the last: .*not a format"):
+    with pytest.raises(DataError, match=r"1001 images of one batch cannot be used, the last: .*not a supported format"):
         launch(config(f"pipe:cat {tmp_path}/bad.tar"), tmp_path, 0, 5, workers, world=1)
 
 
