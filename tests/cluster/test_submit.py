@@ -318,10 +318,10 @@ def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((copy / "SOURCE.json").read_text()) == {"git_sha": state[0]}
 
 
-def test_every_verb_with_a_script_exists() -> None:
-    from dmjd.cli import VERBS
+def test_every_command_with_a_script_exists() -> None:
+    from dmjd.cli import COMMANDS
 
-    assert set(verbs()) <= VERBS.keys()
+    assert set(verbs()) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])
