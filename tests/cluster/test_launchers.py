@@ -79,7 +79,12 @@ def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp
     site.write_text(f"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER={image}", newline="")
     slurm = FakeSlurm(tmp_path)
     done = slurm.submit(
-        "evaluate.sbatch", "linprobe", "x=y", DMJD_SITE=str(site), FAKE_SRUN='echo "<$KEY> <$http_proxy>"', http_proxy=""
+        "evaluate.sbatch",
+        "linprobe",
+        "x=y",
+        DMJD_SITE=str(site),
+        FAKE_SRUN='echo "<$KEY> <$http_proxy>"',
+        http_proxy="",
     )
     assert done.returncode == 0, done.stderr
     assert "<a=b=> <http://proxy:3128>" in done.stdout

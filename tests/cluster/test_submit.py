@@ -320,7 +320,7 @@ def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.
     assert json.loads((copy / "SOURCE.json").read_text()) == {"git_sha": state[0]}
 
 
-def test_every_verb_with_a_script_exists() -> None:
+def test_every_command_with_a_script_exists() -> None:
     from dmjd.cli import COMMANDS
 
     assert set(verbs()) <= {*COMMANDS, *EVALUATIONS}
