@@ -74,10 +74,10 @@ def encode(
         ConfigError: for an unknown pooling, and for ``cls`` with an encoder without a cls token.
     """
     autocast = torch.autocast(images.device.type, dtype=precision, enabled=precision in _HALF_PRECISIONS)
-    # no_grad, not inference_mode: a probe trains on these tensors, and autograd refuses to save inference tensors.
+    # no_grad, not inference_mode: a probe trains on these tensors, and autograd cannot save inference tensors.
     with _evaluating(encoder), torch.no_grad(), autocast:
         tokens = encoder(normalise(images, mean, std, precision))
-    # Pooled in float32: a bfloat16 mean of 196 tokens would round away most of what tells two images apart.
+    # Pooled in float32: a bfloat16 mean of 196 tokens would lose most of the difference between two images.
     return pool(tokens.float(), cast(int, encoder.num_prefix_tokens), pooling)
 
 
