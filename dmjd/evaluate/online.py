@@ -35,14 +35,12 @@ class OnlineKnn:
     run. Data sets are opened and checked here, before training.
 
     Raises:
-        ConfigError: if the evaluation is switched off, there are too few training images, or no cls token.
+        ConfigError: if there are too few training images, or no cls token.
         DataError: if the data has no test split or no labels.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         settings, data = config.online_knn, config.data
-        if settings.every_epochs < 1:
-            raise ConfigError(f"online_knn.every_epochs must be at least 1 to evaluate, got {settings.every_epochs}")
         if settings.pooling == "cls" and not config.backbone.class_token:
             raise ConfigError("online_knn.pooling=cls needs backbone.class_token=true; use online_knn.pooling=mean")
         # The run checks its training images itself.

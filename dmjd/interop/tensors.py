@@ -22,7 +22,7 @@ CLS_ROWS = 3
 
 
 def join_qv_bias(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k; one without the other is kept.
+    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k; a lone bias is kept.
 
     Raises:
         CheckpointError: if the shapes of a pair differ.

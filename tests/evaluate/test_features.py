@@ -159,13 +159,3 @@ def test_mean_is_over_patches_and_excludes_the_prefix(prefix: int) -> None:
 @pytest.mark.parametrize("prefix", [1, 5])
 def test_cls_is_token_zero(prefix: int) -> None:
     assert torch.equal(pool(tokens(prefix), prefix, "cls"), torch.full((2, 3), 1000.0))
-
-
-def test_cls_without_a_cls_token_is_refused_and_names_the_allowed_value() -> None:
-    with pytest.raises(ConfigError, match="needs a cls token, and this encoder has none; use pooling=mean"):
-        pool(tokens(0), 0, "cls")
-
-
-def test_another_pooling_is_refused_and_names_the_allowed_values() -> None:
-    with pytest.raises(ConfigError, match="one of mean, cls, got 'max'"):
-        pool(tokens(1), 1, "max")
