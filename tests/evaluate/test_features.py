@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
-from dmjd.errors import ConfigError, DataError, UserError
+from dmjd.errors import DataError, UserError
 from dmjd.evaluate.features import Features, encode, extract_features, pool
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -125,11 +125,6 @@ def test_data_without_labels_is_refused() -> None:
 def test_an_empty_loader_is_refused() -> None:
     with pytest.raises(DataError, match="has no images"):
         extract_features(make_encoder(), [], mean=MEAN, std=STD, pooling="mean", device=CPU)
-
-
-def test_pooling_cls_on_an_encoder_without_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pooling=mean"):
-        extract(make_encoder(num_prefix_tokens=0), make_images(), torch.zeros(10, dtype=torch.int64), pooling="cls")
 
 
 def test_features_that_are_not_finite_are_refused() -> None:
