@@ -1,4 +1,4 @@
-"""What is known of the GPUs that people train on."""
+"""GPUs: peak throughput and memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Accelerator:
     """One kind of GPU.
 
-    pattern: a regular expression that finds it in what CUDA calls the device.
-    tflops: peak of dense matrix products in bfloat16 with float32 accumulation, as its data sheet says.
-    memory_gib: what a process may hold of it, roughly: below the nominal size, in GiB.
+    pattern: regular expression for the device name of CUDA.
+    tflops: peak of dense matrix products in bfloat16 with float32 accumulation, from the data sheet.
+    memory_gib: memory available to a process in GiB, slightly below the nominal size.
     """
 
     pattern: str
@@ -40,9 +40,9 @@ ACCELERATORS = {
     "v100-16": Accelerator(r"\bV100\b.*\b16GB", 125, 15.7),
     "v100-32": Accelerator(r"\bV100\b", 125, 31.7),
 }
-"""By the name that ``dmjd plan gpu=...`` takes. Of two that fit a device the first is meant."""
+"""By the name for ``dmjd plan gpu=...``. The first pattern that matches a device counts."""
 
 
 def accelerator_of(device_name: str) -> Accelerator | None:
-    """The GPU that ``torch.cuda.get_device_name`` speaks of; None if it is not in the table."""
+    """The entry of a ``torch.cuda.get_device_name``; None if there is none."""
     return next((gpu for gpu in ACCELERATORS.values() if re.search(gpu.pattern, device_name)), None)

@@ -1,7 +1,7 @@
-"""Mistakes a user can mend: one sentence each, naming the thing and the allowed values.
+"""Exceptions. A :class:`UserError` is one line with the thing, its value, what is allowed, and the cure.
 
-The command line prints the sentence and leaves with exit code 2; a library caller sees a ``ValueError``.
-Broken invariants of our own are ``assert``s and keep their traceback.
+The command line prints it and exits with code 2; library callers catch a ``ValueError``. Internal invariants are
+``assert``s.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _LONGEST = 4_000
 
 
 def printable_message(message: str) -> str:
-    """Without secrets, and with control characters, which may come with the name of a file, as ``\\x1b``.
+    """``message`` without secrets, with control characters as ``\\x1b``, and at most 4,000 characters of it.
 
-    Of a message longer than 4,000 characters, which repeats a long value, the middle is left out.
+    Longer messages, which repeat a long value, lose their middle.
     """
     shown = redact_message(message)
     if len(shown) > _LONGEST:
@@ -29,7 +29,7 @@ def printable_message(message: str) -> str:
 
 
 class UserError(ValueError):
-    """Base of every mistake that the user, not the program, has to mend.
+    """Base class of errors that the user has to fix.
 
     ``reported``: true where another process of the run prints the error, so this one need not.
     """
@@ -37,33 +37,33 @@ class UserError(ValueError):
     reported: bool = False
 
     def __str__(self) -> str:
-        return printable_message(super().__str__())  # it may end in a log, in STOP_REASON or in a report
+        return printable_message(super().__str__())  # printed, logged and stored in STOP_REASON and reports
 
 
 class ConfigError(UserError):
-    """A key, a type, a value or a combination of them that the configuration does not allow."""
+    """An unknown key, a wrong type, or a value or combination of values that is not allowed."""
 
 
 class NotMet(UserError):
-    """Processes of a launch that did not find each other. The next launch may: a node was lost, or a port taken."""
+    """The processes of a launch did not connect. A retry may succeed: a node was lost, or a port taken."""
 
 
 class DataError(UserError):
-    """A missing folder, an image that cannot be decoded, or a data set too small for what was asked."""
+    """A missing folder, an image that cannot be decoded, or a data set that is too small."""
 
 
 class BadImage(DataError):
-    """One image of a data set that cannot be used. Training may put another in its place; any other DataError stops it.
+    """An image that cannot be used. Training may replace it; any other DataError stops the run.
 
-    name: what its data set calls it.
+    name: its name in the data set.
     kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small; in shards also empty,
-        magic (other bytes, which are no image) and crc (other bytes).
-    fault: what is wrong with it, as the rest of a sentence that begins with its name.
-    images: how many are lost with it: 1, but for a tar that is read as a stream, where it stands for all of them.
+        magic (bytes of no image) and crc (changed bytes).
+    fault: the cause; it continues a line that begins with the name.
+    images: number of lost images: 1, or all that follow in a tar that is read as a stream.
     """
 
     def __init__(self, name: str, kind: str, fault: str, images: int = 1) -> None:
-        super().__init__(name, kind, fault, images)  # the arguments from which pickle rebuilds it in another process
+        super().__init__(name, kind, fault, images)  # pickle recreates it from these arguments
         self.name = redact_message(name)
         self.kind = kind
         self.fault = redact_message(fault)
@@ -73,20 +73,20 @@ class BadImage(DataError):
         return printable_message(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
 
     def copy(self) -> BadImage:
-        """The same without its traceback, whose frames would keep images alive."""
+        """A copy without the traceback, whose frames would keep images alive."""
         return BadImage(self.name, self.kind, self.fault, self.images)
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, incomplete, or of another model."""
+    """A checkpoint is missing, incomplete, or of another model."""
 
 
 class OutOfMemory(UserError):
-    """A device whose memory is too small for a step; the sentence says what to try."""
+    """The memory of a device is too small for a step; the message lists remedies."""
 
 
 class StorageError(UserError):
-    """A disk that is full, read-only or gone, while a run wants to write."""
+    """A disk is full, read-only or not mounted."""
 
 
 class FolderGone(StorageError):

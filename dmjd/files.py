@@ -1,4 +1,4 @@
-"""Names of files, bounded reads, private folders, and files that a reader never meets half written."""
+"""File names, bounded reads, atomic writes and private folders."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: FOLDER, stat.S_IFIFO: "named pipe", 
 
 _log = logging.getLogger("dmjd")
 
-_MOST_RECORD_BYTES = 1 << 28
-_PRIVATE_NAMES = 100  # that are tried in order before a random one
+_MAX_RECORD_BYTES = 1 << 28
+_PRIVATE_NAMES = 100  # tried in order before a random one
 
 
 def at_home(path: str) -> str:
-    """``path`` with the home that ``~`` or ``~USER`` at its front stands for; as it is where there is no such user.
+    """``path`` with a leading ``~`` or ``~USER`` expanded; unchanged if there is no such user.
 
-    Shells do this to ``run=~/x`` or leave it, each by rules of its own, and none does it to ``data.root=~/x``.
+    Shells differ in whether they expand ``run=~/x``, and none expands ``data.root=~/x``.
     """
     return os.path.expanduser(path)
 
 
 def standing_place(path: Path) -> Path:
-    """``path``, or the nearest of its parents that exists: what lets it be made, or is in the way."""
+    """``path``, or the nearest of its parents that exists."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
@@ -42,7 +42,7 @@ def kind_of_mode(mode: int) -> str:
 
 
 def obstacle(path: Path, *, folder: bool = False) -> str:
-    """The kind of ``path`` where it is no regular file (or no folder); empty if it is one or absent. Follows links."""
+    """The kind of ``path`` if it is no regular file (or no folder); empty if it is one or is absent. Follows links."""
     if not os.path.lexists(path) or (path.is_dir() if folder else path.is_file()):
         return ""
     if not path.exists():
@@ -51,14 +51,14 @@ def obstacle(path: Path, *, folder: bool = False) -> str:
 
 
 def printable(name: str) -> str:
-    """``name`` of a file for pages and pictures, which take no bytes that are not UTF-8: these as ``\\xff``."""
+    """A file name for pages and pictures: bytes that are not UTF-8 as ``\\xff``."""
     return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
-    """Put ``content`` at ``path``, whole or not at all; text is written as UTF-8, and a name of a file as it is.
+    """Write ``content`` to ``path`` atomically; text as UTF-8, with surrogate escapes of file names as their bytes.
 
-    ``mode``: permissions, from the first byte on, less the umask's.
+    ``mode``: permissions from the first byte on, minus the umask.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -73,10 +73,10 @@ def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
 
 
 def open_descriptor(path: str | os.PathLike[str]) -> int:
-    """A descriptor of the file ``path``, for reading. Never waits for a writer.
+    """Open a regular file for reading and return its descriptor; never waits for the writer of a pipe.
 
     Raises:
-        OSError: as ``open`` does, and if it is no regular file.
+        OSError: as ``open``, and if it is no regular file.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     kind = kind_of_mode(os.fstat(file).st_mode)
@@ -89,14 +89,14 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """As :func:`open_descriptor`, a file object."""
+    """Same as :func:`open_descriptor`, but returns a file object."""
     return open(open_descriptor(path), "rb")
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file. Raises OSError for all else, and for more than 256 MiB, which no record has."""
+    """The content of a regular file. Raises OSError for anything else, and for more than 256 MiB."""
     try:
-        return read_at_most(path, _MOST_RECORD_BYTES)
+        return read_at_most(path, _MAX_RECORD_BYTES)
     except ValueError as error:
         raise OSError(errno.EFBIG, str(error), str(path)) from error
 
@@ -105,46 +105,44 @@ def read_at_most(path: str | Path, limit: int) -> bytes:
     """The bytes of the regular file ``path``.
 
     Raises:
-        OSError: as :func:`open_regular` does.
+        OSError: as :func:`open_regular`.
         ValueError: if it has more than ``limit`` bytes.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise ValueError(f"it has {size} bytes, more than the {limit} that are read")
+            raise ValueError(f"it has {size} bytes, more than the limit of {limit}")
         return file.read(size)
 
 
 def private_folder(name: str) -> Path:
-    """The folder ``NAME-UID`` below TMPDIR, of mode 0700, which is made if it does not exist.
+    """The folder ``NAME-UID`` in TMPDIR with mode 0700, created if it does not exist.
 
-    A folder that belongs to another user, that others can write to, or that is a symbolic link is not used: the next of
-    ``NAME-UID-1``, ``NAME-UID-2``, ... is, and a warning names both. All processes of a user on a node try the names in
-    this order and so agree. TMPDIR itself has to keep others from renaming what is not theirs, as the sticky bit does;
-    a warning says if it does not.
+    A folder that belongs to another user, that others can write to, or that is a symbolic link is not used. The next of
+    ``NAME-UID-1``, ``NAME-UID-2``, ... takes its place, and a warning names both. All processes of a user on a node try
+    the names in this order and so agree. A warning is logged if TMPDIR lacks the sticky bit and all users can write.
 
     Raises:
-        StorageError: if no folder can be made below TMPDIR.
+        StorageError: if no folder can be created in TMPDIR.
     """
     try:
         first = Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"
         names = (first, *(first.with_name(f"{first.name}-{number}") for number in range(1, _PRIVATE_NAMES)))
         if first.parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
-            _log.warning("every user can rename what is in %s; set its sticky bit, or another TMPDIR", first.parent)
+            _log.warning("every user can rename files in %s; set its sticky bit, or another TMPDIR", first.parent)
         path = next((path for path in names if make_private(path) is None), None)
         path = path or Path(tempfile.mkdtemp(prefix=f"{first.name}-"))
     except OSError as error:
         raise StorageError(
-            f"no folder can be made below TMPDIR ({error.strerror or error}); set TMPDIR to a folder that can be "
-            "written to"
+            f"no folder can be created in TMPDIR ({error.strerror or error}); set TMPDIR to a writable folder"
         ) from error
     if path != first:
-        _log.warning("%s is not used, for %s; remove it. %s is used instead", first, make_private(first), path)
+        _log.warning("%s is not used, since %s; remove it. %s is used instead", first, make_private(first), path)
     return path
 
 
 def make_private(path: Path) -> str | None:
-    """Make ``path`` a folder of this user alone; else the reason why it is not."""
+    """Make ``path`` a folder of this user alone; returns the reason if that is not possible."""
     with suppress(FileExistsError):
         path.mkdir(0o700)
     try:

@@ -1,7 +1,7 @@
-"""Keep secrets out of what is stored and printed. Knows nothing but the standard library.
+"""Replace secrets in stored and printed text. Imports the standard library only.
 
-A secret is the userinfo, the query or the fragment of a URL, an argument of a command behind ``pipe:``, the value of a
-variable with a name such as WANDB_API_KEY, or of one that ``${oc.env:NAME}`` reads.
+Secrets are: userinfo, query and fragment of a URL; arguments of a command after ``pipe:``; values of variables with a
+name such as WANDB_API_KEY, and of variables that ``${oc.env:NAME}`` reads.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from collections.abc import Iterable
 from typing import TextIO, cast
 
 MARK = "***"
-"""Stands in the place of a secret."""
+"""Replaces a secret."""
 
 SECRET_NAME = re.compile(
     r"KEY|TOKEN|SECRET|BEARER|PASS|PWD|CREDENTIAL|CREDS|AUTH|COOKIE|SIGNATURE"
     r"|(?:^|_)(?:PW|SAS|SIG|PAT|JWT|PIN)(?:_|$)",
     re.I,
 )
-"""Matches the names of variables that are taken to hold secrets."""
+"""Names of variables whose values are treated as secrets."""
 
 _SCHEME = r"[a-z][a-z0-9+.-]*://"
 _URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME}|::pipe:)\S)*)", re.I)
 _HOST = re.compile(r"(?:\[[\da-f:.]*|[\w.{},\ue000\ue001-]*)\]?(?::\d*)?", re.I)
 _CONTAINERS = re.compile(r"(?:abfs|wasb)s?://", re.I)
-"""Schemes whose URLs hold the name of a container before the @."""
+"""Schemes of URLs with the name of a container before the @."""
 _PIPE = re.compile(r"(?<=pipe:)(.*?)(?=::(?:pipe:|[a-z]\w*:|[/.~])|\Z)", re.S)
 _PLAIN_WORD = re.compile(
     rf"(?:--?[\w-]+=)?{_SCHEME}.*|(?:\.{{0,2}}|~\w*)/.*|[\w{{}}.,-]+\.(?:tar|tgz|gz|zst|lz4|py|sh)"
@@ -35,9 +35,9 @@ _PLAIN_WORD = re.compile(
     "|cat|cp|get|s3|storage|blob|download|copyto|dfs|fs|object|if|then|else|fi|for|in|do|done|exec|sudo|env|nice",
     re.I,
 )
-"""A word of a command that holds no secret: a path, a URL, which is redacted by itself, the name of an option."""
+"""A word of a command that is no secret: a path, a URL (redacted separately), the name of an option."""
 _OPERATOR = re.compile(r".*[|&;(]|then|else|do|exec|sudo|env|nice")
-"""A word behind which a program is named."""
+"""A word that is followed by the name of a program."""
 _ASSIGNMENT = re.compile(
     r"(?<![/\w])(?!KEY=)(?:(export\s+)(\w+)|([A-Z][A-Z0-9_]*))=(?:'[^']*'|\"[^\"]*\"|\\.|[^\s'\"\\])+"
 )
@@ -46,18 +46,18 @@ _PARAMETER = re.compile(r"([?&][^=\s?&]*(?:sig|token|key|secret|credential|passw
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
 _VARIABLE = re.compile(r"(\$\{\s*oc\.env\s*:\s*(\w+))\s*(?:,([^{}]*))?")
 _HELD = "\ue000{}\ue001"
-"""Stands in the place of an interpolation, which is no secret, while what surrounds it is redacted."""
+"""Placeholder of an interpolation, which is no secret, while the text around it is redacted."""
 _ONLY_HELD = re.compile(r"(?:(?:[?#&;]|[\w.-]+=)*\ue000\d+\ue001)*")
 _USER_WITH_HELD = re.compile(r"(?:[\w.%-]*:)?(?:\ue000\d+\ue001)+|\ue000\d+\ue001:\ue000\d+\ue001")
 
 _known: dict[str, str] = {}
-"""Value of a variable that a configuration reads -> how it was typed."""
+"""Value of a variable that a configuration reads -> its interpolation as typed."""
 
 
 def redact(text: str) -> str:
-    """A value, such as a word of the command line, with :data:`MARK` in the place of every secret.
+    """Replace every secret in a value, such as an argument of the command line, by :data:`MARK`.
 
-    Of a URL, scheme, host and path stay; of a command, what cannot be a secret. Redacted values stay as they are.
+    Scheme, host and path of a URL stay, and words of a command that cannot be a secret. Idempotent.
     """
     plain, held = _hold(text)
     plain = _PIPE.sub(lambda match: _command(match[1]), plain)
@@ -68,7 +68,7 @@ def redact(text: str) -> str:
 
 
 def redact_message(text: str) -> str:
-    """As :func:`redact`, for prose: URLs, assignments, and the commands that :func:`redact` has seen."""
+    """Same as :func:`redact` for messages: URLs, assignments, and the commands that :func:`redact` has seen."""
     for value, typed in _known.items():
         text = text.replace(value, typed)
     plain, held = _hold(text)
@@ -76,7 +76,7 @@ def redact_message(text: str) -> str:
 
 
 def _hold(text: str) -> tuple[str, list[str]]:
-    """``text`` with a number in the place of every interpolation, which is no secret; and these."""
+    """``text`` with a placeholder for every interpolation, and the interpolations."""
     held = [_VARIABLE.sub(_without_default, found) for found in _INTERPOLATION.findall(text)]
     numbers = iter(range(len(held)))
     return _INTERPOLATION.sub(lambda _: _HELD.format(next(numbers)), text), held
@@ -98,12 +98,12 @@ def _redact_plain(text: str) -> str:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether the variable ``name`` of a site holds a secret."""
+    """Whether the variable ``name`` of a site file is a secret."""
     return bool(value and SECRET_NAME.search(name)) or redact(value) != value
 
 
 def know(text: str) -> None:
-    """Have :func:`redact` hide the values of secret variables that ``text`` reads by ``${oc.env:NAME}``."""
+    """Make :func:`redact_message` replace the values of secret variables that ``text`` reads by ``${oc.env:NAME}``."""
     for _, name, _ in _VARIABLE.findall(text):
         value = os.environ.get(name, "")
         looks_random = re.fullmatch(r"(?=.*\d)(?=.*[A-Za-z])[\w+=-]{16,}", value)
@@ -112,7 +112,7 @@ def know(text: str) -> None:
 
 
 class Typed(str):
-    """A text of a configuration beside how it was typed, where the two differ: ``${oc.env:NAME}`` and its value."""
+    """A value of a configuration with its form as typed, if they differ: ``${oc.env:NAME}`` and its value."""
 
     typed: str
 
@@ -123,23 +123,23 @@ class Typed(str):
 
 
 def shown(value: str) -> str:
-    """A text of a configuration as it is stored and printed: as it was typed, and redacted."""
+    """A value of a configuration as stored and printed: as typed, and redacted."""
     return redact(value.typed if isinstance(value, Typed) else value)
 
 
 def same_but_secrets(one: str, other: str) -> bool:
-    """Whether two texts of configurations, each as typed or as stored, differ in nothing but secrets."""
+    """Whether two values of configurations, each as typed or as stored, differ in secrets only."""
     secret = re.compile(rf"{re.escape(MARK)}@|[?#]{re.escape(MARK)}")
     return shown(one) == shown(other) or secret.sub("", redact(str(one))) == secret.sub("", redact(str(other)))
 
 
 def is_incomplete(value: str) -> bool:
-    """Whether a text of a stored configuration lacks its secret, or the variable that it refers to."""
+    """Whether a value of a stored configuration lacks a secret or refers to a variable."""
     return MARK in value or "${" in value
 
 
 class RedactedStream:
-    """A text stream through which no secret is printed; all but writing is the stream's own."""
+    """A text stream that redacts its output; everything else is delegated to ``stream``."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -157,12 +157,12 @@ class RedactedStream:
 
 
 def redact_output() -> None:
-    """Redact what this process prints from Python, tracebacks and warnings too, and ``sys.argv``."""
+    """Redact ``sys.argv`` and the Python output of this process, including tracebacks and warnings."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, RedactedStream):
             setattr(sys, name, cast(TextIO, RedactedStream(stream)))
-    sys.argv[1:] = map(redact, sys.argv[1:])  # which trackers record
+    sys.argv[1:] = map(redact, sys.argv[1:])  # recorded by trackers
 
 
 def _without_default(match: re.Match[str]) -> str:
@@ -176,7 +176,7 @@ def _url(scheme: str, rest: str) -> str:
     assert parts is not None, "every part may be empty"
     authority, path, query, fragment = parts.groups(default="")
     user, at, host = authority.rpartition("@")
-    is_host = _HOST.fullmatch(host.rstrip("\"'`.,;:)]}>"))  # which may follow it in a message
+    is_host = _HOST.fullmatch(host.rstrip("\"'`.,;:)]}>"))  # punctuation of a message
     typed_as_variable = at and _USER_WITH_HELD.fullmatch(user)
     if not typed_as_variable and "@" in (path if is_host and at else "" if is_host else path + query + fragment):
         return f"{scheme}{MARK}@" + _url("", rest.rpartition("@")[2])  # a password with one of /?# in it

@@ -1,4 +1,4 @@
-"""Where the configuration presets and the launch scripts are: at the top of a checkout, inside an installed package."""
+"""Folders of configuration presets and launch scripts: at the top of a checkout, or inside an installed package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def _find(name: str) -> Path:
-    # The package first: beside an installed one, site-packages may hold somebody else's folder of that name.
+    # The package first: site-packages may have a folder of that name from another package.
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder

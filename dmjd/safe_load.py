@@ -1,8 +1,8 @@
-"""Readers of files and bytes from outside: they run no code, and bound what they take before they allocate it.
+"""Readers of untrusted files and bytes: they run no code, and check sizes before they allocate memory.
 
-Every file that dmjd reads may come from somebody else: run folders, checkpoints, shard sets, weights, records of
-collectives. This is the only module that deserialises them (docs/security.md). torch and numpy are imported inside
-functions, so that report and doctor may import it.
+Every file that dmjd reads may come from somebody else: run folders, checkpoints, shard sets, weights, flight records.
+This is the only module that deserialises them (docs/security.md). torch and numpy are imported inside functions, so
+that report and doctor may import it. Errors continue a line that begins with the name of the file.
 """
 
 from __future__ import annotations
@@ -31,28 +31,27 @@ JSON_BYTES = 64 << 20
 _YAML_LENGTH, _YAML_DEPTH = 4 << 20, 64
 
 _ADVICE = re.compile(r"^(Weights only|Please file|Check the doc)|weights_only|\(\d\)")
-"""Lines of torch's errors that say how to load the file all the same."""
-
+"""Lines of torch's errors that recommend to load the file unsafely."""
 
 _HALF = re.compile(r"\\[uU](?:0000)?[dD][89a-fA-F]")
-"""An escaped half of a character, in JSON and in YAML."""
-_IS_HALF = "it has half a character (\\ud800 to \\udfff), which no text can be written with"
+"""An escaped surrogate in JSON and YAML."""
+_IS_HALF = "it has half a character (\\ud800 to \\udfff), which cannot be encoded"
 
 
 def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
     """The value of a JSON text of at most ``limit`` bytes or characters.
 
     Raises:
-        ValueError: one line, if the text is longer, nested too deeply, not Unicode, or no JSON, or if an object has a
-            key twice, of which readers take one or the other.
+        ValueError: one line, if the text is longer, nested too deeply, not Unicode or not JSON, or if an object has a
+            duplicate key.
     """
     if len(content) > limit:
-        raise ValueError(f"it has {len(content)} bytes, more than the {limit} that are read")
+        raise ValueError(f"it has {len(content)} bytes, more than the limit of {limit}")
     try:
         text = content if isinstance(content, str) else content.decode(json.detect_encoding(content))
         value = json.loads(text, object_pairs_hook=_object)
         if _HALF.search(text):
-            # \udc80 to \udcff stand for the bytes of a file's name that is not UTF-8.
+            # \udc80 to \udcff are bytes of file names that are not UTF-8.
             json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
         raise ValueError(_IS_HALF) from error
@@ -71,10 +70,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text, made of mappings, lists, text, numbers and dates.
 
-    Aliases are rejected: a few lines of them stand for billions of values once they are copied.
+    Aliases are rejected: a few lines of them expand to billions of values.
 
     Raises:
-        ValueError: one line, if the text is longer than 4 MiB, nested deeper than 64 levels, or no such YAML.
+        ValueError: one line, if the text is longer than 4 MiB, nested deeper than 64 levels, or other YAML.
     """
     import yaml
 
@@ -83,7 +82,7 @@ def parse_yaml(text: str) -> Any:
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
-                raise ValueError("it has an alias (*name), which is not read")
+                raise ValueError("it has an alias (*name), which is not supported")
             self.depth += 1
             if self.depth > _YAML_DEPTH:
                 raise ValueError(f"it is nested deeper than {_YAML_DEPTH} levels")
@@ -98,7 +97,7 @@ def parse_yaml(text: str) -> Any:
             return made
 
     if len(text) > _YAML_LENGTH:
-        raise ValueError(f"it has {len(text)} characters, more than the {_YAML_LENGTH} that are read")
+        raise ValueError(f"it has {len(text)} characters, more than the limit of {_YAML_LENGTH}")
     if _HALF.search(text):
         raise ValueError(_IS_HALF)
     try:
@@ -107,23 +106,20 @@ def parse_yaml(text: str) -> Any:
             return loader.get_single_data()
         finally:
             loader.dispose()
-    # Beside its own errors, numbers and dates raise ValueError, keys TypeError, and long flows RecursionError.
+    # Numbers and dates raise ValueError, keys TypeError, deep flows RecursionError.
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(one_line(error)) from error
 
 
 def one_line(error: BaseException) -> str:
-    """The line of an error that says what is wrong.
-
-    torch's errors begin with advice to load a file without weights_only, which runs the code in it: never repeated.
-    """
-    if isinstance(error, LookupError | TypeError | AttributeError | AssertionError):  # of bytes that mean nothing
+    """The line of an error with the cause, without torch's advice to load the file with weights_only=False."""
+    if isinstance(error, LookupError | TypeError | AttributeError | AssertionError):  # raised by damaged bytes
         return "it is damaged"
     text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
     lines = (" ".join(line.split()) for line in text.splitlines())
     telling = (line for line in lines if line and not _ADVICE.search(line))
-    said = next(telling, "it is damaged" if str(error).strip() else "it is cut off")
-    return re.sub(r"(was not an allowed global)\b.*", r"\1", said)
+    cause = next(telling, "it is damaged" if str(error).strip() else "it is cut off")
+    return re.sub(r"(was not an allowed global)\b.*", r"\1", cause)
 
 
 # numpy's files -------------------------------------------------------------------------------------------------------
@@ -134,15 +130,15 @@ _NPY_HEADER = 4096
 
 
 def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.ndarray[Any, Any]:
-    """The one-dimensional array that ``numpy.save`` wrote, from where ``file`` stands to its end; read-only.
+    """Read a one-dimensional array that ``numpy.save`` wrote, from the position of ``file`` to its end; read-only.
 
-    The header is compared with the one that ``dtype`` has and not evaluated, so no object, order, shape or version of
-    another kind is accepted, and its length has to be that of the file before anything is read or mapped.
+    The header is compared with that of ``dtype`` and not evaluated. Its length must agree with the size of the file
+    before anything is read or mapped.
 
     Args:
         file: seekable; on a disk if ``mapped``.
-        dtype: what the array has to be of.
-        mapped: whether pages are read from the disk when they are used.
+        dtype: required type of the array.
+        mapped: map the file into memory instead of reading it.
 
     Raises:
         ValueError: one line, if the file is anything else.
@@ -152,7 +148,7 @@ def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.
     fixed = file.read(len(_NPY) + 2)
     length = int.from_bytes(fixed[len(_NPY) :], "little")
     if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
-        raise ValueError("it is no .npy file of version 1.0, or has a longer header than one that is read")
+        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
     header = file.read(length)
     shape = re.search(rb"'shape': \((\d{1,15}),\)", header)
     count = int(shape[1]) if shape else -1
@@ -179,43 +175,42 @@ def load_torch(
     *,
     mapped: bool = False,
 ) -> Any:
-    """What ``torch.save`` wrote, on the CPU, in any of its formats but the tar of 2016.
+    """Load a file of ``torch.save`` to the CPU; all formats but the tar of 2016.
 
     Args:
         file: a path, or an open file at its start.
         allowed: classes and functions that the file may name, such as :data:`TENSORS`; None for all that torch allows.
-        stand_in: makes what takes the place of any other class from its name. None rejects a file that names one.
-        mapped: leave the tensors of a file at a path on the disk until they are used.
+        stand_in: maps the name of any other class to a replacement. None rejects a file that names one.
+        mapped: map the tensors of a file at a path into memory instead of reading them.
 
     Raises:
-        ValueError: one line, if it cannot be read so, or holds more than its size.
+        ValueError: one line, if the file cannot be read, or its contents exceed its size.
     """
     import torch
 
     try:
         with file.open("rb") if isinstance(file, Path) else nullcontext(file) as stream:
-            others = sorted(_names(stream).difference(_allowed(allowed)))
-            if others and stand_in is None:
-                raise ValueError(f"it names {others[0]}, which is neither a tensor nor a container of them")
-            stand_ins: list[Any] = [(stand_in(name), name) for name in others] if stand_in is not None else []
-            stream.seek(0)
+            stand_ins: list[Any] = []
+            if stand_in is None:
+                check_torch(stream, allowed)
+            else:
+                stand_ins = [(stand_in(name), name) for name in _other_names(stream, allowed)]
             with torch.serialization.safe_globals(stand_ins), warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # of kinds of tensors that are rejected later
-                # Of a path, torch goes by its suffix too.
+                warnings.simplefilter("ignore", UserWarning)  # about kinds of tensors that are rejected later
+                # torch goes by the suffix of a path as well.
                 source = os.fspath(file) if mapped and isinstance(file, Path) else stream
                 return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except OSError as error:
         raise ValueError(error.strerror or one_line(error)) from error
-    except Exception as error:  # bytes that are no pickle do what they happen to mean, and fail as that fails
+    except Exception as error:  # damaged bytes raise errors of any type
         raise ValueError(one_line(error)) from error
 
 
 def check_torch(file: IO[bytes], allowed: Collection[str] | None) -> None:
-    """Leave ``file`` at its start if :func:`load_torch` would read it. Raises ValueError if it would not."""
-    others = sorted(_names(file).difference(_allowed(allowed)))
+    """Raise ValueError if :func:`load_torch` would reject ``file``; leave it at its start otherwise."""
+    others = _other_names(file, allowed)
     if others:
         raise ValueError(f"it names {others[0]}, which is neither a tensor nor a container of them")
-    file.seek(0)
 
 
 TENSORS = frozenset(
@@ -226,54 +221,34 @@ TENSORS = frozenset(
         "torch._utils._rebuild_tensor",
         "torch._utils._rebuild_tensor_v2",
         "torch.storage.UntypedStorage",
-        *(
-            f"torch.{kind}Storage"
-            for kind in (
-                "Double",
-                "Float",
-                "Half",
-                "BFloat16",
-                "Long",
-                "Int",
-                "Short",
-                "Char",
-                "Byte",
-                "Bool",
-                "Untyped",
-            )
-        ),
-        *(
-            f"torch.{name}"
-            for name in (
-                "float64",
-                "float32",
-                "float16",
-                "bfloat16",
-                "int64",
-                "int32",
-                "int16",
-                "int8",
-                "uint8",
-                "bool",
-            )
-        ),
+    }
+    | {
+        f"torch.{kind}Storage"
+        for kind in ["Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool", "Untyped"]
+    }
+    | {
+        f"torch.{name}"
+        for name in ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
     }
 )
-"""The names in files of tensors, numbers, text and containers: all that our own files hold."""
+"""Names in files of tensors, numbers, text and containers, such as those that dmjd writes."""
 
 _CONTAINERS = {b"PK": "zip", b"\x80\x02": "pickles"}
 
 
-def _allowed(allowed: Collection[str] | None) -> Collection[str]:
-    if allowed is not None:
-        return allowed
-    from torch import _weights_only_unpickler as torchs
+def _other_names(file: IO[bytes], allowed: Collection[str] | None) -> list[str]:
+    """The names in ``file`` that are not allowed, sorted; leaves ``file`` at its start."""
+    if allowed is None:
+        from torch import _weights_only_unpickler
 
-    return torchs._get_allowed_globals().keys()
+        allowed = _weights_only_unpickler._get_allowed_globals().keys()
+    names = _names(file)
+    file.seek(0)
+    return sorted(names.difference(allowed))
 
 
 def _names(file: IO[bytes]) -> set[str]:
-    """``module.name`` of every class and function that a file of torch's names. Checks sizes on the way.
+    """``module.name`` of every class and function that a torch file names. Checks sizes, too.
 
     Raises:
         ValueError: if torch.save did not write it.
@@ -292,14 +267,14 @@ def _names(file: IO[bytes]) -> set[str]:
             if parts.count("data.pkl") != 1 or len({entry.filename for entry in entries}) != len(entries):
                 raise ValueError("torch.save did not write it")
             if sum(entry.file_size for entry in entries) > size:  # torch.save does not compress
-                raise ValueError(f"it has {size} bytes and says that it holds more")
+                raise ValueError(f"it has {size} bytes and declares more content")
             found = _names_in_pickle(io.BytesIO(archive.read(entries[parts.index("data.pkl")])))
-    elif kind == "pickles":  # before torch 1.6: a magic number, a version and the system's, and then the content
+    elif kind == "pickles":  # before torch 1.6: magic number, version, system, content
         found = {name for _ in range(4) for name in _names_in_pickle(file)}
     else:
         raise ValueError("torch.save did not write it" if size else "it is cut off")
-    if "builtins.bytearray" in found:  # which torch allows; its argument is a size, allocated and filled at once
-        raise ValueError("it names builtins.bytearray, which is not read")
+    if "builtins.bytearray" in found:  # torch allows it, and it allocates as many bytes as its argument
+        raise ValueError("it names builtins.bytearray, which is not allowed")
     return found
 
 
@@ -326,9 +301,9 @@ def _opcodes(stream: IO[bytes]) -> Iterator[tuple[pickletools.OpcodeInfo, Any, i
 
 @contextmanager
 def weights_only_forced(classes: Sequence[type] = ()) -> Iterator[None]:
-    """Within it, ``torch.load`` of any code reads tensors and ``classes`` alone, whatever that code asks for.
+    """Context manager that forces ``weights_only=True``, with ``classes`` allowed, on every ``torch.load`` of any code.
 
-    Processes that start within it load so as well; of those that are not forked, ``classes`` are then rejected.
+    Processes that start within it inherit this; those that are not forked also reject ``classes``.
     """
     import torch
 
@@ -345,14 +320,14 @@ def weights_only_forced(classes: Sequence[type] = ()) -> Iterator[None]:
 _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-# Pickles of others ----------------------------------------------------------------------------------------------------
+# Untrusted pickles ----------------------------------------------------------------------------------------------------
 
 
 class _Plain(pickle._Unpickler):
-    """Of a pickle, numbers, text and containers, and records of the classes in ``allowed``, of which none is made.
+    """Unpickler of numbers, text and containers, and of the classes in ``allowed`` as records without behaviour.
 
-    Python's own implementation, for that in C allocates a table as long as a number in the file says. Keys are text,
-    numbers or records: a tuple of tuples of tuples takes for ever to hash.
+    Based on the Python implementation: the one in C allocates a table of the length that the file declares. Keys must
+    be text, numbers or records: hashing deeply nested tuples takes exponential time.
     """
 
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
@@ -365,13 +340,10 @@ class _Plain(pickle._Unpickler):
         try:
             return self.allowed[module, name]
         except KeyError:
-            raise ValueError(f"it names {module}.{name}, which has no place in it") from None
-
-    def persistent_load(self, identity: Any) -> Any:
-        raise ValueError("it refers to something outside of it")
+            raise ValueError(f"it names {module}.{name}, which is not allowed") from None
 
     def get_extension(self, code: int) -> Any:
-        raise ValueError("it names an extension, which has no place in it")
+        raise ValueError("it names an extension, which is not allowed")
 
     def _set_items(self) -> None:
         items = self.pop_mark()
@@ -397,17 +369,13 @@ class _Plain(pickle._Unpickler):
 
 
 class _Record:
-    """Stands for an object of a class that a pickle names, with what the pickle says of it."""
+    """An object of a class that a pickle names: its state alone."""
 
     kind = ""
+    state: Any = None
 
     def __new__(cls, *arguments: Any) -> _Record:
-        made = super().__new__(cls)
-        made.arguments, made.state = arguments, None
-        return made
-
-    arguments: tuple[Any, ...]
-    state: Any
+        return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -417,7 +385,7 @@ _KEYS = (str, int, _Record)
 
 
 def unpickle_plain(content: bytes) -> Any:
-    """The value of a pickle of numbers, text and containers alone, such as a record of collectives.
+    """The value of a pickle of numbers, text and containers, such as a flight record of collectives.
 
     Raises:
         ValueError: one line, if it names any class or function, or is damaged.
@@ -428,13 +396,13 @@ def unpickle_plain(content: bytes) -> Any:
 def _unpickled(reader: type[_Plain], content: bytes) -> Any:
     try:
         return reader(io.BytesIO(content)).load()
-    except Exception as error:  # of damaged bytes a pickle makes errors of any kind
+    except Exception as error:  # damaged bytes raise errors of any type
         raise ValueError(one_line(error)) from error
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where it begins and its shape, and the ``length`` bytes of ``file`` from ``start`` on."""
+    """A part of a tensor: its offsets and shape, stored in ``length`` bytes of ``file`` from ``start`` on."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -445,7 +413,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint in shards."""
+    """A tensor of a sharded checkpoint."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -453,13 +421,13 @@ class SavedTensor:
 
 
 def parse_shard_index(content: bytes) -> dict[str, SavedTensor]:
-    """What a ``.metadata`` of torch.distributed.checkpoint says of each tensor.
+    """Parse the ``.metadata`` of torch.distributed.checkpoint: name -> tensor.
 
-    It is a pickle. The names in :data:`_SHARD_INDEX`, the types of tensors and the class of paths are all that honest
-    ones name (measured on torch 2.11 and 2.14), and none of these classes is made.
+    It is a pickle. Valid ones name only :data:`_SHARD_INDEX` and the dtypes of torch (measured on torch 2.11 and 2.14).
+    None of these classes is instantiated.
 
     Raises:
-        ValueError: one line, if it names anything else, or a type, a range or a number in it cannot be.
+        ValueError: one line, if it names anything else, or a type, a range or a number is not valid.
     """
     top = _unpickled(_ShardIndex, content)
     try:
@@ -468,7 +436,7 @@ def parse_shard_index(content: bytes) -> dict[str, SavedTensor]:
         for index, place in fields["storage_data"].items():
             at, where = _state(index, "MetadataIndex"), _state(place, "_StorageInfo")
             if where.get("transform_descriptors"):
-                raise ValueError("its tensors are compressed, which is not read")
+                raise ValueError("its tensors are compressed, which is not supported")
             key = _text(at["fqn"]), at.get("offset") and _sizes(at["offset"])
             start, length = _sizes((where["offset"], where["length"]))
             places[key] = _text(where["relative_path"]), start, length
@@ -486,8 +454,8 @@ def _saved(name: str, item: Any, places: Mapping[Any, tuple[str, int, int]]) -> 
         raise ValueError(f"{name} has no type")
     chunks = []
     for part in fields["chunks"]:
-        said = _state(part, "ChunkStorageMetadata")
-        offsets, sizes = _sizes(said["offsets"]), _sizes(said["sizes"])
+        values = _state(part, "ChunkStorageMetadata")
+        offsets, sizes = _sizes(values["offsets"]), _sizes(values["sizes"])
         if math.prod(sizes):
             place = places.get((name, offsets)) or places[name, None]
             chunks.append(Chunk(offsets, sizes, *place))
@@ -497,15 +465,12 @@ def _saved(name: str, item: Any, places: Mapping[Any, tuple[str, int, int]]) -> 
 
 
 def _tile(shape: tuple[int, ...], chunks: Sequence[Chunk]) -> bool:
-    """Whether the chunks, cut along one axis as engines cut, are the whole tensor, each element once."""
-    axes = {
-        axis
-        for chunk in chunks
-        if len(chunk.shape) == len(chunk.offsets) == len(shape)
-        for axis, size in enumerate(shape)
-        if chunk.shape[axis] != size or chunk.offsets[axis]
-    }
-    if any(len(chunk.shape) != len(shape) or len(chunk.offsets) != len(shape) for chunk in chunks) or len(axes) > 1:
+    """Whether the chunks, cut along one axis as engines do, cover the tensor, each element once."""
+    if any(len(chunk.shape) != len(shape) or len(chunk.offsets) != len(shape) for chunk in chunks):
+        return False
+    cut = ((chunk, axis) for chunk in chunks for axis in range(len(shape)))
+    axes = {axis for chunk, axis in cut if chunk.shape[axis] != shape[axis] or chunk.offsets[axis]}
+    if len(axes) > 1:
         return False
     if not axes:
         return len(chunks) == (math.prod(shape) > 0)
@@ -541,21 +506,14 @@ _SHARD_INDEX: dict[tuple[str, str], Any] = {
     **{
         (module, name): type(name, (_Record,), {"kind": name})
         for module, names in {
-            f"{_DCP}.metadata": (
-                "ChunkStorageMetadata",
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
-            ),
-            f"{_DCP}.filesystem": ("_StorageInfo",),
-            "torch.serialization": ("_get_layout",),
-            "pathlib": ("PosixPath",),
-            "pathlib._local": ("PosixPath",),  # Python 3.13
+            f"{_DCP}.metadata": "ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties "
+            "TensorStorageMetadata _MEM_FORMAT_ENCODING",
+            f"{_DCP}.filesystem": "_StorageInfo",
+            "torch.serialization": "_get_layout",
+            "pathlib": "PosixPath",
+            "pathlib._local": "PosixPath",  # Python 3.13
         }.items()
-        for name in names
+        for name in names.split()
     },
 }
 

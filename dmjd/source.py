@@ -1,4 +1,4 @@
-"""The source that runs: which commit it is, and a copy of it for jobs that start, or start again, days from now."""
+"""The running source code: its commit, and a copy of it for queued jobs."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from dmjd.resources import configs_dir, launchers_dir
 
 _STATE, _DIFF = "SOURCE.json", "source.diff"
 START = "start.py"
-"""In a copy, what starts its ``dmjd``. `python -m dmjd` would take that of the current folder before any other."""
+"""Entry point of a copy: `python -m dmjd` would import a dmjd of the current folder first."""
 
 
 def source_state() -> tuple[str | None, str]:
-    """Commit and uncommitted changes of the checkout that is running, or that this is a copy of.
-
-    (None, "") if dmjd runs from neither.
-    """
+    """Commit and uncommitted changes of the checkout, or of the copied checkout; (None, "") if there is none."""
     root = Path(dmjd.__file__).parent.parent
     if (root / _STATE).is_file() and (root / START).is_file():
         return json.loads((root / _STATE).read_text())["git_sha"], (root / _DIFF).read_text()
 
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True)
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=30, check=True)
         return done.stdout
 
     try:
-        # An environment may lie inside somebody else's repository, whose state says nothing about this code.
+        # An environment may be inside another repository.
         git("ls-files", "--error-unmatch", "dmjd/__init__.py")
         return git("rev-parse", "HEAD").strip(), git("diff", "HEAD")
     except (OSError, subprocess.SubprocessError):
@@ -41,7 +38,7 @@ def source_state() -> tuple[str | None, str]:
 def snapshot(folder: Path) -> Path:
     """Copy the package with its native libraries, configurations and launchers to ``folder/DIGEST``.
 
-    The same source has the same digest, so a copy that a job uses is never written to.
+    The digest is that of the content, so a copy in use is never modified.
 
     Returns:
         The absolute path of the copy.

@@ -37,7 +37,7 @@ def test_a_pipe_is_neither_waited_for_nor_read(tmp_path: Path) -> None:
 def test_a_file_is_read_to_a_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"123456789")
     assert read_at_most(tmp_path / "file", 9) == b"123456789"
-    with pytest.raises(ValueError, match="has 9 bytes, more than the 8 that are read"):
+    with pytest.raises(ValueError, match="has 9 bytes, more than the limit of 8"):
         read_at_most(tmp_path / "file", 8)
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_others_made_or_can_write_to_is_not_used(
     assert list(own.iterdir()) == []
     assert not (temporary.parent / "nowhere").exists()
     message = caplog.records[0].getMessage()
-    assert message.startswith(f"{temporary} is not used, for ")
+    assert message.startswith(f"{temporary} is not used, since ")
     assert message.endswith(f"{own} is used instead")
 
 
@@ -117,7 +117,7 @@ def test_a_tmpdir_in_which_all_can_rename_is_warned_of(
 ) -> None:
     temporary.parent.chmod(mode_of_parent)
     assert private_folder("dmjd") == temporary
-    assert ("every user can rename what is in" in caplog.text) == warned
+    assert ("every user can rename files in" in caplog.text) == warned
 
 
 def test_processes_that_make_it_at_once_agree(temporary: Path) -> None:
@@ -127,7 +127,7 @@ def test_processes_that_make_it_at_once_agree(temporary: Path) -> None:
 
 def test_no_room_for_a_private_folder_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(StorageError, match=r"no folder can be made below TMPDIR .*; set TMPDIR"):
+    with pytest.raises(StorageError, match=r"no folder can be created in TMPDIR .*; set TMPDIR"):
         private_folder("dmjd")
 
 

@@ -103,16 +103,18 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
 
     findings: list[Finding] = []
     if end:
-        where = f"at step {end['step']} of {end['total_steps']}" if "step" in end else "before its first step"
+        where = (
+            f"at step {end['step']} of {end['total_steps']}"
+            if {"step", "total_steps"} <= end.keys()
+            else "before its first step"
+        )
         findings.append(Finding(f"run ended {where} ({end['reason']}): {end['detail']}", end["next"]))
         findings += _killed(beats) if end["reason"] == "lost" else ()
     elif beats and all(beat.phase == "stop" for beat in beats):
         path, step = run / "STOP_REASON", max(beat.step for beat in beats)
         problem = obstacle(path) or ("damaged, or of an earlier launch" if os.path.lexists(path) else "absent")
-        advice = "look again in a minute; if it stays so, the job's log tells the reason, and the same command resumes"
-        findings.append(
-            Finding(f"all ranks stopped at step {step}, without an exit record: {path} is {problem}", advice)
-        )
+        what = f"all ranks stopped at step {step}, without an exit record: {path} is {problem}"
+        findings.append(Finding(what, "look again in a minute; else see the job's log; the same command resumes"))
     elif beats and (state or "RUNNING").startswith("RUNNING"):
         findings += _progress(beats, now, job)
     elif beats:

@@ -181,7 +181,7 @@ def test_what_cannot_be_read_does_not_keep_the_doctor_from_the_rest(run: Path) -
     assert "the heartbeat of rank(s) 3 is damaged" in found
 
 
-@pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig'])
+@pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig', '{"reason": [], "detail": "", "next": "", "when": 3}'])
 def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: str) -> None:
     (run / "STOP_REASON").write_text(left)
     assert "no exit record and no heartbeat" in said(run)

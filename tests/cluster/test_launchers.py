@@ -17,7 +17,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from dmjd.runs import checkpoint
-from tests.cluster.played import PlayedSlurm
+from tests.cluster.fake_slurm import FakeSlurm
 from tests.conftest import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -35,9 +35,9 @@ def test_shellcheck() -> None:
 
 def probe(folder: Path, **environment: str) -> list[str]:
     """What the batch script of a linear probe hands to srun."""
-    slurm = PlayedSlurm(folder)
+    slurm = FakeSlurm(folder)
     (folder / "runs/x/checkpoints").mkdir(parents=True)
-    done = slurm.play("evaluate.sbatch", "linprobe", "checkpoint=runs/x", **environment)
+    done = slurm.submit("evaluate.sbatch", "linprobe", "checkpoint=runs/x", **environment)
     assert done.returncode == 0, done.stderr
     return slurm.asked("srun")
 
@@ -58,7 +58,7 @@ def test_an_image_of_pyxis(tmp_path: Path) -> None:
 
 
 def image_for_apptainer(folder: Path) -> str:
-    """An image, and a program called apptainer where PlayedSlurm has its programs."""
+    """An image, and a program called apptainer where FakeSlurm has its programs."""
     (folder / "bin").mkdir()
     for path in (image := folder / "dmjd.sif"), folder / "bin/apptainer":
         path.touch(0o755)
@@ -77,39 +77,45 @@ def test_an_image_of_apptainer_and_a_site_that_the_job_outranks(tmp_path: Path) 
 def test_a_site_is_read_to_its_last_character_or_the_job_says_that_it_cannot(tmp_path: Path) -> None:
     site, image = tmp_path / "site.env", image_for_apptainer(tmp_path)
     site.write_text(f"KEY=a=b=\r\n  # ours\nhttp_proxy=http://proxy:3128 \nDMJD_CONTAINER={image}", newline="")
-    slurm = PlayedSlurm(tmp_path)
-    play = 'echo "<$KEY> <$http_proxy>"'
-    done = slurm.play("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE=str(site), PLAY=play, http_proxy="")
+    slurm = FakeSlurm(tmp_path)
+    done = slurm.submit(
+        "evaluate.sbatch",
+        "linprobe",
+        "x=y",
+        DMJD_SITE=str(site),
+        FAKE_SRUN='echo "<$KEY> <$http_proxy>"',
+        http_proxy="",
+    )
     assert done.returncode == 0, done.stderr
     assert "<a=b=> <http://proxy:3128>" in done.stdout
     assert image in slurm.asked("srun")
-    done = slurm.play("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE="h100")
+    done = slurm.submit("evaluate.sbatch", "linprobe", "x=y", DMJD_SITE="h100")
     assert done.returncode == 2
     assert "DMJD_SITE=h100 is not a readable file" in done.stderr
 
 
 def test_a_task_of_an_array_has_its_own_words_whatever_the_verb(tmp_path: Path) -> None:
-    slurm = PlayedSlurm(tmp_path)
+    slurm = FakeSlurm(tmp_path)
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
-    assert slurm.play("evaluate.sbatch", "linprobe", "checkpoint=runs/seed-%a", **task).returncode == 0
+    assert slurm.submit("evaluate.sbatch", "linprobe", "checkpoint=runs/seed-%a", **task).returncode == 0
     assert slurm.asked("srun")[-1] == "checkpoint=runs/seed-2"
 
 
 def test_a_step_that_ends_before_it_is_looked_at_has_failed(tmp_path: Path) -> None:
     gone = {"BASH_FUNC_kill%%": "() { false; }"}  # what kill -0 says of it by then
-    assert PlayedSlurm(tmp_path).play("evaluate.sbatch", "linprobe", "x=y", PLAY="exit 3", **gone).returncode == 3
+    assert FakeSlurm(tmp_path).submit("evaluate.sbatch", "linprobe", "x=y", FAKE_SRUN="exit 3", **gone).returncode == 3
 
 
 @pytest.mark.parametrize(("says", "end"), [("2026-11-28T06:00:00", "1795845600"), ("", "none"), ("Unknown", "none")])
 def test_slurm_that_does_not_say_when_a_job_ends_does_not_end_it(tmp_path: Path, says: str, end: str) -> None:
-    play = 'echo "ends ${SLURM_JOB_END_TIME:-none}, began $SLURM_JOB_START_TIME"'
-    done = PlayedSlurm(tmp_path).play("evaluate.sbatch", "linprobe", "x=y", PLAY=play, PLAY_END=says, TZ="UTC")
+    script = 'echo "ends ${SLURM_JOB_END_TIME:-none}, began $SLURM_JOB_START_TIME"'
+    done = FakeSlurm(tmp_path).submit("evaluate.sbatch", "linprobe", "x=y", FAKE_SRUN=script, FAKE_END=says, TZ="UTC")
     assert done.returncode == 0, done.stderr
     assert f"ends {end}, began 1795842000\n" in done.stdout
 
 
 def start(launcher: str, folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A launcher whose programs are played: python and deepspeed print their words, nvidia-smi has no driver."""
+    """Run a launcher with fake programs: python and deepspeed print their arguments, nvidia-smi fails."""
     for name, body in {
         "python": 'printf "%s\\n" "$@"',
         "deepspeed": 'printf "%s\\n" "$@"',
@@ -156,9 +162,9 @@ def test_a_hostfile_that_is_not_there_is_not_this_host_alone(tmp_path: Path) -> 
 
 
 def test_a_home_that_a_shell_has_left_alone_is_one_folder_for_the_script_and_the_run(tmp_path: Path) -> None:
-    slurm, home = PlayedSlurm(tmp_path), tmp_path / "home"
+    slurm, home = FakeSlurm(tmp_path), tmp_path / "home"
     words = ("init=~/a=~/b", "run=~/the run-%a", "data.root=pipe:cat ~/x.tar")
-    slurm.play("pretrain.sbatch", *words, HOME=str(home), SLURM_ARRAY_TASK_ID="3", PLAY="exit 1")
+    slurm.submit("pretrain.sbatch", *words, HOME=str(home), SLURM_ARRAY_TASK_ID="3", FAKE_SRUN="exit 1")
     assert slurm.asked("srun")[-3:] == [f"init={home}/a=~/b", f"run={home}/the run-3", "data.root=pipe:cat ~/x.tar"]
     assert (home / "the run-3/slurm/launches.jsonl").is_file()
     assert not (tmp_path / "~").exists()

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from dmjd.cluster.doctor import examine
-from tests.cluster.played import LAUNCHERS, PlayedSlurm
+from tests.cluster.fake_slurm import LAUNCHERS, FakeSlurm
 
 
 @dataclass
 class Launches:
     """One job's launches, one after the other, of a run in ``run``."""
 
-    slurm: PlayedSlurm
+    slurm: FakeSlurm
     count: int = 0
 
     @property
@@ -30,19 +30,21 @@ class Launches:
         self, reason: str = "", step: int = 0, word: str = "", more: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """A launch that commits ``step`` and leaves a last word of ``reason``, or ``word``, or neither."""
-        play = (
+        srun = (
             [f"mkdir -p run/checkpoints/step-{step:08d}; touch run/checkpoints/step-{step:08d}/manifest.json"]
             if step
             else []
         )
         if reason:
-            play.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_EXIT_RECORD"')
+            srun.append(f'printf "%s\\n" "{reason}: why it {reason}" "what to do" >"$DMJD_EXIT_RECORD"')
         if word:
-            play.append(f'echo "{word}" >"$DMJD_EXIT_RECORD"')
+            srun.append(f'echo "{word}" >"$DMJD_EXIT_RECORD"')
         restart = {"SLURM_RESTART_COUNT": str(self.count)} if self.count else {}
         self.count += 1
-        script = "\n".join([*play, more or "exit 1"])
-        return self.slurm.play("pretrain.sbatch", "run=run", "epochs=2", PLAY=script, **{**restart, **environment})
+        script = "\n".join([*srun, more or "exit 1"])
+        return self.slurm.submit(
+            "pretrain.sbatch", "run=run", "epochs=2", FAKE_SRUN=script, **{**restart, **environment}
+        )
 
     @property
     def requeues(self) -> int:
@@ -51,7 +53,7 @@ class Launches:
 
 @pytest.fixture
 def launches(tmp_path: Path) -> Launches:
-    return Launches(PlayedSlurm(tmp_path))
+    return Launches(FakeSlurm(tmp_path))
 
 
 @pytest.mark.parametrize("reason", ["finished", "file"])
@@ -122,7 +124,9 @@ def test_a_job_that_waited_for_the_folder_does_not_take_the_word_of_the_job_befo
     launchers = shlex.quote(str(LAUNCHERS))
     run = 'echo {} >run/STOP_REASON; echo "{}: so it is" >"$DMJD_EXIT_RECORD"\n'
     second = "rm -f run/STOP_REASON; " + run.format("second", "signal")
-    script = f"SLURM_JOB_ID=8 PLAY={shlex.quote(second)} bash {launchers}/slurm/pretrain.sbatch run=run epochs=2 || :"
+    script = (
+        f"SLURM_JOB_ID=8 FAKE_SRUN={shlex.quote(second)} bash {launchers}/slurm/pretrain.sbatch run=run epochs=2 || :"
+    )
     done = launches("finished", step=5, more=f"echo first >run/STOP_REASON\n{script}")
     first, said = (
         [line for line in done.stdout.splitlines() if "stopped at" in line][number] for number in (1, 0)
@@ -143,11 +147,11 @@ def test_a_job_removes_words_of_its_own_alone(launches: Launches) -> None:
 
 
 def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
-    slurm = PlayedSlurm(tmp_path)
-    play = 'echo "finished: all" >"$DMJD_EXIT_RECORD"'
+    slurm = FakeSlurm(tmp_path)
+    srun = 'echo "finished: all" >"$DMJD_EXIT_RECORD"'
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
-        done = slurm.play("pretrain.sbatch", *words, PLAY=play, DMJD_RUN="runs/lr=1-%a", **task)
+        done = slurm.submit("pretrain.sbatch", *words, FAKE_SRUN=srun, DMJD_RUN="runs/lr=1-%a", **task)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "finished, all" in done.stdout
     assert "requeue" not in slurm.asked("scontrol")
@@ -156,8 +160,8 @@ def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_pa
 
 @pytest.mark.parametrize("words", [["experiment=demo"], ["run='a b'"], ["run=runs/${seed}"]])
 def test_by_hand_the_run_has_to_be_named_plainly(tmp_path: Path, words: list[str]) -> None:
-    slurm = PlayedSlurm(tmp_path)
-    done = slurm.play("pretrain.sbatch", *words)
+    slurm = FakeSlurm(tmp_path)
+    done = slurm.submit("pretrain.sbatch", *words)
     assert done.returncode == 2
     assert "must contain run=FOLDER, without quotes" in done.stderr
     assert slurm.asked("srun") == []
@@ -175,17 +179,19 @@ def test_copies_beside_the_checkpoints_are_not_counted(launches: Launches, name:
 
 def test_a_launch_is_one_line_of_json_whatever_its_log_is_called(launches: Launches) -> None:
     log = '/runs/lr=1 C:\\a "b" wd=0/7.out'
-    assert launches("finished", step=5, PLAY_LOG=log).returncode == 0
+    assert launches("finished", step=5, FAKE_LOG=log).returncode == 0
     assert json.loads((launches.run / "slurm/launches.jsonl").read_text())["log"] == log
 
 
 @pytest.mark.parametrize("name", ["lr=1", "-x", "-n", "a 'b'", "*", "x/lr=1e-3", "75%a"])
 def test_launches_are_counted_whatever_the_folder_is_called(tmp_path: Path, name: str) -> None:
     """awk took the list in lr=1/slurm for an assignment, counted nothing, and a broken job came back for ever."""
-    slurm = PlayedSlurm(tmp_path)
+    slurm = FakeSlurm(tmp_path)
     for restart in range(3):
         task = {"DMJD_RUN": name} if "'" in name else {}
-        done = slurm.play("pretrain.sbatch", f"run={name}", SLURM_RESTART_COUNT=str(restart), PLAY="exit 1", **task)
+        done = slurm.submit(
+            "pretrain.sbatch", f"run={name}", SLURM_RESTART_COUNT=str(restart), FAKE_SRUN="exit 1", **task
+        )
     assert done.returncode == 1
     assert "not requeued: 3 launches in a row ended at step 0" in done.stdout
     assert slurm.asked("scontrol").count("requeue") == 2
@@ -200,16 +206,16 @@ def test_a_cancelled_job_does_not_come_back(launches: Launches) -> None:
 
 
 def test_a_launch_that_slurm_has_given_up_leaves_the_next_one_alone(launches: Launches) -> None:
-    done = launches("lost", step=5, PLAY_RESTARTS="1")
+    done = launches("lost", step=5, FAKE_RESTARTS="1")
     assert done.returncode == 1
     assert "Slurm has restarted this job on other nodes" in done.stdout
     assert launches.requeues == 0
 
 
 def test_a_controller_that_is_busy_is_asked_again(launches: Launches) -> None:
-    assert launches("signal", step=5, PLAY_DEAF="2").returncode == 0
+    assert launches("signal", step=5, FAKE_FAILURES="2").returncode == 0
     assert launches.requeues == 3
-    done = launches("signal", step=10, PLAY_DEAF="99")
+    done = launches("signal", step=10, FAKE_FAILURES="99")
     assert done.returncode == 2
     assert "submit it again" in done.stderr
 
@@ -235,7 +241,7 @@ def test_a_chain_ends_for_all_its_jobs(launches: Launches) -> None:
 
 
 START_NODE = 'while [[ $1 == --* ]]; do shift; done; SLURM_NNODES=1 SLURM_GPUS_ON_NODE=1 DMJD_RENDEZVOUS=c10d exec "$@"'
-"""For PLAY: what srun runs on a node."""
+"""For FAKE_SRUN: what srun runs on a node."""
 
 
 def interpreter(folder: Path, kind: str) -> str:

@@ -124,17 +124,17 @@ def test_kinds_of_gpus_and_lines_of_other_systems(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def play_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """``play_sbatch(body)``: what sbatch does, as a shell has it."""
+def fake_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``fake_sbatch(body)``: replace sbatch by a shell script."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
 
-    def play(body: str) -> None:
+    def write(body: str) -> None:
         program = tmp_path / "bin" / "sbatch"
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\n{body}\n")
         program.chmod(0o755)
 
-    return play
+    return write
 
 
 @pytest.mark.parametrize(
@@ -152,10 +152,10 @@ def test_what_slurm_refuses_is_one_line(
     body: str,
     says: str,
     tmp_path: Path,
-    play_sbatch: Callable[[str], None],
+    fake_sbatch: Callable[[str], None],
     dmjd: Callable[..., tuple[int, str, str]],
 ) -> None:
-    play_sbatch(f"if [ -e {tmp_path}/first ]; then {body}; else touch {tmp_path}/first; echo 7; fi")
+    fake_sbatch(f"if [ -e {tmp_path}/first ]; then {body}; else touch {tmp_path}/first; echo 7; fi")
     code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=3")
     assert code == 2
     assert error.count("\n") == 1
@@ -164,12 +164,12 @@ def test_what_slurm_refuses_is_one_line(
 
 def test_an_sbatch_that_hangs_is_one_line(
     tmp_path: Path,
-    play_sbatch: Callable[[str], None],
+    fake_sbatch: Callable[[str], None],
     dmjd: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dmjd.cluster.submit.SBATCH_SECONDS", 1.0)
-    play_sbatch(f"if [ -e {tmp_path}/first ]; then sleep 20; else touch {tmp_path}/first; echo 7; fi")
+    fake_sbatch(f"if [ -e {tmp_path}/first ]; then sleep 20; else touch {tmp_path}/first; echo 7; fi")
     code, _, error = dmjd("submit", "pretrain", f"run={tmp_path}/run", "gpus=1", "experiment=demo", "chain=2")
     assert (code, error.count("\n")) == (2, 1)
     assert "sbatch did not return within 1 s for " in error
@@ -177,9 +177,9 @@ def test_an_sbatch_that_hangs_is_one_line(
 
 
 def test_variables_of_the_job_that_submits_do_not_reach_the_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, play_sbatch: Callable[[str], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_sbatch: Callable[[str], None]
 ) -> None:
-    play_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
+    fake_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
     of_a_job = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "DMJD_CHAIN", "DMJD_EXIT_RECORD"
     for name in (*of_a_job, "SLURM_CONF", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, "5")

@@ -164,7 +164,7 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: bytes) -> None:
 @pytest.mark.parametrize("size", [65 << 20, 1 << 40])
 def test_a_manifest_without_end_is_read_to_a_limit(tmp_path: Path, size: int) -> None:
     os.truncate(forge(tmp_path) / MANIFEST, size)
-    with pytest.raises(DataError, match="more than the 67108864 that are read"):
+    with pytest.raises(DataError, match="more than the limit of 67108864"):
         load(tmp_path)
 
 
@@ -431,7 +431,7 @@ def test_the_default_cache_is_not_one_that_somebody_else_made(
     own = tmp_path / f"dmjd-shards-{os.geteuid()}-1"
     assert own.stat().st_mode & 0o777 == 0o700
     assert len(list(own.glob("*.tar"))) > 3
-    assert f"{trap} is not used, for other users can write to it; remove it. {own} is used instead" in caplog.text
+    assert f"{trap} is not used, since other users can write to it; remove it. {own} is used instead" in caplog.text
 
 
 # Sources and builds

@@ -1,6 +1,6 @@
-"""A Slurm that is played: programs of its names write down what they are asked, and srun does what a test says.
+"""A fake Slurm: programs of its names record their arguments, and srun runs the script of a test.
 
-For what batch scripts decide, which takes milliseconds to see here and minutes on the real one of slurm.py.
+For the decisions of batch scripts: they take milliseconds here, and minutes on the real Slurm of slurm.py.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from pathlib import Path
 
 LAUNCHERS = Path(__file__).parents[2] / "launchers"
 
-SRUN = 'eval "${PLAY:-:}"'
+SRUN = 'eval "${FAKE_SRUN:-:}"'
 SCONTROL = """
 case "$1 $2" in
-    "requeue "*) [ "$(grep -c requeue "$0.asked")" -gt "${PLAY_DEAF:-0}" ] ;;
+    "requeue "*) [ "$(grep -c requeue "$0.asked")" -gt "${FAKE_FAILURES:-0}" ] ;;
     "show hostnames") echo n1 ;;
     "show job")
-        echo "   Requeue=1 Restarts=${PLAY_RESTARTS:-${SLURM_RESTART_COUNT:-0}} BatchFlag=1"
-        echo "   StartTime=2026-11-28T05:00:00 EndTime=${PLAY_END-2026-11-28T06:00:00} Deadline=N/A"
-        printf '   StdOut=%s\n' "${PLAY_LOG-/logs/job 7.out}" ;;
+        echo "   Requeue=1 Restarts=${FAKE_RESTARTS:-${SLURM_RESTART_COUNT:-0}} BatchFlag=1"
+        echo "   StartTime=2026-11-28T05:00:00 EndTime=${FAKE_END-2026-11-28T06:00:00} Deadline=N/A"
+        printf '   StdOut=%s\n' "${FAKE_LOG-/logs/job 7.out}" ;;
 esac
 """
 
 
 @dataclass
-class PlayedSlurm:
+class FakeSlurm:
     """A job on one node, whose scripts run in ``folder``."""
 
     folder: Path
@@ -39,14 +39,14 @@ class PlayedSlurm:
             program.chmod(0o755)
 
     def asked(self, name: str) -> list[str]:
-        """All words that a program was called with."""
+        """All arguments that a program was called with."""
         path = self.folder / "bin" / f"{name}.asked"
         return path.read_text().splitlines() if path.is_file() else []
 
-    def play(self, script: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """A batch script of launchers/slurm, from its start to its end. PLAY is the shell that srun runs."""
+    def submit(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run a batch script of launchers/slurm to its end. FAKE_SRUN: the shell script that srun runs."""
         return subprocess.run(
-            ["bash", str(LAUNCHERS / "slurm" / script), *words],
+            ["bash", str(LAUNCHERS / "slurm" / script), *arguments],
             cwd=self.folder,
             env={
                 **os.environ,
