@@ -162,7 +162,7 @@ def _evaluation_data(path: Path, trained: PretrainConfig, other: DataConfig | No
     data = trained.data if other is None else other
     if data is trained.data and data.name == "auto" and path.is_dir():
         raise ConfigError(
-            f"{path} stores data=auto, not the data set that it was; add data=fashion_mnist or data=digits"
+            f"{path} stores data=auto without the name of the data set; add data=fashion_mnist or data=digits"
         )
     data = resolve_auto(data if root is None else replace(data, root=root))
     if other is not None and other.name == "auto" and path.is_dir() and data.name != trained.data.name:

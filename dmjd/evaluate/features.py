@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
-from dmjd.errors import ConfigError, DataError, UserError
+from dmjd.errors import DataError, UserError
 from dmjd.ops.images import normalise
 
 FEATURE_BATCH = 256
 """Images per forward pass; results do not depend on it."""
-POOLINGS = ("mean", "cls")
-"""``mean`` of the patch tokens (ConvMAE, DMJD), or the ``cls`` token (MAE)."""
 _HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
@@ -64,20 +62,17 @@ def encode(
             evaluation mode and without gradients; its training mode is restored.
         images: uint8 ``[B, H, W, C]`` on the encoder's device.
         mean, std: per channel, of images scaled to [0, 1].
-        pooling: one of :data:`POOLINGS`.
+        pooling: see :func:`pool`.
         precision: of the forward pass; bfloat16 and float16 run under autocast.
 
     Returns:
         float32 ``[B, D]``.
-
-    Raises:
-        ConfigError: for an unknown pooling, and for ``cls`` with an encoder without a cls token.
     """
     autocast = torch.autocast(images.device.type, dtype=precision, enabled=precision in _HALF_PRECISIONS)
-    # no_grad, not inference_mode: a probe trains on these tensors, and autograd refuses to save inference tensors.
+    # no_grad, not inference_mode: a probe trains on these tensors, and autograd cannot save inference tensors.
     with _evaluating(encoder), torch.no_grad(), autocast:
         tokens = encoder(normalise(images, mean, std, precision))
-    # Pooled in float32: a bfloat16 mean of 196 tokens would round away most of what tells two images apart.
+    # Pooled in float32: a bfloat16 mean of 196 tokens would lose most of the difference between two images.
     return pool(tokens.float(), cast(int, encoder.num_prefix_tokens), pooling)
 
 
@@ -87,21 +82,13 @@ def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:
     Args:
         tokens: ``[B, prefix + N, D]``, after the encoder's final norm.
         num_prefix_tokens: leading tokens that are not patches; the first of them is the cls token.
-        how: one of :data:`POOLINGS`.
+        how: ``"mean"`` of the patch tokens (ConvMAE, DMJD), or ``"cls"``, the cls token (MAE).
 
     Returns:
         ``[B, D]`` in ``tokens``' dtype.
-
-    Raises:
-        ConfigError: for another ``how``, and for ``cls`` without a cls token: token 0 would be the top-left patch.
     """
-    if how == "mean":
-        return tokens[:, num_prefix_tokens:].mean(dim=1)
-    if how != "cls":
-        raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}, got {how!r}")
-    if num_prefix_tokens == 0:
-        raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
-    return tokens[:, 0]
+    assert how == "mean" or num_prefix_tokens, "token 0 would be the top-left patch"
+    return tokens[:, 0] if how == "cls" else tokens[:, num_prefix_tokens:].mean(dim=1)
 
 
 def require_labels(labels: Tensor, num_classes: int | None = None) -> None:

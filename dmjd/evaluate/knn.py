@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dmjd.config import EvaluationConfig
 from dmjd.config.fields import positive
@@ -33,17 +33,11 @@ class KnnConfig(EvaluationConfig):
     batch_size: int = positive(256)
 
 
-@dataclass(frozen=True)
-class KnnResult:
-    """Accuracies in per cent, with the settings that they depend on.
-
-    top5 counts only classes that some neighbour voted for; None with fewer than six classes.
-    """
+class KnnResult(NamedTuple):
+    """Accuracies in per cent. top5 counts only classes with a vote; it is None with fewer than six classes."""
 
     top1: float
     top5: float | None
-    k: int
-    temperature: float
 
 
 def run(context: Context[KnnConfig]) -> Scores:
@@ -58,12 +52,12 @@ def run(context: Context[KnnConfig]) -> Scores:
     )
     settings = {
         "pooling": config.pooling,
-        "k": result.k,
-        "temperature": result.temperature,
+        "k": config.neighbours,
+        "temperature": config.temperature,
         "train_images": len(train),
         **context.image_settings(),
     }
-    return Scores({"top1": result.top1, "top5": result.top5}, settings)
+    return Scores(result._asdict(), settings)
 
 
 def knn_accuracy(
@@ -108,7 +102,7 @@ def knn_accuracy(
         hits1 += hit[:, 0].sum()
         hits5 += hit.sum()
     top1, top5 = (100 * int(hits) / len(test) for hits in (hits1, hits5))
-    return KnnResult(top1, top5 if num_classes > 5 else None, k, temperature)
+    return KnnResult(top1, top5 if num_classes > 5 else None)
 
 
 def _votes(queries: Tensor, bank: Tensor, labels: Tensor, num_classes: int, k: int, temperature: float) -> Tensor:

@@ -81,9 +81,9 @@ def run(context: Context[LinprobeConfig]) -> Scores:
         "train_images": images,
         **context.image_settings(),
         "seed": config.seed,
-        "epochs": result.epochs,
+        "epochs": config.epochs,
         "warmup_epochs": config.warmup_epochs,
-        "batch_size": result.batch_size,
+        "batch_size": config.batch_size,
         "lr": result.lr,
     }
     if config.augment:

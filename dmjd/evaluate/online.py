@@ -1,7 +1,7 @@
-"""kNN accuracy while a run is under way, and an early warning when it falls.
+"""kNN accuracy during pre-training, with a warning when it falls.
 
-The loss of masked image modelling keeps falling while features get worse, so a score tells earlier. Pre-training knows
-nothing of this room: the command line hands :class:`OnlineKnn` over as a callback.
+The loss of masked image modelling may keep falling while features get worse. The command line passes
+:class:`OnlineKnn` to the loop as a callback.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from dmjd.evaluate.knn import knn_accuracy
 logger = logging.getLogger("dmjd")
 
 SCORE = "knn_top1"
-"""The score's column in log.jsonl, in per cent."""
+"""The score in log.jsonl, in per cent."""
 
 
 class OnlineKnn:
     """Every ``online_knn.every_epochs`` epochs, the score that ``dmjd knn`` gives to the same weights and settings.
 
-    It draws nothing from a global random generator and hands the encoder back in the mode it came in, so a run with it
-    has the weights of a run without. Data sets are opened here, before training, because what they lack is refused.
+    It uses no global random generator and restores the encoder's training mode, so it does not change the weights of a
+    run. Data sets are opened and checked here, before training.
 
     Raises:
-        ConfigError: if the evaluation is switched off, or there are too few neighbours or no cls token for it.
+        ConfigError: if there are too few training images, or no cls token.
         DataError: if the data has no test split or no labels.
     """
 
     def __init__(self, config: PretrainConfig) -> None:
         settings, data = config.online_knn, config.data
-        if settings.every_epochs < 1:
-            raise ConfigError(f"online_knn.every_epochs must be at least 1 to evaluate, got {settings.every_epochs}")
         if settings.pooling == "cls" and not config.backbone.class_token:
             raise ConfigError("online_knn.pooling=cls needs backbone.class_token=true; use online_knn.pooling=mean")
-        # The run itself checks its training images; opening each a second time would only take time.
+        # The run checks its training images itself.
         train = build_dataset(replace(data, check="none"), "train")
         try:
             test = build_dataset(replace(data, max_bad_percent=0.0), "test")

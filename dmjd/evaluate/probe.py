@@ -6,8 +6,7 @@ BatchNorm without affine parameters, one linear layer, LARS. The features are co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +21,11 @@ from dmjd.ops.philox import Domain, keyed_bits, make_key
 _CHUNK = 4096
 
 
-@dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """top1: per cent of the test images. final_loss: mean training cross-entropy of the last epoch. lr: the peak."""
 
     top1: float
     final_loss: float
-    epochs: int
-    batch_size: int
     lr: float
 
 
@@ -105,13 +101,7 @@ def linear_probe(
             epoch_loss += loss.detach()
             step += 1
         assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
-    return ProbeResult(
-        top1=_accuracy(head, test, batch_size, device),
-        final_loss=float(epoch_loss) / steps_per_epoch,
-        epochs=epochs,
-        batch_size=batch_size,
-        lr=peak,
-    )
+    return ProbeResult(_accuracy(head, test, batch_size, device), float(epoch_loss) / steps_per_epoch, peak)
 
 
 class FeatureSource(Protocol):

@@ -1,4 +1,4 @@
-"""How each code base lays out its checkpoints: names, shapes, container; reading to our names and writing from them."""
+"""Checkpoint layouts of code bases: names, shapes, container; reading to our names and writing from them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ Hook = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _BUFFERS = re.compile(
     r"(^|\.)(relative_position_index|attn_mask)$|^hogs\.\d+\.|^data_preprocessor\.|^target_generator\."
 )
-"""Functions of sizes, fixed kernels, statistics and frozen teachers: not weights of the model."""
+"""Buffers that are not weights of the model: index tables, fixed kernels, statistics, frozen teachers."""
 
 
 class Written(NamedTuple):
-    """state: in the layout's names. left_out: our names of what it has no place for, and that it can do without."""
+    """state: in the layout's names. left_out: our names of weights that the layout does not have and does not need."""
 
     state: dict[str, Tensor]
     left_out: list[str]
@@ -50,14 +50,14 @@ def _as_is(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One code base's way to store weights.
+    """The layout of one code base's files of weights.
 
     names: of all weights that its files may hold.
     container: the key of the state in a .pth file, None for a bare state.
-    qv_bias: whether q and v have biases of their own in place of the fused one: "never"; "always", in a ViT; or
-        "beit", for one with relative position biases or layer scales, since that is another class there.
-    after_reading, before_writing: shapes and places, on the state in its own names.
-    head: whether a head of our weights is one of this layout, apart from the decoder that it may stand on.
+    qv_bias: whether q and v have separate biases instead of the fused one: "never"; "always", in a ViT; or "beit", in
+        a ViT with relative position biases or layer scales, which is another class there.
+    after_reading, before_writing: changes of shapes and places, on the state in its own names.
+    head: whether the head of our weights belongs to this layout, apart from the decoder in front of it.
     """
 
     name: str
@@ -69,14 +69,14 @@ class Layout:
     head: Callable[[State], bool] = lambda weights: True
 
     def unknown(self, state: State) -> list[str]:
-        """Names in ``state`` that are neither this layout's nor a known buffer's."""
+        """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
     def read(self, state: State, *, drop_unknown: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
 
         Raises:
-            CheckpointError: naming all that is unknown (unless it is to be dropped) and all that is missing.
+            CheckpointError: with all unknown names (unless ``drop_unknown``) and all missing ones.
         """
         weights: dict[str, Tensor] = {}
         unknown = []
@@ -93,30 +93,29 @@ class Layout:
         if absent:
             faults.append(f"{len(absent)} missing ({summary(absent)})")
         if not weights:
-            faults.append("no weights at all")
+            faults.append("no weights")
         if faults:
             raise CheckpointError(f"read as {self.name}, the file has {' and '.join(faults)}")
         return weights
 
     def write(self, weights: State) -> Written:
-        """Our names -> this layout's.
+        """``weights`` under this layout's names.
 
         Raises:
-            CheckpointError: if the encoder would compute something else without what has no place here.
+            CheckpointError: if the encoder needs a weight that this layout does not have.
         """
         weights, left_out = dict(weights), []
         if self.qv_bias == "always" or (self.qv_bias == "beit" and is_beit(weights)):
             weights, of_keys = split_qv_bias(weights, "encoder.blocks.")
-            left_out = [f"{name} of k, which softmax does not see" for name in of_keys]
+            left_out = [f"{name} of k, to which softmax is invariant" for name in of_keys]
         homeless = [name for name in weights if self._place(name) is None]
         if not self.head(weights) or any(name.startswith("decoder.") for name in homeless):
-            # It reads something else here: a decoder's features, or what is no pixel.
+            # The head has another input or output here: a decoder's features, or no pixels.
             homeless += [name for name in HEAD if name in weights and name not in homeless]
         needed = [name for name in homeless if needed_by_encoder(name)]
         if needed:
             raise CheckpointError(
-                f"the layout of {self.name} has no place for {summary(needed)}, without which the encoder computes "
-                "something else"
+                f"the layout of {self.name} has no place for {summary(needed)}, which the encoder's features depend on"
             )
         placed = {
             place: value
@@ -127,14 +126,14 @@ class Layout:
 
     def _ours(self, theirs: str) -> str | None:
         ours = self.names.ours(theirs)
-        # Swin's authors merge at the end of a layer: their layers.0 has what is layers.1's for timm and us.
+        # Swin's authors merge patches at the end of a layer, timm and we at the start: their layers.0 is our layers.1.
         return None if ours is not None and ours.startswith("encoder.layers.0.downsample.") else ours
 
     def _place(self, ours: str) -> str | None:
         stem, _, leaf = ours.rpartition(".")
         if leaf not in ("q_bias", "v_bias"):
             return self.names.theirs(ours)
-        fused = self.names.theirs(f"{stem}.qkv.bias")  # its two parts go where it would go
+        fused = self.names.theirs(f"{stem}.qkv.bias")  # q_bias and v_bias replace it
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
@@ -143,7 +142,7 @@ class Layout:
 
 
 def is_beit(weights: State) -> bool:
-    """Whether a ViT has what timm and mmpretrain keep for their BEiT classes."""
+    """Whether a ViT has weights that only the BEiT classes of timm and mmpretrain have."""
     return any(
         name == SHARED_TABLE
         or (name.startswith("encoder.blocks.") and (name.endswith(BIAS_TABLE) or name.endswith("gamma_1")))
@@ -172,7 +171,7 @@ _FINE_TUNED = (r"^classifier\.", "head.")
 
 
 def _official(vocabulary: Sequence[str]) -> Names:
-    """MAE's, ConvMAE's and DMJD's, which differ from ours in names alone."""
+    """The names of MAE, ConvMAE and DMJD, whose shapes are ours."""
     return _renamed(
         [*vocabulary, *CLASSIFIER],
         (r"^decoder\.mask_token$", "mask_token"),
@@ -186,7 +185,7 @@ def _official(vocabulary: Sequence[str]) -> Names:
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's merging to the layer that it begins."""
+    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it."""
     state = {_moved(name, +1): value for name, value in state.items()}
     return _reordered(
         state, lambda value, channels: channels_last(value.flatten(1) if value.ndim > 1 else value, channels)
@@ -210,7 +209,7 @@ def _moved(name: str, by: int) -> str:
 
 
 def _reordered(state: dict[str, Tensor], order: Callable[[Tensor, int], Tensor]) -> dict[str, Tensor]:
-    if not _predicts_pixels(state, "decoder.0.weight"):  # of a torn file, which reading refuses, or another model
+    if not _predicts_pixels(state, "decoder.0.weight"):  # an incomplete file, which read() rejects, or another model
         return state
     channels = state[_EMBEDDING].shape[1]
     return {name: order(value, channels) if name.startswith("decoder.0.") else value for name, value in state.items()}
@@ -220,7 +219,7 @@ _EMBEDDING = "encoder.patch_embed.proj.weight"
 
 
 def _predicts_pixels(state: State, head: str = "head.weight") -> bool:
-    """Whether a head has a row for every value of a token's pixels: merging doubles the side of one."""
+    """Whether a head has a row for every value of a token's pixels; each patch merging doubles the token's side."""
     embedding, weight = state.get(_EMBEDDING), state.get(head)
     if embedding is None or embedding.ndim != 4 or weight is None or weight.ndim < 2:
         return False
@@ -232,7 +231,7 @@ _PREDICTOR_NORM = "pred_head.transforms.0.0."
 
 
 def _from_maskfeat(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """In pre-training the backbone ends without a norm and the head begins with one: it is the encoder's last."""
+    """In pre-training the last norm of the encoder is stored as the first of the head."""
     return {re.sub(r"^norm\.", _PREDICTOR_NORM, name): value for name, value in state.items()}
 
 
@@ -250,8 +249,7 @@ _MMPRETRAIN_BLOCKS = (
 
 
 def _mmpretrain() -> Names:
-    """MAE's decoder is the neck; BEiT's classifier of codes and MaskFeat's linear layer, which ours call head, follow
-    :func:`_from_mmpretrain`."""
+    """MAE's decoder is the neck. :func:`_from_mmpretrain` renames BEiT's classifier and MaskFeat's linear layer."""
     return _renamed(
         [*VIT, *BEIT, *DECODER, *HEAD, *CLASSIFIER],
         *_MMPRETRAIN_BLOCKS,
@@ -344,12 +342,12 @@ LAYOUTS = {
 
 
 def detect(state: State) -> tuple[Layout, list[str]]:
-    """The first layout that knows every name in ``state``, and the names of all layouts that do.
+    """The first layout that has every name in ``state``, and the names of all layouts that do.
 
-    MAE's encoder and timm's ViT, say, are called the same; which of them a file is then makes no difference.
+    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes.
 
     Raises:
-        CheckpointError: if none does, with what the nearest one does not know.
+        CheckpointError: if there is none, with the names that the nearest layout does not have.
     """
     unknown = {name: layout.unknown(state) for name, layout in LAYOUTS.items()}
     fitting = [name for name, rest in unknown.items() if not rest]
@@ -357,7 +355,7 @@ def detect(state: State) -> tuple[Layout, list[str]]:
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     raise CheckpointError(
-        f"no layout has all of these names; {nearest} comes nearest and does not know {len(unknown[nearest])} of "
-        f"{len(state)}: {summary(unknown[nearest])}. If it is that, say source={nearest} unknown=drop; the layouts are "
-        f"{', '.join(LAYOUTS)}"
+        f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
+        f"{len(state)}: {summary(unknown[nearest])}. Set source={nearest} unknown=drop to read it as {nearest}, or "
+        f"another of {', '.join(LAYOUTS)}"
     )

@@ -1,7 +1,7 @@
-"""The names of weights in :class:`~dmjd.models.masked_image_model.MaskedImageModel`, which describe every layout.
+"""Names of weights in :class:`~dmjd.models.masked_image_model.MaskedImageModel`, from which all layouts are described.
 
-A name with ``*`` stands for one name per number: ``encoder.blocks.*.norm1.weight``. Some hold what our own models lack
-and other people's files have: learned positions, layer scales, relative position biases, a classifier.
+``*`` is any number: ``encoder.blocks.*.norm1.weight``. Some weights exist in other code bases only: learned positions,
+layer scales, relative position biases, a classifier.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SWIN = [
     *inside("encoder.layers.*.blocks.*", [*BLOCK, BIAS_TABLE]),
     *inside("encoder.layers.*.downsample", [*leaves("norm"), "reduction.weight"]),
 ]
-"""timm's Swin, in which ``downsample`` is the first step of a layer."""
+"""As in timm, where ``downsample`` is the first module of a layer."""
 DECODER = [
     "decoder.mask_token",
     DECODER_POSITIONS,
@@ -67,11 +67,11 @@ VISIBLE_BRANCH = [
 ]
 VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
 LEAVES = {name.rpartition(".")[2] for name in VOCABULARY} | {"q_bias", "v_bias", "decoder_pos_embed"}
-"""The last parts of names of weights, in all layouts."""
+"""Last parts of weights' names, in all layouts."""
 
 
 class Names:
-    """A map between two sets of names, given with ``*`` for numbers; none of them may mean two others.
+    """A one-to-one map between two sets of names, with ``*`` for numbers.
 
     Args:
         pairs: theirs -> ours.
@@ -83,16 +83,16 @@ class Names:
         assert len(self._theirs) == len(self._ours), "two names of a layout mean one of ours"
 
     def ours(self, theirs: str) -> str | None:
-        """Our name for one of theirs, None where they have no such name."""
+        """Our name for one of theirs; None if they have no such name."""
         return _translate(theirs, self._ours)
 
     def theirs(self, ours: str) -> str | None:
-        """Their name for one of ours, None where they have no place for it."""
+        """Their name for one of ours; None if they do not have the weight."""
         return _translate(ours, self._theirs)
 
 
 def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
-    found = patterns.get(name)  # names such as patch_embed1, in which a number is part of the word, or conv layers
+    found = patterns.get(name)  # names with numbers of their own: patch_embed1, convolution layers
     if found is not None:
         return found
     # Numbers between dots are either indices or positions in an nn.Sequential (ffn.layers.0.0): try the fewest indices.
@@ -113,13 +113,13 @@ def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
 
 _IN_BLOCK = re.compile(r"(.+\.blocks\d?)\.(\d+)\.(.+)")
 _DIGITS = 9
-"""So many digits of a number in a name are read."""
+"""Digits of a number in a name that are read."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """What is not among some of our names though others of them are: gaps in blocks, half modules, parts of a branch.
+    """Missing names, given some of ours: blocks, a module's weight or bias, parts of a branch.
 
-    A whole branch may be absent: files are often of the encoder alone.
+    A whole branch may be absent: many files hold the encoder alone.
     """
     present = set(names)
     blocks: dict[str, dict[int, set[str]]] = {}
@@ -130,7 +130,7 @@ def missing(names: Iterable[str]) -> list[str]:
     wanted: set[str] = set()
     for stem, numbered in blocks.items():
         every = set(CONV_BLOCK if stem in ("encoder.blocks1", "encoder.blocks2") else BLOCK).union(*numbered.values())
-        # Among as many blocks as there are names one is missing already, whatever number the last one has.
+        # Bounded by the number of names: a block number beyond it implies missing blocks already.
         count = min(max(numbered), len(present)) + 1
         wanted |= {f"{stem}.{index}.{leaf}" for index in range(count) for leaf in every}
     for name in present:
@@ -159,10 +159,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part[:_DIGITS]), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
-def summary(names: Iterable[str], shown: int = 8) -> str:
-    """``names`` for people: numbers that differ become ``*`` with a count, and a long list is cut."""
+def summary(names: Iterable[str], longest: int = 8) -> str:
+    """``names`` for a message: numbers become ``*`` with a count, and a long list is cut."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=_natural):
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
-    words = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in groups.items()]
-    return ", ".join(words[:shown]) + (f" and {len(words) - shown} more" if len(words) > shown else "")
+    listed = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in groups.items()]
+    return ", ".join(listed[:longest]) + (f" and {len(listed) - longest} more" if len(listed) > longest else "")

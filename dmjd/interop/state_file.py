@@ -1,4 +1,4 @@
-"""Files of named tensors: .safetensors, or torch's .pth. No code that a file names is ever run."""
+"""Files of named tensors: .safetensors, or torch's .pth. No code from a file is run."""
 
 from __future__ import annotations
 
@@ -22,54 +22,53 @@ from dmjd.safe_load import load_torch, one_line, parse_json
 
 SAFETENSORS = ".safetensors"
 GRID = "dmjd.token_grid"
-"""Of the header of .safetensors: the grid of tables of positions, which their rows do not tell, as ``7x28``."""
+"""Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
 CONTAINERS = ("model", "model_state", "state_dict", "module")
-"""Where code bases keep the state among optimizer, epoch and arguments; DeepSpeed's is ``module``."""
+"""Keys of the state in training files; DeepSpeed's is ``module``."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Types of weights. Narrower ones have a scale elsewhere, without which they are other numbers."""
+"""Types of weights. Narrower types are quantised and need a scale that is stored elsewhere."""
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
-"""What DDP, torch.compile and modules of Lightning put before every name."""
+"""Prefixes of every name from DDP, torch.compile and Lightning."""
 
 _ZIP, _PICKLE = b"PK", b"\x80\x02"
-"""How torch's files begin, from 1.6 on and before."""
+"""First bytes of torch's files, since version 1.6 and before."""
 
 
-class _Deaf(dict[str, Any]):
-    """The attributes of what stands in for an object: it is told them as a dict, or as a tuple of any length."""
+class _Discarded(dict[str, Any]):
+    """Attributes of a stand-in object, which are discarded: pickle sets them from a dict or a tuple of any length."""
 
     def update(self, *state: Any, **attributes: Any) -> None:
         pass
 
 
 def _inert(name: str) -> type:
-    """A class in the place of the one called ``name``: torch tells them apart."""
+    """A new class in place of the class ``name``: torch needs a distinct one for each."""
     return type("Inert", (_Inert,), {})
 
 
 class _Inert:
-    """Stands in for any class that a file names: training files hold options of argparse or yacs, numpy's scalars and
-    the like beside weights.
+    """Stand-in for any class in a file: training files hold argparse or yacs options, numpy scalars and the like.
 
-    Making one gives an empty OrderedDict, the one type that torch lets be filled like a dict and like an object.
+    Construction gives an empty OrderedDict, the one type that torch fills like a dict and like an object.
     """
 
     def __new__(cls, *arguments: Any) -> Any:
         stand_in: OrderedDict[Any, Any] = OrderedDict()
-        stand_in.__dict__ = _Deaf()
+        stand_in.__dict__ = _Discarded()
         return stand_in
 
 
 def read_state(path: Path) -> dict[str, Tensor]:
     """The tensors in a file, on the CPU, without a container's key and without the prefixes of wrappers.
 
-    What is not called as a weight is does not hinder, tensor or not: many files hold options and counters too.
+    Entries without a weight's name are ignored: many files hold options and counters too.
 
     Raises:
-        CheckpointError: if it cannot be read, or holds no state; naming what is called as a weight and cannot be one.
+        CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
@@ -90,7 +89,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
 
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
-    """The token grid in the header of a .safetensors file, of ``dmjd convert`` or ``dmjd export``; None without one."""
+    """The token grid in the header of a .safetensors file of ``dmjd convert`` or ``dmjd export``; None without one."""
     if not _is_safetensors(path):
         return None
     with safe_open(path, "pt") as file:
@@ -103,13 +102,13 @@ def grid_noted(path: Path) -> tuple[int, int] | None:
 
 
 def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, metadata: Mapping[str, str]) -> None:
-    """Put ``state`` at ``path``, whole or not at all.
+    """Write ``state`` to ``path`` atomically.
 
     Args:
-        container: the key of the state in a .pth file, None for a bare one; .safetensors are always bare.
-        metadata: for the header of .safetensors, which .pth has not.
+        container: the key of the state in a .pth file, None for a bare state; .safetensors are always bare.
+        metadata: header of .safetensors; ignored for .pth.
     """
-    # Copies: a file gets no more than what is named, of a view too, and safetensors refuses what shares memory.
+    # Copies: a view would write its whole storage, and safetensors rejects tensors that share memory.
     state = {name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items()}
     if path.suffix == SAFETENSORS:
         replace_file(path, save(state, metadata=dict(metadata)))
@@ -120,7 +119,7 @@ def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, 
 
 
 def _is_safetensors(path: Path) -> bool:
-    """By its first bytes, the size of a JSON object and the object, for files are renamed; else by its suffix."""
+    """Whether the file is .safetensors, by its first bytes (a size and a JSON object), else by its suffix."""
     with path.open("rb") as file:
         start = file.read(9)
     if start[:2] in (_ZIP, _PICKLE) and start[8:] != b"{":
@@ -133,7 +132,7 @@ def _tensors(entries: Mapping[Any, Any]) -> dict[str, Tensor]:
 
 
 def _check_weights(path: Path, entries: Mapping[Any, Any]) -> None:
-    """Raise CheckpointError, naming the entries with the first fault that one called as a weight has."""
+    """Raise CheckpointError with the entries that have a weight's name and the first fault found."""
     faults: dict[str, list[str]] = {}
     for name, value in entries.items():
         if str(name).rpartition(".")[2] in LEAVES and (fault := _fault(value)):
@@ -143,7 +142,7 @@ def _check_weights(path: Path, entries: Mapping[Any, Any]) -> None:
 
 
 def _fault(value: Any) -> str | None:
-    """Why ``value`` is no weight, as the rest of a sentence that begins "X is"."""
+    """Why ``value`` is not a weight, to follow "NAME is"; None if it is one."""
     if not isinstance(value, Tensor):
         return "not stored as torch's tensors"
     if value.is_quantized:
@@ -164,7 +163,7 @@ def _fault(value: Any) -> str | None:
 
 
 def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without wrappers' prefixes, in whatever order they lie around each other."""
+    """Without wrappers' prefixes, in any nesting."""
     for prefix in _WRAPPERS:
         if all(name.startswith(prefix) for name in state):
             return _unwrapped({name.removeprefix(prefix): value for name, value in state.items()})

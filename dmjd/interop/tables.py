@@ -1,4 +1,4 @@
-"""Positions and relative position biases on the way from one model to another: which are stored, and on which grid."""
+"""Conversion of position tables and relative position biases between models: stored or not, and on which grid."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from dmjd.interop.tensors import (
 from dmjd.positions import sincos_positions
 
 FIXED_TOLERANCE = 1e-5
-"""Largest difference of a stored table from the fixed sine-cosine one, which code bases compute in float32 or 64."""
+"""Largest difference of a stored table from the fixed sine-cosine one, computed in float32 or float64."""
 
 
 def with_positions(
     weights: Mapping[str, Tensor], stored: Collection[str], old: Grid | None, new: Grid | None, target: str
 ) -> dict[str, Tensor]:
-    """``weights`` with positions as ``target`` keeps them: fixed ones left out where it computes them.
+    """``weights`` with positions as ``target`` stores them, without fixed ones that it computes.
 
     Args:
-        stored: which of :data:`POSITIONS` and :data:`DECODER_POSITIONS` the target stores. Learned ones stay whichever
-            they are, for whoever has no place for them to refuse.
-        old: the grid of the tables, (h, w) tokens; None for a square one or ``new``, whichever the
-            rows fit, or the values of a fixed table where they fit both.
-        new: the grid that they are interpolated to; None for their own.
+        stored: which of :data:`POSITIONS` and :data:`DECODER_POSITIONS` the target stores. Learned ones are kept in any
+            case; a layout without them rejects them.
+        old: the grid of the tables, (h, w) tokens; None to infer it: a square or ``new``, by the number of rows, or by
+            the values of a fixed table if both have as many.
+        new: the grid to interpolate to; None to keep the grid.
 
     Raises:
-        CheckpointError: if a table is of no such grid, or of either of two, or one has to be made and no grid is known.
+        CheckpointError: if a table fits no grid or two, or if a table has to be computed and no grid is known.
     """
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
@@ -53,7 +53,7 @@ def with_positions(
             at = new or old
             if at is None:
                 raise CheckpointError(
-                    f"positions are computed in ours and stored in {target}: say for which grid of tokens, as "
+                    f"positions are computed in ours and stored in {target}: set the grid of tokens, such as "
                     "grid=[14,14] for 224 pixels in patches of 16"
                 )
             width = weights[width_of]
@@ -68,7 +68,7 @@ def with_positions(
 
 
 def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | None:
-    """What the rows of a table tell; where they fit a square and ``new``, only the values of a fixed one decide."""
+    """The grid by the number of rows; by the values of a fixed table if a square and ``new`` both fit."""
     grids = grids_of(table.shape[1], prefix, new)
     if len(grids) < 2:
         return grids[0] if grids else None
@@ -78,9 +78,9 @@ def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | 
     raise CheckpointError(_undecided(f"{name} has {table.shape[1]} rows", grids))
 
 
-def _undecided(said: str, grids: Sequence[Grid]) -> str:
+def _undecided(table: str, grids: Sequence[Grid]) -> str:
     return (
-        f"{said}, as a grid of {' has and one of '.join(f'{h}x{w}' for h, w in grids)}; say whose they are with "
+        f"{table}, as a grid of {' has and one of '.join(f'{h}x{w}' for h, w in grids)}; set the input's grid with "
         "source_grid=[h,w]"
     )
 
@@ -93,20 +93,20 @@ def _fixed(grid: Grid, width: int, prefix: int) -> Tensor:
 def _is_fixed(table: Tensor, grid: Grid, prefix: int) -> bool:
     if table.shape[2] % 4:
         return False
-    # A file in a half type has rounded its table.
+    # A file in half precision has a rounded table.
     fixed = _fixed(grid, table.shape[2], prefix).to(table.dtype)
     return bool((table - fixed).abs().max() <= FIXED_TOLERANCE)
 
 
 def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None, new: Grid | None) -> dict[str, Tensor]:
-    """``weights`` with a ViT's relative position biases as the target keeps them.
+    """``weights`` with a ViT's relative position biases as the target stores them.
 
     Args:
-        kind: "shared" by all blocks, "per_block", or "keep" as they are.
+        kind: "shared" by all blocks, "per_block", or "keep".
         old, new: as for :func:`with_positions`.
 
     Raises:
-        CheckpointError: if blocks that differ are to share a table, or a table is of no such grid, or of either of two.
+        CheckpointError: if tables of blocks differ and kind is "shared", or if a table fits no grid or two.
     """
     weights = dict(weights)
     if kind == "per_block":

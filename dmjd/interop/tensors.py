@@ -1,6 +1,6 @@
-"""Weights that other layouts keep in another shape: biases of q, k and v, relative position biases, positions, heads.
+"""Weights with other shapes in other layouts: biases of q, k and v, relative position biases, positions, heads.
 
-What is only moved, split or joined keeps its bits; only :func:`resize_positions` and :func:`resize_bias_table` compute.
+Only :func:`resize_positions` and :func:`resize_bias_table` compute; everything else keeps every bit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dmjd.interop.names import BIAS_TABLE, SHARED_TABLE
 Grid = tuple[int, int]
 
 CLS_ROWS = 3
-"""Of a ViT's bias table, after those of patch pairs: cls to patch, patch to cls, cls to cls."""
+"""Last rows of a ViT's bias table: cls to patch, patch to cls, cls to cls."""
 
 
 def join_qv_bias(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k. Half a pair stays.
+    """``X.q_bias`` and ``X.v_bias`` ``[D]`` -> ``X.qkv.bias`` ``[3 D]``, with zeros for k; a lone bias is kept.
 
     Raises:
-        CheckpointError: if a pair has two shapes.
+        CheckpointError: if the shapes of a pair differ.
     """
     joined = dict(state)
     for name in state:
@@ -44,8 +44,8 @@ def split_qv_bias(state: Mapping[str, Tensor], stem: str) -> tuple[dict[str, Ten
     """The inverse of :func:`join_qv_bias` for blocks whose name begins with ``stem``.
 
     Returns:
-        The state, and the names whose bias of k was not zero. It is dropped without any change of what the model
-        computes: it adds the same number to a query's score with every key, which softmax does not see.
+        The state, and the names of nonzero biases of k. Dropping them does not change the model: they add the same
+        number to a query's score with every key, and softmax is invariant to that.
     """
     split: dict[str, Tensor] = {}
     dropped = []
@@ -62,7 +62,7 @@ def split_qv_bias(state: Mapping[str, Tensor], stem: str) -> tuple[dict[str, Ten
 
 
 def expand_bias_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The one table that all blocks share -> an equal one in each block. A state without it comes back as it is."""
+    """Replace the table shared by all blocks by a copy in each block. A state without one is returned unchanged."""
     expanded = dict(state)
     shared = expanded.pop(SHARED_TABLE, None)
     if shared is not None:
@@ -79,14 +79,14 @@ def share_bias_table(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, table in zip(names, tables, strict=True):
         if not torch.equal(table, tables[0]):
             raise CheckpointError(
-                f"{name} differs from block 0's, as after fine-tuning, so that no table can be shared; "
-                "bias_tables=per_block keeps them apart"
+                f"{name} differs from block 0's, as after fine-tuning, so they cannot be shared; "
+                "set bias_tables=per_block"
             )
     return {name: value for name, value in state.items() if name not in names} | {SHARED_TABLE: tables[0]}
 
 
 def depth_of(state: Mapping[str, Tensor]) -> int:
-    """Blocks of a ViT encoder."""
+    """Number of blocks of a ViT encoder."""
     start = "encoder.blocks."
     return 1 + max((int(name.split(".")[2]) for name in state if name.startswith(start)), default=-1)
 
@@ -98,9 +98,9 @@ def square(count: int) -> Grid | None:
 
 
 def grids_of(rows: int, prefix: int, new: Grid | None) -> list[Grid]:
-    """The grids that a table of positions may be of: a square, or ``new``; both where they have equally many tokens.
+    """Grids with as many tokens as a position table has rows: a square, ``new``, or both.
 
-    Rows of the model's own prefix come before those of a table that has a row more or less for the cls token.
+    A table with the model's own prefix is preferred to one with a row more or less for the cls token.
     """
     other = new if new and rows - math.prod(new) in (0, 1) else None
     grids = [grid for grid in (square(rows - prefix), other, square(rows - 1 + prefix)) if grid]
@@ -108,14 +108,15 @@ def grids_of(rows: int, prefix: int, new: Grid | None) -> list[Grid]:
 
 
 def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None) -> tuple[Tensor, Grid]:
-    """The table ``[1, rows, D]`` as ``[1, prefix + h * w, D]``, whether or not it has rows for a prefix, and its grid.
+    """The table ``[1, rows, D]`` as ``[1, prefix + h * w, D]``, and its grid.
 
-    A cls token without a row gets one of zeros, which is what leaving it out computes; a row without a cls token goes.
+    A missing row of the cls token is added as zeros, which gives the same features; a row without a cls token is
+    dropped.
 
     Args:
-        name: of the table, for the sentence that refuses it.
+        name: of the table, for the error.
         prefix: 1 for a model with a cls token, else 0.
-        old: the grid; None where no grid fits, which the sentence then tells.
+        old: the grid; None if no grid fits, which is an error.
 
     Raises:
         CheckpointError: if the rows are not those of ``old``.
@@ -129,7 +130,7 @@ def align_positions(name: str, table: Tensor, prefix: int, old: Grid | None) -> 
             return torch.cat((table.new_zeros(1, 1, table.shape[2]), table), dim=1), old
         if not prefix and rows == 1 + tokens:
             return table[:, 1:].clone(), old
-    wanted = f"a grid of {old[0]}x{old[1]}" if old else "a square grid; name another with source_grid=[h,w]"
+    wanted = f"a grid of {old[0]}x{old[1]}" if old else "a square grid; set another with source_grid=[h,w]"
     raise CheckpointError(f"{name} has {rows} rows, which are not {wanted}")
 
 
@@ -143,7 +144,7 @@ def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor
 
 
 def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
-    """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token stay.
+    """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token are copied.
 
     Raises:
         CheckpointError: if the rows are not those of ``old``.
@@ -151,7 +152,7 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
     spans, wanted = ((2 * old[0] - 1, 2 * old[1] - 1), (2 * new[0] - 1, 2 * new[1] - 1))
     if table.ndim != 2 or table.shape[0] != bias_rows(old):
         raise CheckpointError(
-            f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; name its grid with "
+            f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; set its grid with "
             "source_grid=[h,w]"
         )
     if old == new:
@@ -173,7 +174,7 @@ def grid_of_bias_table(table: Tensor) -> Grid | None:
 
 
 def channels_last(head: Tensor, channels: int) -> Tensor:
-    """Rows of a head that go through PixelShuffle (channel, row, column) -> ours (row, column, channel).
+    """Rows of a head from PixelShuffle's order (channel, row, column) to ours (row, column, channel).
 
     ``[channels * p * p, ...]`` both.
     """

@@ -1,7 +1,7 @@
-"""Our encoders in the layout of timm's models: which model to ask for, and under which names and shapes.
+"""Our encoders as timm models: architecture, arguments, names and shapes.
 
-The names are the same (see :class:`dmjd.models.vit.ViTEncoder`). Positions are a buffer for us and a parameter for
-timm's ViT, which also has a row for the cls token: zero, as in MAE's files. A mask token has no place in timm's model.
+The names are the same (see :class:`dmjd.models.vit.ViTEncoder`). Positions are a buffer here and a parameter in timm's
+ViT, which also has a row for the cls token: zero, as in MAE's files. timm's models have no mask token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_PRETRAINING = ("mask_token", "stage1_output_decode", "stage2_output_decode")
 
 
 class Architecture(NamedTuple):
-    """A plain ViT that timm knows by name; all of them have an MLP ratio of 4."""
+    """A plain ViT of timm; all have an MLP ratio of 4."""
 
     name: str
     patch_size: int
@@ -52,7 +52,7 @@ class TimmCall(NamedTuple):
 
 
 def nearest_architecture(backbone: BackboneConfig) -> Architecture:
-    """The architecture nearest in width, depth and heads, and among those in the patch, all by their ratios."""
+    """The architecture nearest in width, depth and heads, then in patch size, by ratios."""
 
     def distance(known: Architecture) -> tuple[float, float]:
         ratios = (
@@ -66,14 +66,13 @@ def nearest_architecture(backbone: BackboneConfig) -> Architecture:
 
 
 def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
-    """The timm model that computes what the encoder of this configuration does.
+    """The timm model that computes the same features as the encoder of this configuration.
 
-    Every argument is spelled out, so a model that is no architecture's own shape is built as well, and no default of
-    another timm version gets in between. ``forward_features`` gives the encoder's tokens; the model itself gives the
-    mean of the patch tokens, as ``pooling=mean`` does. ``pretrained_cfg_overlay`` is what
-    ``timm.data.resolve_model_data_config`` reads: images are normalised and cropped as in our evaluations.
+    Every argument is given, so that any shape can be built and defaults of timm's versions have no effect.
+    ``forward_features`` gives the encoder's tokens; the model gives the mean of the patch tokens, as ``pooling=mean``.
+    ``timm.data.resolve_model_data_config`` reads ``pretrained_cfg_overlay``: normalisation and crop of our evaluations.
 
-    A ConViT is known to timm once ``dmjd.models.convit`` is imported, which registers it.
+    Importing ``dmjd.models.convit`` registers the ConvViT with timm.
 
     Raises:
         ConfigError: for BEiT's blocks and for Swin, whose timm models have another last norm or another output.
@@ -89,7 +88,7 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
         "in_chans": data.channels,
         "num_heads": backbone.num_heads,
         "global_pool": "avg",
-        "fc_norm": False,  # left to itself, the last norm moves behind the average
+        "fc_norm": False,  # the default moves the last norm behind the average
         "num_classes": 0,
         "pretrained_cfg_overlay": {
             "input_size": [data.channels, *image_size],
@@ -118,15 +117,15 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
 
 
 def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Tensor]:
-    """What timm's model of the same shape loads strictly.
+    """The state dict that timm's model of the same shape loads with strict=True.
 
     Args:
         encoder: the encoder's state dict.
-        positions: ``[N, D]``, its fixed positions; None where the state dict has learned ones, or there are none.
+        positions: ``[N, D]``, its fixed positions; None if it has learned ones or none.
 
     Returns:
-        ``encoder`` without what only pre-training uses (mask token, multi-scale outputs), and for a ViT ``pos_embed``
-        ``[1, prefix + N, D]``; a ConViT computes its positions.
+        ``encoder`` without weights of pre-training (mask token, multi-scale outputs), and for a ViT with ``pos_embed``
+        ``[1, prefix + N, D]``; a ConvViT computes its positions.
     """
     state = {name: value for name, value in encoder.items() if not name.startswith(_OF_PRETRAINING)}
     if positions is not None and "patch_embed1.proj.weight" not in state:

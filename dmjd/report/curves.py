@@ -72,16 +72,16 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
 
 
 def _curve(index: int, run: Run, metric: Metric | None) -> _Curve:
-    shown = points(run, metric) if metric else _losses(run)
+    found = points(run, metric) if metric else _losses(run)
     style = {
         "color": COLOURS[index % len(COLOURS)],
         "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
         "linewidth": 1.8,
     }
     # Scores are few: markers distinguish the runs without colour. A single loss would be invisible without a marker.
-    if metric or len(shown) == 1:
-        style |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5, "markevery": max(1, len(shown) // 25)}
-    return _Curve(run, shown, style)
+    if metric or len(found) == 1:
+        style |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5, "markevery": max(1, len(found) // 25)}
+    return _Curve(run, found, style)
 
 
 def _losses(run: Run) -> list[Point]:

@@ -75,5 +75,5 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def notes(lines: Iterable[str]) -> str:
-    """A list of sentences."""
+    """A list of texts."""
     return "<ul>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in lines) + "\n</ul>"

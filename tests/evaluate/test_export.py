@@ -303,7 +303,7 @@ def test_a_file_that_timm_computes_otherwise_from_is_never_put_in_place(
     before = snapshot(run)
     with monkeypatch.context() as patch:
         patch.setattr(room, "save", save_corrupted)
-        with pytest.raises(UserError, match=r"timm .* computes other features .* nothing was written"):
+        with pytest.raises(UserError, match=r"timm .* computes other features .* no file was written"):
             exported(run)
         assert snapshot(run) == before
         patch.undo()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
-from dmjd.errors import ConfigError, DataError, UserError
+from dmjd.errors import DataError, UserError
 from dmjd.evaluate.features import Features, encode, extract_features, pool
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -127,11 +127,6 @@ def test_an_empty_loader_is_refused() -> None:
         extract_features(make_encoder(), [], mean=MEAN, std=STD, pooling="mean", device=CPU)
 
 
-def test_pooling_cls_on_an_encoder_without_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="pooling=mean"):
-        extract(make_encoder(num_prefix_tokens=0), make_images(), torch.zeros(10, dtype=torch.int64), pooling="cls")
-
-
 def test_features_that_are_not_finite_are_refused() -> None:
     encoder = make_encoder()
     with torch.no_grad():
@@ -159,13 +154,3 @@ def test_mean_is_over_patches_and_excludes_the_prefix(prefix: int) -> None:
 @pytest.mark.parametrize("prefix", [1, 5])
 def test_cls_is_token_zero(prefix: int) -> None:
     assert torch.equal(pool(tokens(prefix), prefix, "cls"), torch.full((2, 3), 1000.0))
-
-
-def test_cls_without_a_cls_token_is_refused_and_names_the_allowed_value() -> None:
-    with pytest.raises(ConfigError, match="needs a cls token, and this encoder has none; use pooling=mean"):
-        pool(tokens(0), 0, "cls")
-
-
-def test_another_pooling_is_refused_and_names_the_allowed_values() -> None:
-    with pytest.raises(ConfigError, match="one of mean, cls, got 'max'"):
-        pool(tokens(1), 1, "max")

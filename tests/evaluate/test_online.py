@@ -85,7 +85,7 @@ def test_it_is_due_at_the_end_of_every_interval(
 ) -> None:
     """Thirty epochs of 49 steps: no quotient of step and steps per epoch may round to a whole epoch."""
     monkeypatch.setattr(online, "extract_features", lambda *arguments, **options: None)
-    monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, **options: KnnResult(50.0, None, 20, 0.07))
+    monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, **options: KnnResult(50.0, None))
     config = configure("online_knn.every_epochs=3")
     callback, encoder = OnlineKnn(config), encoder_of(config)
     done = [step for step in range(30 * 49 + 1) if callback.on_epoch_end(encoder, step, step / 49) is not None]
@@ -164,7 +164,7 @@ def warnings_at(
         found = []
         for epoch, score in enumerate(scores, start=1):
             caplog.clear()
-            result = KnnResult(score, None, 20, 0.07)
+            result = KnnResult(score, None)
             monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, result=result, **options: result)
             with caplog.at_level(logging.WARNING, "dmjd"):
                 assert callback.on_epoch_end(encoder, 10 * epoch, float(epoch)) == {"knn_top1": score}
@@ -241,7 +241,6 @@ def test_a_broken_test_image_is_named_before_training(tmp_path: Path, configure:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("online_knn.every_epochs=0",), "every_epochs must be at least 1"),
         (("online_knn.neighbours=201",), "neighbours must be at most the 200 images in the bank, got 201"),
         (("online_knn.pooling=cls", "backbone.class_token=false"), "pooling=cls needs backbone.class_token=true"),
     ],

@@ -155,12 +155,14 @@ def test_biases_of_q_and_v_of_two_shapes_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["blocks.².norm.weight", "blocks.²0.x", "²"])
 def test_digits_that_are_no_numbers_are_part_of_a_name(name: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"mae comes nearest and does not know 2 of \d+: .*{re.escape(name)}"):
+    with pytest.raises(
+        CheckpointError, match=rf"the nearest is mae, which does not know 2 of \d+: .*{re.escape(name)}"
+    ):
         detect(draw(states.mae()) | {name: torch.ones(1), "blocks.1.y": torch.ones(1)})
 
 
 def test_no_layout_fits_and_the_nearest_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"beit comes nearest and does not know 1 .*: odd\. .*source=beit"):
+    with pytest.raises(CheckpointError, match=r"the nearest is beit, which does not know 1 .*: odd\. .*source=beit"):
         detect(draw(states.beit()) | {"odd": torch.ones(1)})
 
 
