@@ -29,6 +29,7 @@ SELECTED := not gpu and not slurm and not long
 # Of tests/ops those that come out otherwise without the native kernels of the CPU.
 REFERENCES := $(addprefix tests/ops/test_,$(addsuffix .py,arguments hog hog_flavours masked_depthwise_conv2d masks \
     masks_beit philox tokens transforms))
+ALONE := $(shell grep -rl 'mark[.]alone' tests --include='test_*.py')
 # $(call timed,NAME,COMMAND) runs it and prints how long it took.
 timed = @began=$$(date +%s); $(2) || exit 1; echo "$(1) took $$(($$(date +%s) - began)) s"
 
@@ -61,10 +62,10 @@ demo: install
 test: install
 	$(call timed,CTest,$(MAKE) --no-print-directory ctest)
 	$(call timed,pytest with $(WORKERS) workers,$(BIN)/python -m pytest $(XDIST) --durations=20 -m "$(SELECTED) and not alone")
-	$(call timed,pytest of tests marked alone,$(BIN)/python -m pytest --durations=5 -m "$(SELECTED) and alone")
+	$(call timed,pytest of tests marked alone,$(BIN)/python -m pytest --durations=5 -m "$(SELECTED) and alone" $(ALONE))
 	$(call timed,pytest without native kernels,DMJD_DISABLE_EXT=1 $(BIN)/python -m pytest $(XDIST) $(REFERENCES))
 
-ctest:
+ctest: install
 	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \
 	    && cmake --build $(CMAKE_BUILD) --parallel $(MAX_JOBS) >> build/cmake.log 2>&1 \
 	    || { cat build/cmake.log; exit 1; }

@@ -236,7 +236,13 @@ def test_deepspeeds_launcher(tmp_path: Path, tiny: Callable[..., list[str]]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["a file, hosts by number", "a signal to each, hosts that find each other"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("a file, hosts by number", marks=pytest.mark.long),
+        "a signal to each, hosts that find each other",
+    ],
+)
 def test_several_hosts_stop_together(way: str, tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     run = tmp_path / "run"
     words = tiny(run, "epochs=1000", "checkpoint_every=5")
