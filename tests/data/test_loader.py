@@ -258,9 +258,7 @@ def test_the_first_bad_image_beyond_the_rate_stops_with_one_sentence(tmp_path: P
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_without_any_substitute_stops_the_run(tmp_path: Path, workers: int) -> None:
     ruined = StepBatches(Noise(6, dict.fromkeys(range(6), "missing")), 2, CROP, seed=1)
-    with pytest.raises(
-        DataError, match=r"^noise/\d\.png cannot be read .* no substitute can be used"
-    ) as caught:
+    with pytest.raises(DataError, match=r"^noise/\d\.png cannot be read .* no substitute can be used") as caught:
         next(iter(make_loader(ruined, 0, 3, workers, False, quarantine(tmp_path, 6))))
     assert not isinstance(caught.value, BadImage)
 

@@ -168,7 +168,9 @@ def test_any_file_name_survives_the_list(path: Path) -> None:
 
 def test_a_list_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     held = Quarantine(tmp_path / "absent" / "quarantine.jsonl", 10, 100)
-    with pytest.raises(StorageError, match=r"cannot write .*quarantine\.jsonl: No such file or directory; repair the disk"):
+    with pytest.raises(
+        StorageError, match=r"cannot write .*quarantine\.jsonl: No such file or directory; repair the disk"
+    ):
         held.add(0, [swap(1)])
 
 
