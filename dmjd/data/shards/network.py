@@ -46,9 +46,8 @@ class Patience:
     def pause(self, failures: int) -> float:
         """Seconds to wait after ``failures`` failed attempts."""
         longest = min(self.first_pause * 2 ** (failures - 1), self.longest_pause)
-        return longest * random.SystemRandom().uniform(
-            0.5, 1.0
-        )  # not the global generator, whose state checkpoints save
+        # Not the global generator, which is part of checkpoints.
+        return longest * random.SystemRandom().uniform(0.5, 1.0)
 
 
 PATIENCE = Patience()
