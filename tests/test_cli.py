@@ -144,14 +144,14 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, linprobe, knn, report, export"]),
+        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, report, export", "knn, linprobe"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),
         (["report", "a", "b"], ["no run folder at a"]),
         (["report", "absent"], ["absent"]),
         (["report", "."], ["config.yaml"]),
-        (["report", "--cfg"], ["--cfg works with pretrain, plan, linprobe, knn"]),
+        (["report", "--cfg"], ["--cfg works with pretrain, plan, export", "knn, linprobe"]),
         (["ops"], ["dmjd ops status"]),
         (["ops", "list"], ["dmjd ops status"]),
         (["knn"], ["checkpoint is required"]),

@@ -84,7 +84,7 @@ def export(config: ExportConfig) -> Path:
         raise ConfigError(f"{standing} is not writable; set another file with output=FILE{SUFFIX}")
     if printable(str(standing)) != str(standing):
         raise ConfigError(
-            f"{printable(str(standing))} is not UTF-8, which safetensors needs; set another file with "
+            f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; set another file with "
             f"output=FILE{SUFFIX}"
         )
     with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:

@@ -356,6 +356,6 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
-        f"{len(state)}: {summary(unknown[nearest])}. Set source={nearest} unknown=drop to read it as {nearest}, or "
-        f"another of {', '.join(LAYOUTS)}"
+        f"{len(state)}: {summary(unknown[nearest])}. To read it as {nearest}, set source={nearest} unknown=drop; the "
+        f"layouts are {', '.join(LAYOUTS)}"
     )

@@ -322,7 +322,7 @@ def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        ([], ["theirs.pth is a file, which does not say", "experiment=NAME"]),
+        ([], ["theirs.pth is a file, which does not describe", "experiment=NAME"]),
         (["experiment=mae"], ["experiment has no option 'mae'", "mae_vit_base"]),
         (["experiment=mae_vit_base", "backbone.dept=2"], ["backbone.dept is not a key", "depth"]),
         ([*described("mae"), "weights=untrained"], ["weights=untrained", "theirs.pth is a file"]),
