@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dmjd.cluster.finding import CLOCK_SKEW_SECONDS, Finding
-from dmjd.runs.heartbeat import PHASES, Beat, ranks_with_heartbeat, read_heartbeats
+from dmjd.runs.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
 
 STALE_SECONDS = 60.0
 """A rank that has been in one phase for so long is not on its way through a step, but in something that takes time."""
@@ -133,7 +133,7 @@ def _states_on(host: str, pids: Sequence[int], job: str | None) -> dict[int, str
 
 def unreadable(run: Path) -> Iterator[Finding]:
     """Signs of life that cannot be read."""
-    lost = sorted({*ranks_with_heartbeat(run)} - {beat.rank for beat in read_heartbeats(run)})
+    lost = sorted({*ranks_heard_of(run)} - {beat.rank for beat in read_heartbeats(run)})
     if lost:
         what = f"what rank(s) {', '.join(map(str, lost))} said last is damaged, as by a node or a disk that died"
         yield Finding(what, "nothing: the next launch writes it anew")
