@@ -127,9 +127,7 @@ def test_files_are_looked_for_now_and_then(requests: Requests, tmp_path: Path) -
     assert [heard(requests, step) for step in (9, 10, 11)] == [[], ["file", "save"], ["file", "save"]]
 
 
-def test_a_folder_is_no_request_and_stays(
-    requests: Requests, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_is_no_request_and_stays(requests: Requests, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "stop").mkdir()
     (tmp_path / "save" / "mine").mkdir(parents=True)
     with caplog.at_level(logging.WARNING, logger="dmjd"):
