@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from timm.layers import PatchEmbed, resample_abs_pos_embed
 from timm.models import beit
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dmjd.models.attention import ShortBlock
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
@@ -18,7 +18,7 @@ POSITIONS = ("sincos", "learned", "relative")
 BLOCKS = ("plain", "beit")
 
 
-class EncoderBlock(Block):
+class EncoderBlock(ShortBlock):
     """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
 
     def forward(  # type: ignore[override]
