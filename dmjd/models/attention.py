@@ -1,25 +1,28 @@
-"""timm's attention through :func:`dmjd.ops.short_attention_packed`."""
+"""timm's attention modules, computed by :mod:`dmjd.ops.short_attention`: parameters and names stay timm's."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from timm.layers import Attention
+from timm.models import beit
+from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Block
 from torch import Tensor
+from torch.nn import functional as F
 
 from dmjd.ops.short_attention import short_attention_packed
 
 
 class ShortAttention(Attention):
-    """timm's attention without its options (norms, gate, dropout), which reads q, k and v where their projection is."""
+    """timm's attention without norms of queries and keys, gate or dropout."""
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """``[R, T, D]`` -> ``[R, T, D]``."""
-        assert attn_mask is None, "no block of ours hides keys"
-        assert not is_causal, "no block of ours hides keys"
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim))
-        return self.proj(short_attention_packed(qkv).flatten(2))  # type: ignore[no-any-return]
+        assert attn_mask is None
+        assert not is_causal
+        return _attend(self, self.qkv(x))
 
 
 class ShortBlock(Block):
@@ -27,3 +30,26 @@ class ShortBlock(Block):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, attn_layer=ShortAttention, **options)
+
+
+class ShortBeitAttention(beit.Attention):
+    """BEiT's attention (queries and values have a bias) with relative positions that all blocks share."""
+
+    def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        """``[R, T, D]`` and a bias ``[heads, T, T]`` or None for 0 -> ``[R, T, D]``."""
+        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)
+
+
+class ShortWindowAttention(WindowAttention):
+    """Swin's attention in windows."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``[R * W, T, D]`` and, for shifted windows, a mask ``[W, T, T]`` of 0 and -100 -> ``[R * W, T, D]``."""
+        bias = self._get_rel_pos_bias()[0]
+        return _attend(self, self.qkv(x), bias if mask is None else bias + mask.unsqueeze(1))
+
+
+def _attend(attention: Any, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
+    qkv = qkv.unflatten(-1, (3, attention.num_heads, -1))
+    return attention.proj(short_attention_packed(qkv, bias).flatten(2))  # type: ignore[no-any-return]
