@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from timm.layers import Attention
 from timm.models import beit
-from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,15 +38,6 @@ class ShortBeitAttention(beit.Attention):
         """``[R, T, D]`` and a bias ``[heads, T, T]`` or None for 0 -> ``[R, T, D]``."""
         bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
         return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)
-
-
-class ShortWindowAttention(WindowAttention):
-    """Swin's attention in windows."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``[R * W, T, D]`` and, for shifted windows, a mask ``[W, T, T]`` of 0 and -100 -> ``[R * W, T, D]``."""
-        bias = self._get_rel_pos_bias()[0]
-        return _attend(self, self.qkv(x), bias if mask is None else bias + mask.unsqueeze(1))
 
 
 def _attend(attention: Any, qkv: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.models.swin_transformer import SwinTransformer, WindowAttention
+from timm.models.swin_transformer import SwinTransformer
 from torch import Tensor, nn
 
-from dmjd.models.attention import ShortWindowAttention
 from dmjd.ops.views import Views
 
 EMBED_SIDE = 4
@@ -72,9 +71,6 @@ class SwinEncoder(SwinTransformer):
             mlp_ratio=mlp_ratio,
             drop_path_rate=0.0,
         )
-        for module in self.modules():
-            if isinstance(module, WindowAttention):
-                module.__class__ = ShortWindowAttention  # timm's block takes no class
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out
         self.image_size = image_size
         self.grid = (image_size[0] // PATCH_SIZE, image_size[1] // PATCH_SIZE)
