@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from timm.models.vision_transformer import Attention, Block
+from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dmjd.models.attention import ShortBlock
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens, scatter_tokens
 from dmjd.ops.views import Views
@@ -18,7 +19,7 @@ def select_tokens(tokens: Tensor, ids: Tensor) -> Tensor:
     return gather_tokens(tokens, ids.flatten(0, 1).unsqueeze(0))
 
 
-class SelectiveBlock(Block):
+class SelectiveBlock(ShortBlock):
     """timm's block, computed where its output is read: chosen tokens look at all of them.
 
     Exact, since beyond the keys and values a block works on each token by itself.
@@ -68,7 +69,7 @@ class MAEDecoder(nn.Module):
         self.mask_token = nn.Parameter(torch.empty(1, 1, dim))
         self.positions: Tensor
         self.register_buffer("positions", sincos_positions(grid, dim), persistent=False)
-        kinds = [Block] * (depth - 1) + [SelectiveBlock]
+        kinds = [ShortBlock] * (depth - 1) + [SelectiveBlock]
         self.blocks = nn.ModuleList(
             kind(dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm) for kind in kinds
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from timm.layers import PatchEmbed, resample_abs_pos_embed
 from timm.models import beit
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
+from dmjd.models.attention import ShortBeitAttention, ShortBlock
 from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
@@ -15,7 +17,7 @@ from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
 
-class EncoderBlock(Block):
+class EncoderBlock(ShortBlock):
     """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
 
     def forward(  # type: ignore[override]
@@ -37,6 +39,10 @@ class EncoderBlock(Block):
 
 class BeitBlock(beit.Block):
     """timm's block of BEiT (queries and values have a bias, keys have none; layer scale), scaled likewise."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.attn.__class__ = ShortBeitAttention  # timm's block takes no class; the parameters are drawn already
 
     def forward(self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None) -> Tensor:
         """
