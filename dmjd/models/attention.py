@@ -28,7 +28,7 @@ class ShortBlock(Block):
     """timm's block with :class:`ShortAttention`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, attn_layer=ShortAttention, **options)
+        super().__init__(*arguments, **{"attn_layer": ShortAttention, **options})
 
 
 class ShortBeitAttention(beit.Attention):
@@ -36,10 +36,11 @@ class ShortBeitAttention(beit.Attention):
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """``[R, T, D]`` and a bias ``[heads, T, T]`` or None for 0 -> ``[R, T, D]``."""
-        bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+        parts: Any = (self.q_bias, self.k_bias, self.v_bias)
+        bias = torch.cat(parts)
         return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)
 
 
 def _attend(attention: Any, qkv: Tensor, bias: Tensor | None = None) -> Tensor:
     qkv = qkv.unflatten(-1, (3, attention.num_heads, -1))
-    return attention.proj(short_attention_packed(qkv, bias).flatten(2))  # type: ignore[no-any-return]
+    return attention.proj(short_attention_packed(qkv, bias).flatten(2))
