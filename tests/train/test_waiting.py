@@ -175,6 +175,7 @@ def test_a_stop_file_ends_a_run_that_waits_for_data(tmp_path: Path, tiny: Words,
 
 @pytest.mark.parametrize(("engine", "rank", "at"), [("ddp", 1, 5), ("fsdp", 0, 21)])  # 21: an evaluation would follow
 @pytest.mark.slow
+@pytest.mark.alone
 def test_two_ranks_save_the_last_step_that_both_took(
     engine: str,
     rank: int,
