@@ -159,7 +159,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_named(
     launched(**PAIR)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    line = r"LOCAL_RANK=1 has no GPU .* torch sees 1 here \(CUDA_VISIBLE_DEVICES=3\); start no more processes than GPUs"
+    line = r"LOCAL_RANK=1 has no GPU: torch finds 1 \(CUDA_VISIBLE_DEVICES=3\); start at most one process per GPU"
     with pytest.raises(ConfigError, match=line):
         join_world(torch.device("cuda"), EngineConfig(name="ddp"))
 
