@@ -1,4 +1,4 @@
-"""Weights for a model of ours, from a run, a consolidated file, or a file of any code base that is known."""
+"""Initial weights of a model: from a checkpoint, a consolidated file, or a file of another code base."""
 
 from __future__ import annotations
 
@@ -27,42 +27,42 @@ from dmjd.safe_load import one_line
 
 _ENCODER = "encoder."
 _BRANCHES = ("decoder.", "head.", "visible_branch.")
-"""What the names of a model's parts begin with."""
+"""Prefixes of parameter names of the branches."""
 
 
 class _File(NamedTuple):
-    """Weights that need not be ours, under our names, and what they are called in a sentence."""
+    """Weights of a file under our names. description: path and layout, for messages."""
 
-    said: str
+    description: str
     weights: dict[str, Tensor]
 
 
 def check_described(folder: Path, trained: PretrainConfig) -> None:
     """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
 
-    It is made on the meta device, so that one from somebody else cannot ask for more memory than its tensors take.
+    The model is built on the meta device, so a configuration from outside cannot allocate memory.
     """
     saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
     blocks = BACKBONES[backbone.name].blocks(backbone)
     blocks += decoder.depth if decoder.name == "mae" else 0
     if blocks > len(saved):
-        raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, and {len(saved)} tensors beside it")
+        raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, but there are {len(saved)} tensors beside it")
     try:
         with torch.device("meta"):
             bare = build_objective(trained, target_dim(trained))
     except (RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder / CONFIG} describes no model: {one_line(error)}") from error
+        raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
     store.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
 
 
 def load_weights(objective: Objective, path: Path) -> str:
-    """Give ``objective`` the weights at ``path``, a checkpoint folder or a file, or leave it as it is.
+    """Load the weights at ``path``, a checkpoint folder or a file, into ``objective``; all or nothing.
 
-    A checkpoint of ours has to be of this very model. A file of weights alone, whoever wrote it, has to hold the
-    encoder (:func:`load_encoder_weights`); a branch that it does not hold as this model has it stays as it is.
+    A checkpoint of ours must be of the same model. A file of weights must hold the encoder
+    (:func:`load_encoder_weights`); a branch that is missing in it, or has other shapes, keeps its initial values.
 
     Returns:
-        What was read and what was not, in a few words.
+        A description of the weights that were loaded and of those that were not.
 
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
@@ -81,14 +81,14 @@ def load_weights(objective: Objective, path: Path) -> str:
         elif ours:
             left.append(branch.removesuffix("."))
     model.load_state_dict(taken, strict=False)
-    return f"{file.said}; {summary(left)} as initialised" if left else file.said
+    return f"{file.description}; {summary(left)} as initialised" if left else file.description
 
 
 def load_encoder_weights(encoder: Encoder, path: Path) -> str:
-    """Give ``encoder`` those in the file ``path``, or leave it as it is.
+    """Load the weights in the file ``path`` into ``encoder``; all or nothing.
 
-    All that features of whole images depend on has to be there and nothing else of that kind; a mask token may be
-    missing. Biases of q and v, and tables of positions and their grid, become what this encoder has.
+    The file must hold every parameter that features of whole images depend on, and no other of that kind; a mask token
+    may be missing. Biases of q and v and tables of positions are converted to the form that the encoder has.
 
     Returns, Raises:
         As :func:`load_weights`.
@@ -101,17 +101,19 @@ def load_encoder_weights(encoder: Encoder, path: Path) -> str:
     file = _read(path, encoder)
     taken, _ = _of_encoder(encoder, file)
     encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
-    return file.said
+    return file.description
 
 
 def _read(path: Path, encoder: Encoder) -> _File:
-    """What code bases keep differently and mean alike is then as ``encoder`` keeps it."""
+    """Read a file; biases of q and v, positions and bias tables become those of ``encoder``."""
     state = read_state(path)
     try:
         layout, _ = detect(state)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}; dmjd convert takes these words, and its file is read here") from error
-    own, said = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}"
+        raise CheckpointError(
+            f"{path}: {error}; dmjd convert takes these arguments, and its output is read here"
+        ) from error
+    own, description = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}"
     try:
         weights = layout.read(state)
         if any(name.endswith(".q_bias") for name in own):
@@ -119,18 +121,20 @@ def _read(path: Path, encoder: Encoder) -> _File:
         weights = with_positions(weights, {POSITIONS} & own, grid_noted(path), encoder.grid, "this model")
         weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", grid_noted(path), encoder.grid)
     except CheckpointError as error:
-        hint = "; dmjd convert takes this word, and its .safetensors has it" if "source_grid=" in str(error) else ""
-        raise CheckpointError(f"{said}: {error}{hint}") from error
-    return _File(said, weights)
+        hint = (
+            "; dmjd convert takes this argument, and its .safetensors stores it" if "source_grid=" in str(error) else ""
+        )
+        raise CheckpointError(f"{description}: {error}{hint}") from error
+    return _File(description, weights)
 
 
 def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[str]]:
-    """What of ``file`` is the encoder's, and which of its names are not in there."""
+    """The encoder's weights in ``file``, and the names that it lacks."""
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [
-        f"{verb} {summary(names)}"
-        for verb, names in (
+        f"{problem} {summary(names)}"
+        for problem, names in (
             ("lacks", [name for name in ours.keys() - theirs.keys() if needed_by_encoder(name)]),
             ("has unexpected", [name for name in theirs.keys() - ours.keys() if needed_by_encoder(name)]),
         )
@@ -141,7 +145,9 @@ def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[
         first = differing[0]
         faults.append(f"has {first} of shape {theirs[first]}, here {ours[first]}")
     if faults:
-        raise CheckpointError(f"{file.said} is of another encoder than the configuration: it {', '.join(faults)}")
+        raise CheckpointError(
+            f"{file.description} is of another encoder than the configuration: it {', '.join(faults)}"
+        )
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
 
 

@@ -292,7 +292,7 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
         "mae",
         lambda state: state | {"pos_embed": torch.zeros(1, 11, 48)},
         [],
-        ["not a square grid", "source_grid=", "dmjd convert takes this word"],
+        ["not a square grid", "source_grid=", "dmjd convert takes this argument"],
     ),
     "nothing": ("mae", lambda state: {"a": torch.ones(1)}, [], ["no layout has all of these names", "a"]),
 }
@@ -307,7 +307,7 @@ def test_a_file_of_another_model_is_refused_in_one_sentence(wrong: str, tmp_path
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value), f"{caught.value!s} lacks {part!r}"
-    assert ("dmjd convert takes these words" in str(caught.value)) == ("source=" in str(caught.value))
+    assert ("dmjd convert takes these arguments" in str(caught.value)) == ("source=" in str(caught.value))
 
 
 def test_a_refused_file_changes_nothing(tmp_path: Path) -> None:
