@@ -115,23 +115,27 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def dmjd(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., tuple[int, str, str]]]:
-    """``dmjd(*words)`` -> (exit code, stdout, stderr), in this process."""
-    from dmjd.cli import main
-
+@pytest.fixture(autouse=True)
+def own_root_logger() -> Iterator[None]:
+    """Remove the command line's handler from the root logger: it writes to a stream that the test's capture closes."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-
-    def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(words)
-        return code, *capsys.readouterr()
-
-    yield run
-    # The command line takes the root logger over, with a stream that this test's capture closes.
+    yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def dmjd(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """``dmjd(*arguments)`` -> (exit code, stdout, stderr), in this process."""
+    from dmjd.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main(arguments)
+        return code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

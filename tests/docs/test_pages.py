@@ -70,7 +70,7 @@ def test_lines_have_at_most_120_characters(page: Path) -> None:
     """Except rows of tables, which cannot be broken."""
     lines = enumerate(page.read_text().splitlines(), 1)
     long = [number for number, line in lines if len(line) > 120 and not line.startswith("|")]
-    assert page.name in ("cluster.md", "robustness.md") or page.parent.name == "launchers" or not long
+    assert not long
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_copy_under_another_name_lives_beside_dmjd(tmp_path: Path) -> None:
-    section = (ROOT / "docs" / "building.md").read_text().split("## Vendoring")[1]
+    section = (ROOT / "docs" / "building.md").read_text().split("## Copying the ops into another project")[1]
     recipe = re.search(r"```bash\n(.+?)```", section, re.S)
     assert recipe is not None
     (tmp_path / "other").mkdir()
