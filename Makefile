@@ -67,7 +67,7 @@ test: install
 
 ctest: install
 	@cmake -S . -B $(CMAKE_BUILD) -DPython3_EXECUTABLE=$(abspath $(BIN)/python) > build/cmake.log 2>&1 \
-	    && cmake --build $(CMAKE_BUILD) --parallel $(MAX_JOBS) >> build/cmake.log 2>&1 \
+	    && cmake --build $(CMAKE_BUILD) --target tests --parallel $(MAX_JOBS) >> build/cmake.log 2>&1 \
 	    || { cat build/cmake.log; exit 1; }
 	@ctest --test-dir $(CMAKE_BUILD) --output-on-failure
 

@@ -172,7 +172,7 @@ def test_the_plan_is_within_10_percent_of_measured_peaks_and_20_compiled(row: di
 
 STEPS = [
     pytest.param("pretrain_step_h100.json", "experiment=mae_vit_base", 0, 256, marks=pytest.mark.long),
-    ("pretrain_step_h100.json", "experiment=dmjd_vit_base_hog", 1, 256),
+    pytest.param("pretrain_step_h100.json", "experiment=dmjd_vit_base_hog", 1, 256, marks=pytest.mark.long),
     ("convvit_step_h200.json", "experiment=dmjd_convvit_base_hog", 1, 128),
 ]
 

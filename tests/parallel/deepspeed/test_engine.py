@@ -260,9 +260,7 @@ Path.rename = lambda self, target: {KILL} if str(target).endswith("step-00000016
 """Which rank is killed, and where in the save of step 16."""
 
 
-@pytest.mark.parametrize(
-    "moments", [pytest.param(list(KILLS), marks=pytest.mark.long), ["between two of its files", "before the rename"]]
-)
+@pytest.mark.parametrize("moments", [pytest.param(list(KILLS), marks=pytest.mark.long), ["between two of its files"]])
 def test_a_save_in_which_one_is_killed_leaves_the_one_before(
     moments: list[str], tmp_path: Path, pretrain: Callable[..., list[int]], straight: Callable[[str], Path]
 ) -> None:
