@@ -96,6 +96,8 @@ class PretrainConfig:
 class PlanConfig(PretrainConfig):
     """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
 
+    The keys of pretrain follow its own; those of files and logs have no effect.
+
     gpus: Number of GPUs.
     gpu: GPU model.
     gpus_per_node: GPUs per node.
