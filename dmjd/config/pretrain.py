@@ -96,7 +96,7 @@ class PretrainConfig:
 class PlanConfig(PretrainConfig):
     """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
 
-    The keys of pretrain follow its own; those of files and logs have no effect.
+    Its own keys, then those of pretrain; keys of a run's files, logs and checkpoints have no effect.
 
     gpus: Number of GPUs.
     gpu: GPU model.
