@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dmjd import __version__
+from dmjd.config import RENAMED, SCHEMAS
 from dmjd.errors import ConfigError, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
@@ -239,6 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dmjd {__version__}")
         return 0
     command, rest = arguments[0], arguments[1:]
+    for former in RENAMED.keys() & {text.partition("=")[0] for text in rest}:
+        if _rank() == 0:
+            logging.getLogger("dmjd").warning("%s is now called %s", former, RENAMED[former])
     try:
         if command not in COMMANDS and command not in EVALUATIONS:
             raise ConfigError(f"no command {command!r}; choose from {', '.join((*COMMANDS, *EVALUATIONS))}")
@@ -338,28 +342,29 @@ def _summary(command: str) -> str:
 
 def _help(command: str, arguments: Sequence[str]) -> str:
     lines = [f"dmjd {command}: {_summary(command)}"]
-    from dmjd.config import SCHEMAS
     from dmjd.manual import page
 
+    if command in SCHEMAS and command not in ("pretrain", "plan", "convert"):
+        lines.append(f"dmjd {command} RUN is short for dmjd {command} checkpoint=RUN")
+        arguments = _of_checkpoint(arguments)
     if command in SCHEMAS:
-        takes_checkpoint = command not in ("pretrain", "plan", "convert")
-        lines += ["", *page(command, _of_checkpoint(arguments) if takes_checkpoint else arguments)]
+        lines += ["", *page(command, arguments)]
     if command in ("demo", "preflight"):
         lines += ["", "keys: see dmjd pretrain --help"]
     if command == "submit":
-        from dmjd.cluster.submit import OPTIONS
+        from dmjd.cluster.submit import OPTIONS, verbs
 
-        lines += ["", *(f"  {name:12} {meaning}" for name, meaning in OPTIONS.items())]
+        options = {"COMMAND": ", ".join(verbs()), "--dry-run": "print the script, submit nothing", **OPTIONS}
+        lines += ["", *(f"  {name:12} {meaning}" for name, meaning in options.items())]
     if command == "shards":
-        from dmjd.data.shards.commands import COMMANDS as SHARD_COMMANDS
+        from dmjd.data.shards.commands import manual
 
-        lines += ["", *(f"  dmjd shards {shard_command.usage}" for shard_command in SHARD_COMMANDS.values())]
+        lines += ["", *manual()]
     return "\n".join(lines)
 
 
 def _resolved(command: str, arguments: Sequence[str]) -> str:
     from dmjd.compose import compose, to_yaml
-    from dmjd.config import SCHEMAS
 
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 import os
 import re
 from collections.abc import Sequence
@@ -30,8 +29,6 @@ from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
-
-logger = logging.getLogger("dmjd")
 
 DESCRIBING = ("experiment", "backbone")
 """Groups of pre-training that describe the model of a file of weights to other commands."""
@@ -200,9 +197,7 @@ def _checked(command: str, overrides: Sequence[str]) -> list[str]:
     for text in overrides:
         know(text)
         former, equals, rest = text.partition("=")
-        if former in RENAMED:
-            logger.warning("%s is now called %s", former, RENAMED[former])
-            text = f"{RENAMED[former]}{equals}{rest}"
+        text = f"{RENAMED.get(former, former)}{equals}{rest}"
         typed = redact(text)
         if text != printable(text):
             raise ConfigError(

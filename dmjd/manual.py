@@ -16,8 +16,8 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from dmjd.compose import dataclass_of, groups_of, values
-from dmjd.config import SCHEMAS, PretrainConfig
-from dmjd.config.fields import allowed
+from dmjd.config import SCHEMAS, PlanConfig, PretrainConfig
+from dmjd.config.fields import FLOAT_LIMIT, allowed
 from dmjd.errors import ConfigError
 from dmjd.redact import redact
 
@@ -25,6 +25,8 @@ _MAX_WIDTH = 110
 """Longest line in characters; a narrower terminal is filled."""
 _COLUMN = 36
 """Column of a key's type and allowed values."""
+
+_CONDITIONS = "(X) before a meaning: the key applies only if its section's name is X; (K=X): only if its key K is X"
 
 _KEY = re.compile(r"^(\w+):(?= )", re.MULTILINE)
 
@@ -45,8 +47,12 @@ def page(command: str, overrides: Sequence[str] = ()) -> list[str]:
         lines = ["groups: GROUP=OPTION sets several keys at once", ""]
         for name, options in offered.items():
             lines += _hanging(", ".join(options), f"  {name:12} ", 15, width)
+        described = meanings(SCHEMAS[command]).get("model")
+        lines += ["", *textwrap.wrap(described, width)] if described else []
         lines.append("")
     lines.append(f"keys: KEY=VALUE, with {f'values under {under}' if under else 'default values'}")
+    if any(dataclass_of(hint) not in (None, PretrainConfig) for hint in get_type_hints(SCHEMAS[command]).values()):
+        lines += textwrap.wrap(_CONDITIONS, width)
     return [*lines, *_section(SCHEMAS[command], now, "", width)]
 
 
@@ -59,14 +65,15 @@ def meanings(schema: type) -> dict[str, str]:
     return {item.name: found[item.name] for item in fields(schema) if item.name in found}
 
 
-def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int) -> Iterator[str]:
-    """The class's summary and its values, then its nested classes, each in the same way."""
+def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when: str = "") -> Iterator[str]:
+    """The class's summary and its values, then its nested classes, each in the same way; ``when`` it applies."""
     hints, texts = get_type_hints(schema), meanings(schema)
     summary = _plain(_KEY.split(inspect.cleandoc(schema.__doc__ or ""), maxsplit=1)[0])
     yield ""
-    yield from textwrap.wrap(f"{prefix.removesuffix('.')}: {summary}" if prefix else summary, width)
+    yield from textwrap.wrap(" ".join(filter(None, (f"{prefix[:-1]}:" * bool(prefix), summary, when))), width)
     parts = []
-    for item in fields(schema):
+    inherited = {item.name for item in fields(PretrainConfig)} if schema is PlanConfig else set()
+    for item in sorted(fields(schema), key=lambda item: item.name in inherited):
         inner = dataclass_of(hints[item.name])
         if inner is None:
             key = f"  {prefix}{item.name}={_typed(now[item.name])}"
@@ -75,7 +82,7 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int) -> I
         elif inner is not PretrainConfig:  # set by the groups of compose.DESCRIBING
             parts.append((item.name, inner))
     for name, inner in parts:
-        yield from _section(inner, now[name] or _defaults(inner), f"{prefix}{name}.", width)
+        yield from _section(inner, now[name] or _defaults(inner), f"{prefix}{name}.", width, texts.get(name, ""))
 
 
 def _plain(text: str) -> str:
@@ -91,7 +98,8 @@ def _type(item: Field[Any], annotation: Any) -> str:
     optional = NoneType in get_args(annotation)
     (kind,) = [one for one in get_args(annotation) if one is not NoneType] if optional else [annotation]
     (one,) = get_args(kind) or (kind,)  # of a list
-    text = allowed(item.metadata)
+    bounds = {name: bound for name, bound in item.metadata.get("bounds", {}).items() if abs(bound) != FLOAT_LIMIT}
+    text = allowed({**item.metadata, "bounds": bounds})
     if not {"choices", "path"} & item.metadata.keys():
         text = ", ".join(filter(None, ({bool: "true | false", str: "text"}.get(one, one.__name__), text)))
     if get_args(kind):

@@ -84,6 +84,26 @@ def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> N
     assert "\n  checkpoint=runs/first " in dmjd("knn", "runs/first", "--help")[1]
 
 
+def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> None:
+    out = dmjd("submit", "--help")[1]
+    assert "\n  COMMAND      pretrain, preflight, knn, linprobe\n  --dry-run    print the script" in out
+    usages, _, meanings = dmjd("shards", "--help")[1].partition("\n\n")[2].partition("\n\n")
+    arguments = set(re.findall(r"\b[A-Z]{2,}\b", "".join(re.findall("  dmjd shards .*", usages))))
+    assert arguments == {"SRC", "DST", "TAR", "ROOT"}
+    assert arguments < {line.split()[0] for line in meanings.splitlines()}
+
+
+def test_a_former_key_is_reported_once_and_by_rank_0_alone(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("knn", "run", "experiment=demo", "backbone.hidden=drop")
+    for command in (words, ("submit", *words, "--dry-run")):
+        assert dmjd(*command)[2].count("backbone.hidden is now called backbone.masked_tokens\n") == 1
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert "is now called" not in dmjd(*words)[2]
+
+
 def test_version(dmjd: Command) -> None:
     assert dmjd("--version") == (0, f"dmjd {__version__}\n", "")
 

@@ -86,6 +86,22 @@ def test_lines_fit_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -
     assert " ".join(" ".join(lines).split()).count("Masked views per image and step (K).") == 1
 
 
+def test_plan_shows_its_own_keys_first() -> None:
+    keys = list(shown(page("plan")))
+    assert keys[:6] == ["gpus", "gpu", "gpus_per_node", "images", "mfu", "run"]
+
+
+def test_conditions_and_optional_sections_are_explained() -> None:
+    texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
+    condition = "(X) before a meaning: the key applies only if its section's name is X"
+    has_sections = {"pretrain", "plan", *EVALUATIONS}
+    assert {command for command, text in texts.items() if condition in text} == has_sections
+    optional = "data: Data set and augmentation. Only with data=NAME. Default: the data set of pre-training."
+    assert {command for command, text in texts.items() if optional in text} == set(EVALUATIONS)
+    describing = "describe the model of a file of weights; not for runs."
+    assert {command for command, text in texts.items() if describing in text} == {"export", *EVALUATIONS}
+
+
 def test_type_and_allowed_values_stand_beside_a_value() -> None:
     monotone = " ".join(" ".join(page("pretrain")).split())
     for line in (
@@ -98,5 +114,6 @@ def test_type_and_allowed_values_stand_beside_a_value() -> None:
         "engine.compile=none (none | block | model)",
         "data.flip=true (true | false) Random horizontal flip",
         "wandb=null (text; or null)",
+        "data.std=[0.229,0.224,0.225] (list: float, above 0)",
     ):
         assert line in monotone

@@ -215,12 +215,12 @@ def test_every_choice_of_predicted_units_is_equally_likely(loss_ratio: float, co
 
 
 @pytest.mark.parametrize("loss_ratio", [0, -0.1, 1.01, float("nan")])
-def test_predict_ratio_outside_zero_and_one(loss_ratio: float) -> None:
+def test_loss_ratio_outside_zero_and_one(loss_ratio: float) -> None:
     with pytest.raises(ValueError, match=r"loss_ratio.*\b0\b.*\b1\b"):
         MaskSpec(views=1, loss_ratio=loss_ratio).plan(GRID)
 
 
-def test_predict_ratio_needs_a_single_view() -> None:
+def test_loss_ratio_needs_a_single_view() -> None:
     with pytest.raises(ValueError, match=r"loss_ratio needs views=1.*pred_ratio"):
         MaskSpec(views=2, loss_ratio=0.5).plan(GRID)
 

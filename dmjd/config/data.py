@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmjd.config.fields import choice, may_change, number, numbers, numbers_or_none, path, positive
+from dmjd.config.fields import FLOAT_LIMIT, choice, may_change, number, numbers, numbers_or_none, path, positive
 
 
 @dataclass
@@ -17,15 +17,15 @@ class DataConfig:
     root: Folder of the images. shards: also a URL. stream: paths, URLs or pipe: commands, joined by "::".
     image_size: Height and width of the model's input, in pixels.
     channels: Image channels, 1 (grey) or 3 (RGB).
-    pad: Black border added on each side, in pixels (fashion_mnist, digits).
-    check: Validation of the training images before the first step. none; header: read every file's header; decode:
-        decode every image.
+    pad: (fashion_mnist, digits) Black border added on each side, in pixels.
+    check: Validation of the training images before the first step. none: no check. header: read every file's header.
+        decode: decode every image.
     max_bad_percent: Stop the run if more than this percentage of the training images is unreadable. Each unreadable
         image is replaced by another one.
     timeout: Minutes to wait for the next batch, in evaluations too. Then the loader workers' stack traces are written
-        and the run stops. With several processes it must be below engine.step_timeout.
-    cache: (shards at a URL) Folder on a local disk for downloaded shards. Default: below TMPDIR.
-    cache_gib: (shards at a URL) Size limit of the cache, in GiB.
+        and the run stops. With several processes it must be below engine.start_timeout and engine.step_timeout.
+    cache: (shards) Folder on a local disk for shards downloaded from a URL. Default: below TMPDIR.
+    cache_gib: (shards) Size limit of the cache, in GiB.
     samples: (stream) Images per epoch.
     shuffle_buffer: (stream) Shuffle buffer of each reader, in images.
     crop_scale: RandomResizedCrop scale: smallest and largest crop area, as fractions of the image's area.
@@ -60,5 +60,5 @@ class DataConfig:
     second_size: list[int] | None = numbers_or_none(length=2, least=1, most=16_384)
     flip: bool = True
     jitter: float = number(0.0, least=0, most=1)
-    mean: list[float] = numbers(0.485, 0.456, 0.406, least=-1e6, most=1e6)
-    std: list[float] = numbers(0.229, 0.224, 0.225, above=0, most=1e6)
+    mean: list[float] = numbers(0.485, 0.456, 0.406, least=-FLOAT_LIMIT, most=FLOAT_LIMIT)
+    std: list[float] = numbers(0.229, 0.224, 0.225, above=0, most=FLOAT_LIMIT)

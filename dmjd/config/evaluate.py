@@ -13,10 +13,9 @@ from dmjd.config.pretrain import PretrainConfig
 class EncoderConfig:
     """A trained encoder to evaluate or export.
 
-    For a file of weights, experiment=NAME and backbone.KEY=VALUE describe the model that the file holds.
-
     checkpoint: Run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of another
         code base.
+    model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
     output: Output path. Default: beside the checkpoint.
     weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
         (needs a run with ema_decay).
@@ -39,6 +38,7 @@ class EvaluationConfig(EncoderConfig):
     root: Folder of the images, if they have moved since pre-training. data.root=DIR without data=NAME sets this key.
     workers: DataLoader workers.
     device: auto: CUDA if available, else CPU.
+    data: Only with data=NAME. Default: the data set of pre-training.
     """
 
     pooling: str = choice("mean", "cls")
@@ -82,15 +82,16 @@ class ConvertConfig:
 
     input: File of weights, or a dmjd run folder or checkpoint.
     output: Output file. Its suffix sets the format: .safetensors, .pth or .pt.
-    source: Layout of the input. auto: detected from the parameter names.
-    to: Layout of the output.
+    source: Code base whose parameter names the input has. ours: this package. dmjd: the official DMJD code. auto:
+        detected from the names.
+    to: Code base whose parameter names the output has, as for source.
     grid: Height and width in tokens to which position embeddings and relative position biases are interpolated. null:
         keep.
     source_grid: Height and width in tokens of the input's position embeddings, needed only if they are not square and
         learned.
     bias_tables: Relative position biases. shared: one table for all blocks. per_block: one table per block. auto: the
-        output layout's usual form.
-    unknown: Parameter names that the source layout does not have. refuse: stop with an error. drop: leave them out.
+        output's usual form.
+    unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave them out.
     """
 
     input: str = path("???")

@@ -21,6 +21,10 @@ RENAMED = {
 """Former key -> present key. Read for stored configurations and for the command line, and by nothing else."""
 
 
+FLOAT_LIMIT = 1e6
+"""A bound without meaning for the field, which keeps computations with the number finite; left out of ``--help``."""
+
+
 def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None) -> Any:
     """One of a few strings. ``rejected``: value that users may expect -> reason why it is not supported."""
     return field(default=default, metadata={"choices": (default, *others), "rejected": rejected or {}})

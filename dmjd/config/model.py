@@ -17,20 +17,20 @@ TARGETS = ["hog", "pixels", "clip", "dvae", "vqkd", "teacher"]
 class MaskConfig:
     """Masking.
 
-    pred_ratio sets which tokens the views mask together; loss_ratio sets, for one view, where the loss is computed.
-    Set at most one of them.
+    Set at most one of pred_ratio (fraction of the tokens masked in at least one view) and loss_ratio (views=1: fraction
+    of the tokens in the loss).
 
     views: Masked views per image and step (K).
     pattern: Shape of a masked unit. block: rectangle of `block` tokens. uniform: single tokens. beit: BEiT's random
         rectangles.
-    block: (block) Height and width of a masked unit, in tokens.
+    block: (pattern=block) Height and width of a masked unit, in tokens.
     mask_ratio: Fraction of the tokens masked in each view (m_corr).
     pred_ratio: Fraction of the tokens masked in at least one view (m_pred). null: the largest possible, min(1, views
         * mask_ratio) for disjoint views.
     regulation: Relation between the views of an image. disjoint: a view first masks tokens that no earlier view
         masked. none: views are independent. complementary: no token is visible in two views.
-    rounding: Rounding of ratios to token counts. exact: round the typed decimals. official: as the official DMJD
-        code.
+    rounding: Masked units per view. exact: ceil(mask_ratio * units) in decimal arithmetic. official: units - int(units
+        * (1 - mask_ratio)) in floating point, as the official DMJD code.
     count: Masked units per view; overrides mask_ratio. null: use mask_ratio.
     loss_ratio: (views=1) Fraction of the tokens on which the loss is computed. null: the masked tokens.
     """
@@ -87,9 +87,9 @@ class BackboneConfig:
     class_token: (vit) Prepend a cls token.
     masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
         learned embedding (BEiT, SimMIM).
-    drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth (vit, convvit).
-    positions: (vit) Position encoding. sincos: fixed sine-cosine. learned. relative: BEiT's relative position bias,
-        shared by all blocks.
+    drop_path: (vit, convvit) Stochastic depth rate of the last block; increases linearly from 0 with depth.
+    positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position.
+        relative: BEiT's relative position bias, shared by all blocks.
     block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
     layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
     multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
@@ -151,7 +151,7 @@ class MethodConfig:
 
     name: Name of the method, for logs and reports only.
     mim_loss: Loss on masked tokens. cross_entropy if and only if the target is a class index (dvae, vqkd).
-    mim_weight: Weight of that loss beside the visible branch's (the paper's lambda).
+    mim_weight: Weight of mim_loss (the paper's lambda). The visible branch's loss has weight 1.
     initialisation: Weight initialisation, as in that method's official code.
     """
 
@@ -167,10 +167,12 @@ class MethodConfig:
 class TargetConfig:
     """Prediction target.
 
-    name: hog: histograms of oriented gradients. pixels. clip: CLIP features. dvae: codes of DALL-E's dVAE. vqkd:
-        codes of BEiT v2. teacher: features of the encoder's EMA, as in data2vec.
-    norm: Normalisation of the target. pixels: none | patch. hog: none | l2 | layernorm. clip, teacher: none |
-        layernorm.
+    name: hog: histograms of oriented gradients. pixels: the patch's pixels, normalised by data.mean and data.std. clip:
+        CLIP features. dvae: codes of DALL-E's dVAE. vqkd: codes of BEiT v2. teacher: features of the encoder's EMA, as
+        in data2vec.
+    norm: Normalisation. layernorm (hog, clip, teacher): mean 0 and variance 1 of each vector. l2 (hog): unit length of
+        each vector. patch (pixels): mean 0 and variance 1 of each patch, MAE's norm_pix_loss. dvae and vqkd need none.
+        A vector is a token's features, or for hog the histogram of one cell and channel.
     cell: (hog) Cell size in pixels. null: half a patch.
     bins: (hog) Orientation bins per cell.
     flavour: (hog) Variant. dmjd, maskfeat (with norm=l2), maskfeat_gauss: as those codes. skimage: as

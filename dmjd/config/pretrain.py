@@ -96,6 +96,8 @@ class PretrainConfig:
 class PlanConfig(PretrainConfig):
     """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
 
+    Its own keys, then those of pretrain; keys of a run's files, logs and checkpoints have no effect.
+
     gpus: Number of GPUs.
     gpu: GPU model.
     gpus_per_node: GPUs per node.

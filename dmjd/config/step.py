@@ -20,8 +20,8 @@ class OptimConfig:
         (30/49).
     schedule: After a linear warm-up, cosine: decay to min_lr. multistep: multiply by 0.1 after each of the
         milestones.
-    milestones: (multistep) Epochs.
-    min_lr: (cosine) Final learning rate; not scaled by lr_rule.
+    milestones: (schedule=multistep) Epochs at which the learning rate is multiplied by 0.1.
+    min_lr: (schedule=cosine) Final learning rate; not scaled by lr_rule.
     warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
     warmup_epochs: Epochs of warm-up.
     weight_decay: Weight decay of matrices, convolutions and token embeddings; not of biases and norms.
@@ -50,16 +50,17 @@ class OptimConfig:
 class EngineConfig:
     """Parallelism, precision and compilation (docs/engines.md).
 
-    name: single: one process. ddp: DistributedDataParallel. fsdp: FSDP2. hsdp: FSDP2 within replicas. zero1-zero3:
-        DeepSpeed ZeRO stages.
+    name: single: one process. ddp: DistributedDataParallel. fsdp: FSDP2. hsdp: FSDP2 hybrid sharding (sharded within a
+        replica, gradients averaged across replicas). zero1-zero3: DeepSpeed ZeRO stages.
     device: auto: CUDA if available, else CPU.
     precision: Autocast data type. auto: bf16 on CUDA, fp32 on the CPU. Parameters, gradients and optimizer state are
         fp32.
-    grad_accum_steps: Micro-batches per optimizer step; batch_size is their sum.
-    activation_checkpointing: Activations recomputed in the backward pass. none. mlp: MLPs. selective: all but the
-        outputs of matrix products, attention and convolutions. full: whole blocks.
-    compile: torch.compile. none. block: each block by itself, short compilation. model: the whole model as one graph,
-        faster steps and longer compilation.
+    grad_accum_steps: Micro-batches per optimizer step, each of batch_size / (processes * grad_accum_steps) images per
+        process.
+    activation_checkpointing: Activations recomputed in the backward pass. none: off. mlp: MLPs. selective: all but
+        the outputs of matrix products, attention and convolutions. full: whole blocks.
+    compile: torch.compile. none: off. block: each block by itself, short compilation. model: the whole model as one
+        graph, faster steps and longer compilation.
     cuda_graphs: (single, ddp) Capture compiled regions as CUDA graphs; helps CPU-bound steps (small batches). Needs
         compile.
     reshard_after_forward: (fsdp, hsdp) Free gathered parameters after the forward pass and gather them again in the
@@ -70,8 +71,8 @@ class EngineConfig:
     offload_optimizer: (zero1, zero2, zero3) Keep optimizer state and run AdamW in host memory.
     deepspeed_config: (zero1, zero2, zero3) JSON file with further DeepSpeed settings. Keys that dmjd sets itself are
         rejected.
-    start_timeout: Minutes a rank waits for the others, up to the end of the first step.
-    step_timeout: Minutes a rank waits for the others in later steps.
+    start_timeout: Timeout of the launch and of collectives, in minutes, until the first step is done.
+    step_timeout: Timeout of collectives after the first step, in minutes.
     """
 
     name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
@@ -100,8 +101,8 @@ class GuardConfig:
 
     max_skips: Roll back after more than this many skipped steps within the window.
     window: Window in steps, for max_skips and spike.
-    margin: Roll back to a checkpoint at least this many steps before the first bad step, and skip the batches from
-        that many steps before it.
+    margin: Steps N. The run returns to a checkpoint at least N steps before the first skipped or high-loss step, and
+        skips the batches from N steps before that step to the last such step.
     max_rollbacks: Abort after this many rollbacks. 0 together with max_skips=0 aborts at the first non-finite step.
     spike: Also roll back when the loss exceeds the window's median by this many standard deviations for spike_steps
         steps in a row. null: off.

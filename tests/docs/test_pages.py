@@ -24,6 +24,7 @@ _SPAN = re.compile(r"`([^`\n]+)`")
 _OVERRIDE = re.compile(r"([a-z_.]+)=\S+")
 _PLACEHOLDER = re.compile(r"\.\.\.|=[A-Z]|\*|^key=|%a")
 _FOLDERS = ("csrc", "dmjd", "configs", "docs", "launchers", "benchmarks", "packaging", "tests")
+_PACKAGES = "|".join(path.parent.name for path in ROOT.glob("dmjd/*/__init__.py"))
 _MADE = ("dmjd/configs", "*.so")
 """Files that pages name and that a build makes."""
 
@@ -86,5 +87,7 @@ def test_links_and_files_exist(page: Path) -> None:
     for name in re.findall(rf"`((?:{'|'.join(_FOLDERS)})/[\w./-]+)`", text):
         made = "NAME" in name or any(fnmatch(name, pattern) for pattern in _MADE)
         assert made or (ROOT / name).exists(), name
+    for name in re.findall(rf"`((?:{_PACKAGES})/[\w./-]+\.py)", text):
+        assert (ROOT / "dmjd" / name).is_file(), name
     for name in re.findall(r"\b(\w+_(?:cpu|h100|h200)\.json)\b", text):
         assert (ROOT / "benchmarks/results" / name).is_file(), name

@@ -108,6 +108,7 @@ class _Command(NamedTuple):
     """``counts``: least and most number of positional arguments; ``keys``: allowed options."""
 
     run: Callable[[_Arguments], Iterator[str]]
+    meaning: str
     usage: str
     counts: tuple[int, int]
     keys: tuple[str, ...]
@@ -115,15 +116,52 @@ class _Command(NamedTuple):
 
 COMMANDS = {
     "build": _Command(
-        _build, "build SRC DST [workers=N] [shard_mb=256] [channels=3]", (2, 2), ("workers", "shard_mb", "channels")
+        _build,
+        "Write the images of SRC as tars of about shard_mb MB each, with manifest and index.",
+        "build SRC DST [workers=N] [shard_mb=256] [channels=3]",
+        (2, 2),
+        ("workers", "shard_mb", "channels"),
     ),
     "index": _Command(
-        _index, "index TAR [TAR ...] DST [workers=N] [channels=3]", (2, 1 << 30), ("workers", "channels")
+        _index,
+        "Write manifest and index of existing tars, which stay unchanged.",
+        "index TAR [TAR ...] DST [workers=N] [channels=3]",
+        (2, 1 << 30),
+        ("workers", "channels"),
     ),
-    "verify": _Command(_verify, "verify ROOT [workers=N] [decode=false]", (1, 1), ("workers", "decode")),
-    "stat": _Command(_stat, "stat ROOT", (1, 1), ()),
-    "show": _Command(_show, "show ROOT N [split=train] [output=shards.png]", (2, 2), ("split", "output")),
+    "verify": _Command(
+        _verify,
+        "Compare each tar's size and sha256 and each sample's crc32; decode=true: decode every image.",
+        "verify ROOT [workers=N] [decode=false]",
+        (1, 1),
+        ("workers", "decode"),
+    ),
+    "stat": _Command(_stat, "Print sizes, classes and rejected images.", "stat ROOT", (1, 1), ()),
+    "show": _Command(
+        _show,
+        "Write a contact sheet of N images.",
+        "show ROOT N [split=train] [output=shards.png]",
+        (2, 2),
+        ("split", "output"),
+    ),
 }
+
+_ARGUMENTS = {
+    "SRC": "folder of images, tars, COCO or ADE20K, or a pattern of tars",
+    "DST": "output folder",
+    "TAR": "path, pattern or URL of webdataset tars",
+    "ROOT": "folder or URL of a shard set",
+    "N": "number of images",
+    "workers": "processes; default: all cores",
+    "channels": "1 (grey) or 3 (RGB)",
+}
+
+
+def manual() -> Iterator[str]:
+    """Lines of help: each command's usage and meaning, then the arguments."""
+    for command in COMMANDS.values():
+        yield from (f"  dmjd shards {command.usage}", f"      {command.meaning}")
+    yield from ("", *(f"  {name:12} {meaning}" for name, meaning in _ARGUMENTS.items()))
 
 
 def run(arguments: Sequence[str]) -> Iterator[str]:
