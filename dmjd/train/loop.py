@@ -35,6 +35,7 @@ from dmjd.train.preview import PictureThread, predict, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
 
@@ -70,7 +71,7 @@ class Trainer:
     def __init__(self, config: PretrainConfig, run: RunFolder, world: World, callbacks: Sequence[Callback]) -> None:
         self.config, self.run, self.world, self.callbacks = config, run, world, callbacks
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
-        Journal.check_trackers(config)
+        check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
         self.step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
