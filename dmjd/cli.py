@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dmjd import __version__
 from dmjd.config import RENAMED, SCHEMAS
-from dmjd.errors import ConfigError, UserError, printable_message
+from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
 from dmjd.redact import redact_output
@@ -161,13 +161,13 @@ def _shards(arguments: Sequence[str]) -> None:
 
 def _submit(arguments: Sequence[str]) -> None:
     """Submit a command as a Slurm job: dmjd submit COMMAND site=NAME nodes=N key=value ... [--dry-run]"""
-    from dmjd.cluster.submit import plan, submit, verbs
+    from dmjd.cluster.submit import plan, submit, submittable
 
     dry = "--dry-run" in arguments
     arguments = [text for text in arguments if text != "--dry-run"]
     if not arguments:
         raise ConfigError(
-            f"dmjd submit takes one of {', '.join(verbs())} and its arguments: dmjd submit pretrain nodes=4 ..."
+            f"dmjd submit takes one of {', '.join(submittable())} and its arguments: dmjd submit pretrain nodes=4 ..."
         )
     command, *rest = arguments
     if dry:
@@ -269,6 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; files written so far are complete", file=sys.stderr)
         return 130
+    except Diverged as error:
+        return 1 if error.reported else _fail(str(error), 1)
     except RuntimeError as error:
         if str(error).startswith("DataLoader worker"):  # raised by torch's signal handler, in any place
             reason = " ".join(str(error).split()).rstrip(".")
@@ -283,9 +285,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "a configuration that needs more memory than this machine has)",
                 1,
             )
-        if type(error).__name__ != "Diverged":
-            raise
-        return 1 if getattr(error, "reported", False) else _fail(str(error), 1)
+        raise
     return 0
 
 

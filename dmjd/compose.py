@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import RENAMED, SCHEMAS, PretrainConfig, check_fields, expand_paths
+from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, PretrainConfig, check_fields, expand_paths
 from dmjd.errors import ConfigError
 from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
@@ -58,6 +58,8 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     if described:
         config.model = compose("pretrain", described)
     check_fields(config)
+    if isinstance(config, EvaluationConfig):
+        config.check()
     return config
 
 

@@ -77,6 +77,10 @@ class BadImage(DataError):
         return BadImage(self.name, self.kind, self.fault, self.images)
 
 
+class TransientError(Exception):
+    """A fault of the network that a retry may resolve; the message describes it."""
+
+
 class CheckpointError(UserError):
     """A checkpoint is missing, incomplete, or of another model."""
 

@@ -21,8 +21,8 @@ try:
             raise ImportError(f"No module named {package!r}")
 except (ImportError, OSError) as missing:  # OSError: a library that torch needs
     error = f"error: DMJD_PYTHON={sys.executable} on {os.uname().nodename}: {' '.join(str(missing).split())}"
-    if "DMJD_EXIT_RECORD" in os.environ:
-        with suppress(OSError), open(os.environ["DMJD_EXIT_RECORD"], "x", encoding="utf-8") as file:
+    if path := os.environ.get("DMJD_EXIT_RECORD") or os.environ.get("DMJD_LAST_WORD"):  # the latter is the former name
+        with suppress(OSError), open(path, "x", encoding="utf-8") as file:
             file.write(error + "\n")
     sys.exit(f"{error}; install dmjd[train] there, or set another DMJD_PYTHON")
 if quiet:

@@ -20,9 +20,8 @@ from dmjd.builders.average import EmaTeacher, EncoderEma
 from dmjd.builders.data import image_size
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
-from dmjd.config import PretrainConfig
+from dmjd.config import PretrainConfig, check_batch
 from dmjd.data.batch import Batch
-from dmjd.errors import ConfigError
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
 from dmjd.models.objective import Losses, Objective, mean_losses
@@ -106,15 +105,12 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     """
     world = alone(select_device(config.engine.device)) if world is None else world
     build_mask_spec(config.mask, token_grid(config))  # a wrong mask is found before weights of a target are read
-    tokenizer, processes = build_tokenizer(config), config.engine.grad_accum_steps * world.size
-    if config.batch_size % processes:
-        raise ConfigError(
-            f"batch_size={config.batch_size} is not divisible by "
-            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {world.size} process(es)"
-        )
+    parts = config.engine.grad_accum_steps
+    check_batch(config.batch_size, parts, world.size)
+    tokenizer = build_tokenizer(config)
     objective = build_objective(config, tokenizer.dim)
     began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
-    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // processes)
+    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     encoder = engine.objective.model.encoder
     ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
     if ema is not None and isinstance(tokenizer, TeacherTarget):

@@ -41,6 +41,8 @@ _SLURM_ADVICE = (
     ),
     (r"PENDING", "nothing: the job is queued; `squeue --start` may estimate its start"),
     (r"SUSPENDED", "scontrol resume {job}: a user or a job of higher priority has suspended it"),
+    (r"OUT_OF_MEMORY", "a node's memory was full: fewer workers, or --mem=0 for all of it; dmjd submit again resumes"),
+    (r"CANCELLED", "a user or Slurm cancelled it: dmjd submit again resumes"),
     (r"TIMEOUT", "a longer lead such as --signal=USR1@600 leaves time to save; dmjd submit again resumes"),
 )
 """(pattern of ``STATE (reason)``, advice); the first match counts"""

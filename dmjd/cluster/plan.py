@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.builders.step import flops_per_image, objective_and_inputs
-from dmjd.config import PlanConfig
+from dmjd.config import PlanConfig, check_batch
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
@@ -83,8 +83,7 @@ class Plan:
     """
 
     def __init__(self, config: PlanConfig) -> None:
-        if config.batch_size % config.gpus:
-            raise ConfigError(f"batch_size={config.batch_size} is not divisible by gpus={config.gpus}")
+        check_batch(config.batch_size, 1, config.gpus)  # it selects grad_accum_steps itself
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
             raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
         if config.gpus % replicas(config.engine, config.gpus, min(config.gpus_per_node, config.gpus)):

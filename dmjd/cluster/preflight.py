@@ -25,7 +25,7 @@ import dmjd
 from dmjd.builders import build_objective, build_tokenizer, check_data_timeout
 from dmjd.builders.step import build_step
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
-from dmjd.config import PretrainConfig
+from dmjd.config import PretrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
 from dmjd.data.identity import DataIdentity
@@ -184,8 +184,9 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
     world = join_world(select_device(config.engine.device), config.engine)
     broken = False
     try:
+        check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
         check_data_timeout(config, world.size)
-        tokenizer = build_tokenizer(config)
+        tokenizer = world.all_or_none(lambda: build_tokenizer(config))
         parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
         facts = measure(config, world)
         checks = run_checks(facts, need(config, world, parameters))
@@ -193,6 +194,9 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
         if warm and not broken:
             checks.append(_warm(config, world))
         return checks
+    except Exception as error:
+        broken = broken or (world.size > 1 and not isinstance(error, UserError))  # the other ranks do not raise it
+        raise
     finally:
         if broken:
             atexit.register(_leave)
@@ -213,10 +217,12 @@ def _warm(config: PretrainConfig, world: World) -> Check:
     Sharded models take all ranks.
     """
     began, sharded = time.monotonic(), ENGINES[config.engine.name].collective
-    if sharded or world.local_rank == 0:
+
+    def compile_step() -> None:
         step = build_step(config, world if sharded else alone(world.device))
         images = config.batch_size // world.size
         batch = Batch.empty(images, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
         step.forward_backward(batch, 0)
-    world.gather(None)
+
+    world.all_or_none(compile_step if sharded or world.local_rank == 0 else lambda: None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, cached for the run")

@@ -21,6 +21,7 @@ from typing import Any
 from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose
+from dmjd.config import check_batch
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.files import at_home, replace_file
@@ -55,7 +56,7 @@ new one requeue that job, or stop at its time limit."""
 SBATCH_SECONDS = 120.0
 """sbatch itself waits about 100 s for the controller."""
 
-_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_EXIT_RECORD")
+_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_EXIT_RECORD", "DMJD_LAST_WORD")
 """Prefixes of variables of a surrounding job."""
 
 
@@ -78,7 +79,7 @@ class Job:
     explanation: list[str]
 
 
-def verbs() -> list[str]:
+def submittable() -> list[str]:
     """The commands that can be submitted."""
     return ["pretrain", "preflight", *EVALUATIONS]
 
@@ -94,8 +95,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     Raises:
         ConfigError: if an option or the configuration of the command is wrong.
     """
-    if command not in verbs():
-        raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(verbs())}")
+    if command not in submittable():
+        raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
     own = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS]
     options = _options(arguments)
@@ -117,7 +118,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     config = _compose(command, trains, own, options.get("array"))
     processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
     if trains:
-        _check_batch(config, processes)
+        check_batch(config.batch_size, config.engine.grad_accum_steps, processes)
     if trains and processes > 1 and not any(argument.startswith("engine=") for argument in own):
         own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
@@ -252,17 +253,6 @@ def _header(template: str) -> dict[str, str | None]:
     """The ``#SBATCH --option=value`` lines of a script; None for an option without a value."""
     found = re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", template, re.MULTILINE)
     return {name: value or None for name, value in found}
-
-
-def _check_batch(config: Any, processes: int) -> None:
-    """Raise ConfigError for a batch size that the run would reject, after hours in the queue."""
-    parts = config.engine.grad_accum_steps * processes
-    if config.batch_size % parts:
-        raise ConfigError(
-            f"batch_size={config.batch_size} is not divisible by "
-            f"engine.grad_accum_steps={config.engine.grad_accum_steps} times {processes} process(es); "
-            "change nodes, gpus or batch_size"
-        )
 
 
 def _count(options: Mapping[str, str], key: str, default: int | str | None) -> int:

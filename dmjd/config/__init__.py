@@ -17,7 +17,7 @@ from dmjd.config.model import (
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig
+from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig, check_batch
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "TargetConfig",
     "VisibleBranchConfig",
     "WindowsConfig",
+    "check_batch",
     "check_fields",
     "expand_paths",
     "first_difference",

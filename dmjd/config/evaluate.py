@@ -48,6 +48,9 @@ class EvaluationConfig(EncoderConfig):
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
 
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
+
 
 @dataclass
 class ExportConfig(EncoderConfig):

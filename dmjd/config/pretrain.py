@@ -9,6 +9,7 @@ from dmjd.config.data import DataConfig
 from dmjd.config.fields import choice, may_change, naming, number, path, positive
 from dmjd.config.model import BackboneConfig, MaskConfig, MethodConfig, TargetConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
+from dmjd.errors import ConfigError
 
 
 @dataclass
@@ -110,3 +111,12 @@ class PlanConfig(PretrainConfig):
     gpus_per_node: int = positive(8)
     images: int = positive(1_281_167)
     mfu: float = number(30.0, above=0, most=100)
+
+
+def check_batch(batch_size: int, grad_accum_steps: int, processes: int) -> None:
+    """Raise ConfigError unless every process has ``grad_accum_steps`` micro-batches of the same size in a step."""
+    if batch_size % (grad_accum_steps * processes):
+        raise ConfigError(
+            f"batch_size={batch_size} is not divisible by engine.grad_accum_steps={grad_accum_steps} times {processes} "
+            "process(es); change one of them"
+        )

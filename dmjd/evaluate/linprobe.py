@@ -43,6 +43,13 @@ class LinprobeConfig(EvaluationConfig):
     crop_scale: list[float] = numbers(0.08, 1.0, length=2, above=0, most=1)
     seed: int = number(0, least=0, below=2**32)
 
+    def check(self) -> None:
+        least, greatest = self.crop_scale
+        if least > greatest:
+            raise ConfigError(f"crop_scale must be [smallest,largest], got {self.crop_scale}")
+        if self.warmup_epochs >= self.epochs:
+            raise ConfigError(f"warmup_epochs must be below epochs={self.epochs}, got {self.warmup_epochs}")
+
 
 def run(context: Context[LinprobeConfig]) -> Scores:
     """Train a linear classifier on the training images and test it."""
@@ -50,16 +57,11 @@ def run(context: Context[LinprobeConfig]) -> Scores:
     from dmjd.evaluate.probe import CachedFeatures, linear_probe
 
     config, frozen = context.config, context.frozen
-    least, greatest = config.crop_scale
-    if least > greatest:
-        raise ConfigError(f"crop_scale must be [smallest,largest], got {config.crop_scale}")
     train, test = context.dataset("train", config.train_images), context.dataset("test")
     augmented = _augmented(frozen, train, config) if config.augment else None
     images = len(train) if augmented is None else len(augmented)
     if not 2 <= config.batch_size <= images:
         raise ConfigError(f"batch_size must be between 2 and the {images} training images, got {config.batch_size}")
-    if config.warmup_epochs >= config.epochs:
-        raise ConfigError(f"warmup_epochs must be below epochs={config.epochs}, got {config.warmup_epochs}")
     queries = frozen.features(test, config.pooling, FEATURE_BATCH, config.workers)
     source = augmented
     if source is None:

@@ -58,10 +58,11 @@ class Context(Generic[Config]):
     needs: str
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
-        """The images of ``split``, or ``count`` of them. Raises DataError if they lack the labels that are needed."""
+        """The images of ``split``, or ``count`` of them. Raises DataError if they lack what is needed."""
         dataset = self.frozen.dataset(split, count)
-        if self.needs == "labels" and not dataset.num_classes:
-            raise DataError(f"{self.frozen.source}: the {split} images have no labels; put them into class folders")
+        if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
+            cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
+            raise DataError(f"{self.frozen.source}: the {split} images have no {self.needs}; {cure}")
         return dataset
 
     def image_settings(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _fsdp(
 
     bare = without_parameters(objective)
     apply(objective.model, engine)
-    copies = replicas(engine, world.size, world.local_size) if engine.name == "hsdp" else None
+    copies = replicas(engine, world.size, world.local_size) if "replicas" in ENGINES[engine.name].options else None
     return FSDPEngine(
         objective,
         bare,

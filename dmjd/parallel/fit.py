@@ -38,6 +38,8 @@ def check_fit(engine: EngineConfig, device: torch.device, size: int, local_size:
             raise ConfigError(
                 "engine.cuda_graphs=true is for what engine.compile=block or model compiles for a CUDA device"
             )
-        if engine.name == "ddp" and engine.compile == "model":
+        if spec.buckets and engine.compile == "model":
             # torch cuts the model where buckets end; graphs of such pieces have not been tried.
-            raise ConfigError("engine.cuda_graphs=true goes with engine.compile=block under engine=ddp, not with model")
+            raise ConfigError(
+                f"engine.cuda_graphs=true goes with engine.compile=block under engine={engine.name}, not with model"
+            )

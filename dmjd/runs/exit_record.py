@@ -43,8 +43,8 @@ LOST = re.compile(
 LONGEST = 500
 """Characters kept of an error message; some have a page of C++ frames."""
 
-LAUNCH_RECORD = "DMJD_EXIT_RECORD"
-"""The environment variable by which a batch script names the file of its launch's exit record."""
+LAUNCH_RECORD = ("DMJD_EXIT_RECORD", "DMJD_LAST_WORD")
+"""The environment variable by which a batch script names the file of its launch's exit record; its former name."""
 
 logger = logging.getLogger("dmjd")
 
@@ -123,7 +123,7 @@ def write_launch_record(reason: str, detail: str, advice: str = "") -> None:
     The batch script does not read STOP_REASON: another job that waits for the folder removes it when it gets the lock.
     The first record is kept, since it causes the others. A file that cannot be written is ignored.
     """
-    path = os.environ.get(LAUNCH_RECORD)
+    path = next(filter(None, map(os.environ.get, LAUNCH_RECORD)), None)
     if not path:
         return
     lines = [f"{reason}: {' '.join(detail.split())}", *[advice] * bool(advice)]

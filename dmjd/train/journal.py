@@ -23,7 +23,7 @@ from dmjd.train.metrics import RunLog, StepMeans, workers_needed
 from dmjd.train.progress import Progress
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
-from dmjd.train.trackers import Trackers, check_packages
+from dmjd.train.trackers import Trackers
 
 WAIT_WARNING = 0.1
 """Fraction of a lap spent waiting for data from which a warning is logged."""
@@ -63,11 +63,6 @@ class Journal:
         self._lap_step = 0  # the window may hold steps of an earlier launch; their time is not part of this lap
         self._outputs: _Outputs | None = None
         self._open_files = ExitStack()
-
-    @staticmethod
-    def check_trackers(config: PretrainConfig) -> None:
-        """Raise ConfigError if the package of a tracker in ``config`` is not installed."""
-        check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
 
     def open(self, run: RunFolder, done: int) -> None:
         """Open the outputs behind the rows of step ``done``, the number of steps done. For rank 0."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from dmjd.builders import build_schedule, check_data_timeout
@@ -36,6 +35,7 @@ from dmjd.train.preview import PictureThread, predict, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
 
@@ -71,7 +71,7 @@ class Trainer:
     def __init__(self, config: PretrainConfig, run: RunFolder, world: World, callbacks: Sequence[Callback]) -> None:
         self.config, self.run, self.world, self.callbacks = config, run, world, callbacks
         self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
-        Journal.check_trackers(config)
+        check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
         self.step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
@@ -275,7 +275,7 @@ class Trainer:
         self.world.on_main(self.journal.sync)
         self.journal.stall_seconds += self.saver.save(
             self.position.step,
-            lambda draft: self.engine.save(draft, self._averages()),
+            lambda draft: self.engine.save(draft, self.step.averages),
             self.registry.files(self.config),
             spare=int(self.guard.in_doubt),  # one from before the bad steps has to stay
         )
@@ -296,14 +296,11 @@ class Trainer:
         """Load the state in ``path``, on all ranks or on none. Collective."""
 
         def load() -> None:
-            self.engine.load(path, self._averages())
+            self.engine.load(path, self.step.averages)
             self.registry.restore(path)
 
         self.saver.wait()
         self.world.all_or_none(load)
-
-    def _averages(self) -> Mapping[str, torch.Tensor]:
-        return {} if self.step.ema is None else self.step.ema.averages
 
     def roll_back(self, alarm: Alarm) -> None:
         """Load a checkpoint from before the bad steps, and skip the batches that led to them. Collective."""

@@ -30,7 +30,7 @@ IDENTITIES = "trackers.json"
 
 
 class Trackers:
-    """The trackers of a run, none by default.
+    """The trackers of a run, none by default; :func:`check_packages` comes first.
 
     Args:
         run_folder_path: an existing folder. Event files are written to ``tensorboard/``, W&B's files to ``wandb/``, and
@@ -41,9 +41,6 @@ class Trackers:
         run_name: the name of the W&B run.
         config: the configuration of the W&B run.
         resumed_step: the step of the checkpoint, 0 without one; TensorBoard removes later points.
-
-    Raises:
-        ConfigError: if a package is not installed.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class Trackers:
         config: dict[str, Any],
         resumed_step: int,
     ) -> None:
-        check_packages(tensorboard=tensorboard, wandb_project=wandb_project)
         self._trackers: dict[str, TensorBoard | WeightsAndBiases] = {}
         if tensorboard:
             self._start("TensorBoard", lambda: TensorBoard(run_folder_path / TENSORBOARD_FOLDER, resumed_step))

@@ -155,7 +155,7 @@ train() {
     # starts with $RUN as given, since the target of a link may not be mounted in a container.
     rm -f "$RUN/slurm/last_word-$(job_name)-"*
     DMJD_EXIT_RECORD=$RUN/slurm/last_word-$(job_name)-${SLURM_RESTART_COUNT:-0}
-    export DMJD_EXIT_RECORD
+    export DMJD_EXIT_RECORD DMJD_LAST_WORD=$DMJD_EXIT_RECORD # the former name, for an older dmjd in a container
     local code=0
     error=$(container_error)
     if [[ -n $error ]]; then

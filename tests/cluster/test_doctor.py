@@ -290,6 +290,20 @@ def test_a_job_that_was_suspended_is_not_taken_for_dead(run: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        ("OUT_OF_MEMORY (OutOfMemory)", "a node's memory was full: fewer workers, or --mem=0"),
+        ("CANCELLED", "a user or Slurm cancelled it: dmjd submit again resumes"),
+    ],
+)
+def test_a_job_that_slurm_has_ended(run: Path, monkeypatch: pytest.MonkeyPatch, state: str, advice: str) -> None:
+    slurm_says(state, monkeypatch)
+    launched(run, ago=500)
+    beat(run, 0)
+    assert f"job 7 is {state} -> {advice}" in said(run)
+
+
+@pytest.mark.parametrize(
     ("reason", "advice"),
     [
         ("Priority", "nothing: the job is queued"),

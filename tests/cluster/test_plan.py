@@ -106,7 +106,10 @@ def test_cuda_graphs_are_counted_with_gradients_of_their_own_and_what_they_do_no
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("batch_size=100", "gpus=64"), "batch_size=100 is not divisible by gpus=64"),
+        (
+            ("batch_size=100", "gpus=64"),
+            "batch_size=100 is not divisible by engine.grad_accum_steps=1 times 64",
+        ),
         (("batch_size=120", "gpus=12"), "gpus=12 is not divisible by gpus_per_node=8"),
         (("gpus=8", "engine.replicas=16"), "engine.replicas=16 does not divide gpus=8"),
         (("gpus=8", "engine=hsdp", "engine.replicas=3"), "engine.replicas=3 does not divide gpus=8"),

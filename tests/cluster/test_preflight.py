@@ -135,6 +135,43 @@ def test_the_step_that_is_compiled_has_all_that_the_run_has(
     assert "ok     compilation" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "fault", "line"),
+    [
+        (("batch_size=8", "engine.grad_accum_steps=8"), "", "batch_size=8 is not divisible by engine.grad_accum_steps"),
+        (("batch_size=8",), "ConfigError('no compiler')", "no compiler"),
+        (("batch_size=8",), "RuntimeError('no memory')", "no memory"),
+    ],
+    ids=["batch", "rank 0", "crash of rank 0"],
+)
+def test_a_step_that_cannot_be_compiled_ends_all_ranks(
+    words: tuple[str, ...],
+    fault: str,
+    line: str,
+    tmp_path: Path,
+    tiny: Callable[..., list[str]],
+    launch_world: Callable[..., Any],
+) -> None:
+    prelude = f"""
+sys.stdout = sys.stderr = open({str(tmp_path / "output")!r}, "a")
+from dmjd.cluster import preflight
+from dmjd.errors import ConfigError
+def fail(*arguments):
+    raise {fault}
+"""
+    prelude += "preflight.build_step = fail" if fault else ""
+    ranks = launch_world(2, ["preflight", "warm=true", *tiny(tmp_path / "run", "engine=ddp", *words)], prelude)
+    try:
+        for process in ranks:
+            process.join(120)
+        assert all(process.exitcode for process in ranks), "engine.start_timeout is 30 minutes"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    assert line in (tmp_path / "output").read_text()
+
+
 @pytest.mark.long
 def test_two_processes_measure(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     def preflight(*words: str) -> subprocess.CompletedProcess[str]:

@@ -148,7 +148,7 @@ def test_a_job_removes_words_of_its_own_alone(launches: Launches) -> None:
 
 def test_the_run_is_where_submit_says_and_not_where_its_words_seem_to_say(tmp_path: Path) -> None:
     slurm = FakeSlurm(tmp_path)
-    srun = 'echo "finished: all" >"$DMJD_EXIT_RECORD"'
+    srun = 'echo "finished: all" >"$DMJD_LAST_WORD"'  # the former name, which an older dmjd in a container knows
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
     for words in (["experiment=demo"], ["run='runs/lr=1-%a'"], ["run=runs/lr=${seed}-2"]):
         done = slurm.submit("pretrain.sbatch", *words, FAKE_SRUN=srun, DMJD_RUN="runs/lr=1-%a", **task)

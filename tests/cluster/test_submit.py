@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import dmjd
-from dmjd.cluster.submit import plan, submit, verbs
+from dmjd.cluster.submit import plan, submit, submittable
 from dmjd.errors import ConfigError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.resources import launchers_dir
@@ -181,12 +181,12 @@ def test_variables_of_the_job_that_submits_do_not_reach_the_other(
 ) -> None:
     fake_sbatch(f"env >{tmp_path}/around; echo Welcome; echo '7;cluster'")
     of_a_job = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID", "SLURM_JOB_END_TIME", "DMJD_CHAIN", "DMJD_EXIT_RECORD"
-    for name in (*of_a_job, "SLURM_CONF", "SBATCH_PARTITION"):
+    for name in (*of_a_job, "DMJD_LAST_WORD", "SLURM_CONF", "SBATCH_PARTITION"):
         monkeypatch.setenv(name, "5")
     said = submit("pretrain", [f"run={tmp_path}/run", "gpus=1", "experiment=demo"])
     assert said[-1].startswith("submitted: 7; ")
     around = (tmp_path / "around").read_text()
-    assert set(re.findall(r"^((?:SLURM|SBATCH|DMJD_[CL])\w+)=", around, re.MULTILINE)) == {
+    assert set(re.findall(r"^((?:SLURM|SBATCH|DMJD_[CEL])\w+)=", around, re.MULTILINE)) == {
         "SLURM_CONF",
         "SBATCH_PARTITION",
     }
@@ -323,8 +323,8 @@ def test_a_copy_knows_of_which_commit_it_is(tmp_path: Path, monkeypatch: pytest.
 def test_every_command_that_can_be_submitted_exists_and_has_a_script() -> None:
     from dmjd.cli import COMMANDS
 
-    assert set(verbs()) <= {*COMMANDS, *EVALUATIONS}
-    scripts = [EVALUATIONS[name].script if name in EVALUATIONS else name for name in verbs()]
+    assert set(submittable()) <= {*COMMANDS, *EVALUATIONS}
+    scripts = [EVALUATIONS[name].script if name in EVALUATIONS else name for name in submittable()]
     assert {path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch")} == set(scripts)
 
 

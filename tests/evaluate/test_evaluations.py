@@ -398,6 +398,12 @@ def test_a_probe_that_cannot_be_is_refused_by_its_key(
     assert evaluations(run) == []
 
 
+@pytest.mark.parametrize("words", ["warmup_epochs=90", "crop_scale=[1,0.5]"])
+def test_values_that_cannot_be_combined_are_rejected_before_the_checkpoint_is_loaded(words: str) -> None:
+    with pytest.raises(ConfigError, match=words.partition("=")[0]):
+        compose("linprobe", ["checkpoint=nowhere", words])
+
+
 def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> None:
     for split in ("train", "val"):
         folder = tmp_path / "flat" / split

@@ -9,11 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dmjd.config import SCHEMAS, EvaluationConfig
 from dmjd.config.fields import positive
+from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column, Context, Evaluation, Scores, register
 from dmjd.report.run import read_run
 from dmjd.report.scores import metrics
@@ -73,6 +76,14 @@ def test_a_registered_evaluation_is_a_command_with_help_and_a_slurm_job(dmjd: Co
     assert f"\nset -- segment checkpoint={run} threshold=0.25\n" in out
     assert "\n#SBATCH --gpus-per-node=1\n" in out
     assert "dmjd segment on 1 node(s)" in out
+
+
+def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
+    frozen: Any = SimpleNamespace(source="/x", dataset=lambda split, count: SimpleNamespace(num_classes=3))
+    for needs in ("labels", "none"):
+        Context(None, frozen, needs).dataset("test")
+    with pytest.raises(DataError, match="/x: the test images have no masks; data sets have labels at most"):
+        Context(None, frozen, "masks").dataset("test")
 
 
 @pytest.mark.usefixtures("segmentation")

@@ -139,6 +139,11 @@ def test_what_ends_before_there_is_a_run_has_a_last_word(
     word.unlink()
     say(ConfigError("data.root=/x is not a folder"))
     assert word.read_text() == "error: data.root=/x is not a folder\n"
+    word.unlink()
+    monkeypatch.delenv("DMJD_EXIT_RECORD")
+    monkeypatch.setenv("DMJD_LAST_WORD", str(word))  # the former name, which launchers of users set
+    say(ConfigError("data.root=/y is not a folder"))
+    assert word.read_text() == "error: data.root=/y is not a folder\n"
     # Where there is no place for it, the error is still the one that is told.
     say(RuntimeError("no such device"))
     monkeypatch.setenv("DMJD_EXIT_RECORD", str(tmp_path / "removed" / "word"))

@@ -25,9 +25,9 @@ from pathlib import Path
 from dmjd.data.shards.index import Shard
 from dmjd.data.shards.local import read_part
 from dmjd.data.shards.location import sha256
-from dmjd.data.shards.network import PATIENCE, Patience, TransientError, download, retry
+from dmjd.data.shards.network import PATIENCE, Patience, download, retry
 from dmjd.data.waiting import progress_mark
-from dmjd.errors import DataError
+from dmjd.errors import DataError, TransientError
 
 GIB = 1 << 30
 LOCK_POLL_SECONDS = 0.05

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dmjd.data.waiting import progress_mark
-from dmjd.errors import DataError
+from dmjd.errors import DataError, TransientError
 
 _log = logging.getLogger("dmjd")
 _Result = TypeVar("_Result")
@@ -53,12 +53,8 @@ class Patience:
 PATIENCE = Patience()
 
 
-class TransientError(Exception):
-    """A fault that a retry may resolve; the message describes it."""
-
-
 def retry(url: str, attempt: Callable[[], _Result], patience: Patience) -> _Result:
-    """Call ``attempt`` until it raises no :class:`TransientError`, and return its result.
+    """Call ``attempt`` until it raises no :class:`~dmjd.errors.TransientError`, and return its result.
 
     Raises:
         DataError: if all attempts raised one.
