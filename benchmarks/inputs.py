@@ -39,7 +39,7 @@ def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: 
 
 
 def uploader(kind: str, device: torch.device) -> Callable[[Batch], Batch]:
-    """What brings batches of ``kind`` to the device."""
+    """The function that copies batches of ``kind`` to the device."""
     return (lambda batch: batch) if kind == "device" else Uploader(device)
 
 

@@ -1,4 +1,4 @@
-"""The look that every chart of the project shares, on matplotlib's object interface: no pyplot, no global state."""
+"""Style of all charts, on matplotlib's object interface: no pyplot, no global state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INK, MUTED, RULE = "#1f2328", "#59636e", "#d8dee4"
 
 
 def tidy(axes: Axes) -> None:
-    """Two spines, quiet ticks, and a horizontal grid behind the curves."""
+    """Two spines, muted ticks, and a horizontal grid behind the curves."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(RULE)
     axes.tick_params(colors=MUTED, labelsize=8.5, which="both")

@@ -192,18 +192,6 @@ def test_gathered_weights_are_the_whole_ones(name: str, seen: dict[str, Any]) ->
 
 
 @NAMES
-def test_a_frozen_teacher_is_divided_and_gives_the_same(name: str, size: int, seen: dict[str, Any]) -> None:
-    teacher = seen["teacher"]
-    assert all(teacher["same"])
-    assert not teacher["learned"]
-    whole = "ddp", "zero1", "zero2"
-    parts = 1 if name in whole else size // 2 if name == "hsdp" else size
-    for held in zip(*teacher["held"], strict=True):  # before it is called, and after
-        assert sum(held) == teacher["parameters"] * size / parts
-        assert (max(held) < teacher["parameters"]) == (parts > 1)
-
-
-@NAMES
 def test_a_run_can_be_rolled_back(name: str, seen: dict[str, Any]) -> None:
     assert seen["rolled back"] == seen["curve"][walk.SAVED_AT :]
 

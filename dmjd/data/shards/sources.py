@@ -13,6 +13,7 @@ from dmjd.data.regular import only_files
 from dmjd.data.shards.index import MANIFEST, MOST_IMAGE_BYTES, load
 from dmjd.data.shards.location import check_below
 from dmjd.data.shards.pool import each
+from dmjd.data.shards.sample import read_errors
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
 from dmjd.files import open_regular, read_at_most
@@ -56,14 +57,9 @@ class Item(NamedTuple):
             raise BadImage(self.name, "label", fault)
         if self.size > MOST_IMAGE_BYTES:
             raise BadImage(self.name, "too large", f"has {self.size} bytes, more than {MOST_IMAGE_BYTES}")
-        try:
-            with open_regular(self.path) as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
-        except FileNotFoundError as error:
-            raise BadImage(self.name, "missing", "does not exist any more") from error
-        except OSError as error:
-            raise BadImage(self.name, "unreadable", f"cannot be read ({error.strerror})") from error
+        with read_errors(self.name), open_regular(self.path) as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
         if len(data) < self.size:
             raise BadImage(self.name, "truncated", f"ends after {len(data)} of {self.size} bytes")
         return data
