@@ -194,14 +194,11 @@ def _stream(config: DataConfig) -> TarStream:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:
         raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
-    missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
+    paths = [location for location in locations if not (location.startswith(PIPE) or is_remote(location))]
+    missing = next((path for path in paths if not Path(path).is_file()), None)
     if missing is not None:
         raise DataError(f"{missing} of data.root does not exist; give paths, URLs or pipe:COMMAND")
     return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
-
-
-def _is_path(location: str) -> bool:
-    return not (location.startswith(PIPE) or is_remote(location))
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:

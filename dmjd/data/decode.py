@@ -134,7 +134,7 @@ def decode_errors(name: str) -> Iterator[None]:
     except BadImage:
         raise
     except Exception as error:  # damaged files make Pillow's decoders raise almost anything
-        raise BadImage(name, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
+        raise BadImage(name, kind_of(error), f"cannot be read as an image ({_reason(error)})") from error
 
 
 class _NativeJpeg:
@@ -278,7 +278,7 @@ def too_small(name: str, size: Size, least: Size) -> BadImage:
     return BadImage(name, TOO_SMALL, fault)
 
 
-def _kind(error: Exception) -> str:
+def kind_of(error: Exception) -> str:
     """The ``kind`` of :class:`dmjd.errors.BadImage` for an exception."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dmjd.parallel import store
+from dmjd.parallel import native_files, store
 from dmjd.parallel.apply import MODES
 from tests.parallel import walk
 
@@ -80,7 +80,7 @@ def resumed_alone(two: tuple[Seen, Path], tmp_path_factory: pytest.TempPathFacto
         if name in walk.STAGES:  # whatever wrote it, by way of the file that all kinds of engines share
             source = again.with_name(name)
             source.mkdir()
-            save_file(store.read(folder / name), source / store.CONSOLIDATED)
+            save_file(store.read(folder / name), source / native_files.CONSOLIDATED)
         run.load(source)
         if name == "fsdp":
             run.save(again)

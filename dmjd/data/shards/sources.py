@@ -156,14 +156,10 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
         splits[split] = [
             item for number, path in enumerate(paths) for sample in listings[number] for item in tar_items(path, sample)
         ]
-    names = _named_classes(Path(tars["train"][0]).parent)
+    folder = Path(tars["train"][0]).parent
+    names = load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()  # of a shard set
     numbers = number_classes(item.label for items in splits.values() for item in items)
     return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)
-
-
-def _named_classes(folder: Path) -> tuple[str, ...]:
-    """Class names of the shard set in ``folder``; empty if there is none."""
-    return load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()
 
 
 def _from_folder(root: Path) -> Source:
