@@ -95,7 +95,7 @@ def toolkit_version(home: str) -> str:
 
 
 def why_no_cuda(torch_cuda: str | None, home: str | None) -> str | None:
-    """The reason for leaving the CUDA kernels out, or None if nothing speaks against them."""
+    """The reason for leaving the CUDA kernels out, or None to build them."""
     if torch_cuda is None:
         return "this torch was built without CUDA"
     if home is None:
@@ -121,7 +121,7 @@ def cuda_archs() -> list[str]:
 
 
 def why_no_jpeg() -> str | None:
-    """The reason for leaving dmjd._jpeg out, or None if nothing speaks against it."""
+    """The reason for leaving dmjd._jpeg out, or None to build it."""
     program = """
         #include <cstdio>
         #include <jpeglib.h>

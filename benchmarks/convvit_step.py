@@ -115,13 +115,13 @@ def main() -> None:
             peer = measure_official(arguments.official, size, batch)
             rows.append({"case": case, "way": "official", **peer})
             report(rows, peer, arguments.json)
-        for way, words in VARIANTS.items():
+        for way, overrides in VARIANTS.items():
             if arguments.only and way not in arguments.only:
                 continue
             torch._dynamo.reset()
             gc.collect()
             torch.cuda.empty_cache()
-            config = compose("pretrain", [f"experiment=dmjd_convvit_{size}_hog", f"batch_size={batch}", *words])
+            config = compose("pretrain", [f"experiment=dmjd_convvit_{size}_hog", f"batch_size={batch}", *overrides])
             rows.append({"case": case, "way": way, **measure(config)})
             report(rows, peer, arguments.json)
         gc.collect()

@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--shards", type=Path, metavar="FOLDER", help="for --input shards")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="measure checkpoint stalls; files are removed")
     parser.add_argument("--simulated", metavar="RANKS", help="act as rank 0 of so many processes")
-    options, words = parser.parse_known_args()
+    options, overrides = parser.parse_known_args()
     if options.summary:
         print(summary(options.summary))
         return
@@ -94,15 +94,15 @@ def main() -> None:
         parser.error(f"--input {unknown.pop()} is none of {', '.join(INPUTS)}")
     if "shards" in inputs and options.shards is None:
         parser.error("--input shards needs --shards FOLDER")
-    first = compose("pretrain", [*ENGINES[options.engines.split(",")[0]], *words])
+    first = compose("pretrain", [*ENGINES[options.engines.split(",")[0]], *overrides])
     assert isinstance(first, PretrainConfig)
     device = select_device(first.engine.device)
     if options.simulated is None:
         meeting = EngineConfig("fsdp")  # a group of processes whatever their number, for all engines
-        walk(options, words, join_world(device, meeting))
+        walk(options, overrides, join_world(device, meeting))
     else:
         for size in options.simulated.split(","):
-            walk(options, words, simulate_world(device, int(size)))
+            walk(options, overrides, simulate_world(device, int(size)))
 
 
 def plan(options: argparse.Namespace) -> list[tuple[str, int, str]]:
@@ -116,22 +116,22 @@ def plan(options: argparse.Namespace) -> list[tuple[str, int, str]]:
     ]
 
 
-def engine_words(name: str, world: World) -> tuple[str, ...]:
+def engine_overrides(name: str, world: World) -> tuple[str, ...]:
     """Those of ``ENGINES``; HSDP's copies are the hosts or, on one host, its two halves."""
     halves = name == "hsdp" and world.local_size == world.size and world.size % 2 == 0
     return (*ENGINES[name], "engine.replicas=2") if halves else ENGINES[name]
 
 
-def walk(options: argparse.Namespace, words: list[str], world: World) -> None:
+def walk(options: argparse.Namespace, overrides: list[str], world: World) -> None:
     """Measure every cell, append each row at once, and leave the world."""
     cells = plan(options)
-    shards: list[str] = []  # not stored with the other words: they name a folder of this machine
+    shards: list[str] = []  # not stored with the other overrides: they name a folder of this machine
     if options.shards is not None:
         shards = ["data=shards", f"data.root={options.shards}"]
         provide_shards(options.shards, max(micro for _, micro, _ in cells) * world.size, world)
     throughputs: dict[str, Throughput] = {}  # of each model once, since FLOPs are counted
     for model, micro, name in cells:
-        own = [*words, *engine_words(name, world)]
+        own = [*overrides, *engine_overrides(name, world)]
         config = compose("pretrain", [*MODELS[model], *own, *shards, f"batch_size={micro * world.size}"])
         assert isinstance(config, PretrainConfig)
         if model not in throughputs:

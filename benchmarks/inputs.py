@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from itertools import cycle
 from pathlib import Path
 
@@ -21,7 +21,7 @@ DIFFERENT = 4
 """Synthetic batches in turn: one alone would sit in the L2 cache."""
 
 
-def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: int) -> Iterator[Batch]:
+def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: int) -> Generator[Batch, None, None]:
     """``steps`` of them of ``kind``, or more, as the training loop is given them. Collective."""
     if kind == "shards":
         ranks = world.rank, world.size
@@ -39,7 +39,7 @@ def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: 
 
 
 def uploader(kind: str, device: torch.device) -> Callable[[Batch], Batch]:
-    """What brings batches of ``kind`` to the device."""
+    """The function that copies batches of ``kind`` to the device."""
     return (lambda batch: batch) if kind == "device" else Uploader(device)
 
 

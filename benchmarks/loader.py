@@ -165,7 +165,7 @@ def readers(root: Path) -> dict[str, Callable[[], float]]:
 
 
 def private_mib() -> float:
-    """What only this process has in memory."""
+    """Private memory of this process."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1024
 

@@ -116,7 +116,7 @@ def on_cuda(table: Table) -> None:
         table.add(case, "copy of the outputs", time, floor, f"{how}, four copies")
 
 
-def synchronised(call: Callable[[], Any]) -> Callable[[], None]:
+def synchronised(call: Callable[..., Any]) -> Callable[[], None]:
     def wait() -> None:
         call()
         torch.cuda.synchronize()

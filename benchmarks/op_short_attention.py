@@ -12,7 +12,7 @@ the time of all exponentials at 16 a clock and multiprocessor, and of all produc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import timing
@@ -78,11 +78,11 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float, table: timing.
         notes += f", products {2 * pairs * depth * products / flops_per_us:.0f} us"
         table.add(name, f"{part}: {way}", median, moved * grad.nbytes / bytes_per_us, notes)
 
-    def peer(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        heads_first = (part.transpose(1, 2) for part in (q, k, v))
-        return F.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+    def peer(parts: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
-    def gradients(call: Callable[[], Tensor], leaves: list[Tensor]) -> timing.Call:
+    def gradients(call: Callable[..., Tensor], leaves: list[Tensor]) -> timing.Call:
         """The backward pass alone, of a forward pass that is over."""
         result = call()
         return lambda: torch.autograd.grad(result, leaves, grad, retain_graph=True)
@@ -93,16 +93,16 @@ def measure(case: Case, bytes_per_us: float, flops_per_us: float, table: timing.
     for way, backend in BACKENDS.items():
         with sdpa_kernel(backend):
             try:
-                peer(*parts[0], mask)
+                peer(parts[0], mask)
             except RuntimeError:
                 continue  # a backend that takes no bias
-            forward = [lambda p=p: peer(*[part.detach() for part in p], detached) for p in parts]
+            forward = [lambda p=p: peer([part.detach() for part in p], detached) for p in parts]
             add("forward", way, forward, 4, 2)
-            backward = [gradients(lambda p=p: peer(*p, mask), [*p, *extra]) for p in parts]
+            backward = [gradients(lambda p=p: peer(p, mask), [*p, *extra]) for p in parts]
             add("backward", way, backward, 8, 5)
             del backward
             both: list[timing.Call] = [
-                lambda qkv=qkv: torch.autograd.grad(peer(*qkv.unbind(2), mask), [qkv, *extra], grad) for qkv in packed
+                lambda qkv=qkv: torch.autograd.grad(peer(qkv.unbind(2), mask), [qkv, *extra], grad) for qkv in packed
             ]
             add("packed", way, both, 12, 7)
     op, op_backward = torch.ops.dmjd.short_attention, torch.ops.dmjd.short_attention_backward

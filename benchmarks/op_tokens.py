@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import timing
 import torch
@@ -27,7 +27,7 @@ TOKENS = GRID[0] * GRID[1]
 class Case(NamedTuple):
     op: str
     channels: int
-    pattern: str
+    pattern: Literal["uniform", "block", "beit"]
     mask_ratio: float
     dtype: torch.dtype
     compile: bool  # also time torch.compile of the reference: seconds each
@@ -109,7 +109,8 @@ def floor_bytes(case: Case, given: Inputs) -> tuple[int, int]:
     return both, both
 
 
-Way = tuple[str, Callable[..., Any], list[tuple[Any, ...]]]
+Arguments = list[tuple[Any, ...]]
+Way = tuple[str, Callable[..., Any], Arguments]
 
 
 def ways(case: Case, inputs: list[Inputs]) -> tuple[list[Way], list[Way]]:
@@ -120,14 +121,14 @@ def ways(case: Case, inputs: list[Inputs]) -> tuple[list[Way], list[Way]]:
     name = f"{case.op}_tokens"
     ours, ours_backward = (getattr(torch.ops.dmjd, name + suffix) for suffix in ("", "_backward"))
     if case.op == "gather":
-        official = ("official", official_gather, [(each.x, i) for each, i in zip(inputs, ids, strict=True)])
-        official_backward = (
+        official: Way = ("official", official_gather, [(each.x, i) for each, i in zip(inputs, ids, strict=True)])
+        official_backward: Way = (
             "official",
             official_gather_backward,
             [(each.gathered, index) for each, index in zip(inputs, indices, strict=True)],
         )
-        forward_args = [(each.x, i, 0) for each, i in zip(inputs, ids, strict=True)]
-        backward_args = [(each.gathered, i, TOKENS, 0) for each, i in zip(inputs, ids, strict=True)]
+        forward_args: Arguments = [(each.x, i, 0) for each, i in zip(inputs, ids, strict=True)]
+        backward_args: Arguments = [(each.gathered, i, TOKENS, 0) for each, i in zip(inputs, ids, strict=True)]
     else:
         official = (
             "official",

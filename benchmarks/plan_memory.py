@@ -27,7 +27,7 @@ MODES = ("none", "mlp", "selective", "full")
 
 # (arguments, images of a step, mode, compile); each compiled case compiles anew, so there are few.
 CASES = [
-    *((words, images, mode, False) for words in (MAE_B, CONVIT_B) for images in (64, 128) for mode in MODES),
+    *((overrides, images, mode, False) for overrides in (MAE_B, CONVIT_B) for images in (64, 128) for mode in MODES),
     *((MAE_L, images, mode, False) for images in (64, 128) for mode in ("none", "selective", "full")),
     (MAE_B, 128, "none", True),
     (MAE_B, 128, "full", True),
@@ -38,9 +38,9 @@ STEPS = 4
 """The first makes optimizer state and, compiled, the kernels; the peak is that of the others."""
 
 
-def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> dict[str, Any]:
+def measure(overrides: tuple[str, ...], images: int, mode: str, compiled: bool) -> dict[str, Any]:
     options = (f"engine.activation_checkpointing={mode}", f"engine.compile={'block' if compiled else 'none'}")
-    config = compose("pretrain", [*words, f"batch_size={images}", *options])
+    config = compose("pretrain", [*overrides, f"batch_size={images}", *options])
     torch._dynamo.reset()
     step = build_step(config)
     batch = synthetic(config, images).to(step.engine.device)
@@ -52,7 +52,7 @@ def measure(words: tuple[str, ...], images: int, mode: str, compiled: bool) -> d
         step.update(1e-4)
     torch.cuda.synchronize()
     return {
-        "words": list(words),
+        "words": list(overrides),
         "images": images,
         "mode": mode,
         "compile": compiled,

@@ -80,15 +80,15 @@ def measure(config: PretrainConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    words = sys.argv[1:]
+    overrides = sys.argv[1:]
     target = None
-    if "--json" in words:
-        at = words.index("--json")
-        target = Path(words[at + 1])
-        del words[at : at + 2]
-    config = compose("pretrain", words)
+    if "--json" in overrides:
+        at = overrides.index("--json")
+        target = Path(overrides[at + 1])
+        del overrides[at : at + 2]
+    config = compose("pretrain", overrides)
     row = {
-        "words": words,
+        "words": overrides,
         **measure(config),
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,

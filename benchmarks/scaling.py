@@ -1,4 +1,4 @@
-"""What rows of ``engines.py`` say about scaling, as tables: efficiency beside one GPU, checkpoint stall, GPU hours."""
+"""Scaling tables from rows of ``engines.py``: efficiency relative to one GPU, checkpoint stall, GPU hours."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def efficiency(row: Row, rows: Sequence[Row]) -> float | None:
 
     def alike(one: Row) -> list[Any]:
         keys = ("model", "micro_batch", "input", "card")
-        return [*(_get(one, key) for key in keys), _words(one).get("engine.cuda_graphs", "false")]
+        return [*(_get(one, key) for key in keys), _overrides(one).get("engine.cuda_graphs", "false")]
 
     alone = [other for other in rows if other["engine"] == "single" and alike(other) == alike(row) and _ran(other)]
     if not alone or not _ran(row):
@@ -59,7 +59,7 @@ def gpu_hours(images_per_second: float) -> float:
 
 def _parts(rows: Sequence[Row], official: Sequence[Row]) -> Iterator[str]:
     cards = ", ".join(dict.fromkeys(f"{row.get('card', 'CPU')}, torch {row['torch']}, {row['date']}" for row in rows))
-    shared = _common_words(rows)
+    shared = _common_overrides(rows)
     yield "; ".join([cards, *shared])
     yield _speed(rows, shared)
     saving = [row for row in rows if "save" in row]
@@ -101,7 +101,7 @@ def _saves(rows: Sequence[Row], shared: Sequence[str]) -> str:
     for way in ("async", "sync"):
         for index, which in enumerate(("first", "second")):
             stalls = [_get(row["save"], way, [{}] * 2)[index].get("stall_ms") for row in rows]
-            cells = ["refused" if stall is None else f"{stall:.0f}" for stall in stalls]
+            cells = ["rejected" if stall is None else f"{stall:.0f}" for stall in stalls]
             columns.append(Column(f"{which} {way} stall, ms", cells))
     sizes = [_get(row["save"], "gib") for row in rows]
     columns.append(Column("checkpoint, GiB", [ABSENT if size is None else f"{size:.2f}" for size in sizes]))
@@ -172,24 +172,26 @@ def _naming(rows: Sequence[Row], shared: Sequence[str]) -> list[Column]:
 
 
 def _engine(row: Row, shared: Sequence[str]) -> str:
-    """Its name, the shape of its mesh, and words that other rows do not have."""
-    words = _words(row)
-    copies = words.pop("engine.replicas", None)
+    """Its name, the shape of its mesh, and overrides that other rows do not have."""
+    overrides = _overrides(row)
+    copies = overrides.pop("engine.replicas", None)
     name = row["engine"] if copies is None else f"{row['engine']} {copies} x {row['gpus'] // int(copies)}"
-    own = [f"{key.removeprefix('engine.')}={value}" for key, value in words.items() if f"{key}={value}" not in shared]
+    own = [
+        f"{key.removeprefix('engine.')}={value}" for key, value in overrides.items() if f"{key}={value}" not in shared
+    ]
     return ", ".join([name, *own])
 
 
-def _words(row: Row) -> dict[str, str]:
-    """Its words but the engine's name, later ones in the place of earlier ones."""
-    pairs = dict(word.split("=", 1) for word in row["words"])
+def _overrides(row: Row) -> dict[str, str]:
+    """Its overrides without the engine's name; later ones replace earlier ones."""
+    pairs = dict(item.split("=", 1) for item in row["words"])
     pairs.pop("engine", None)
     return pairs
 
 
-def _common_words(rows: Sequence[Row]) -> list[str]:
+def _common_overrides(rows: Sequence[Row]) -> list[str]:
     """Words that all rows were asked for, if an engine then had to go without one of them or not."""
-    asked = [{word for word in row["words"] if not word.startswith("engine=")} for row in rows]
+    asked = [{item for item in row["words"] if not item.startswith("engine=")} for row in rows]
     return sorted(set.intersection(*asked)) if asked else []
 
 

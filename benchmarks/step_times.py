@@ -53,7 +53,7 @@ class StepTimes:
         return [_between(*pair) for pair in zip(self._begins, self._forwards, strict=True)]
 
 
-def _between(begin: Moment, end: Moment) -> float:
+def _between(begin: Any, end: Any) -> float:  # both of one type of Moment
     return begin.elapsed_time(end) if isinstance(begin, torch.cuda.Event) else 1000 * (end - begin)
 
 
@@ -65,7 +65,7 @@ def spread(times: StepTimes, wait_percent: float, gathers: bool, world: World) -
         gathers: whether a forward pass waits for the other ranks; no rank's own work is known then.
     """
     steps = times.milliseconds()
-    mine = {
+    mine: dict[str, Any] = {
         "median_ms": median(steps),
         "slowest_ms": max(steps),
         "own_ms": None if gathers else median(times.own_milliseconds()),

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-Call = Callable[[], Any]
+Call = Callable[..., Any]
 
 BUFFERS = 4
 """Different inputs that a timing rotates over, at least."""

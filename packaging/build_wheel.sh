@@ -37,7 +37,7 @@ else
     echo "no auditwheel here: the tag stays $(basename "$wheel" .whl | cut -d- -f5)"
 fi
 
-# What build_info says is what dmjd.ops compares a card with.
+# dmjd.ops compares the GPU with build_info.
 "$python" - "$wheel" <<'PYTHON'
 import sys, tempfile, zipfile
 

@@ -1,4 +1,4 @@
-"""What a wheel, or a library built in place, needs from the machine it will run on.
+"""Check the requirements of a wheel, or of a library built in place, on the machine that runs it.
 
     python packaging/check_wheel.py [--glibc 2.34] [--glibcxx 3.4.29] WHEEL_OR_LIBRARY ...
 

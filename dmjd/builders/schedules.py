@@ -35,13 +35,11 @@ def cosine(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.
     return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def multistep(
-    step: int, *, milestones: Sequence[int], warmup: int, peak: float, start: float = 0.0, factor: float = 0.1
-) -> float:
-    """Linear warm-up as in :func:`cosine`, then ``peak``, times ``factor`` from each of ``milestones`` (steps) on."""
+def multistep(step: int, *, milestones: Sequence[int], warmup: int, peak: float, start: float = 0.0) -> float:
+    """Linear warm-up as in :func:`cosine`, then ``peak``, times 0.1 from each of ``milestones`` (steps) on."""
     if step < warmup:
         return _warm_up(step, warmup, start, peak)
-    return peak * factor ** sum(milestone <= step for milestone in milestones)
+    return peak * 0.1 ** sum(milestone <= step for milestone in milestones)
 
 
 def _warm_up(step: int, warmup: int, start: float, peak: float) -> float:

@@ -21,7 +21,7 @@ from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import split_qv_bias
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective
-from dmjd.parallel import store
+from dmjd.parallel import native_files, store
 from dmjd.runs.paths import CONFIG
 from dmjd.safe_load import one_line
 
@@ -52,7 +52,7 @@ def check_described(folder: Path, trained: PretrainConfig) -> None:
             bare = build_objective(trained, target_dim(trained))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
-    store.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
+    native_files.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
 
 
 def load_weights(objective: Objective, path: Path) -> str:
@@ -67,7 +67,7 @@ def load_weights(objective: Objective, path: Path) -> str:
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
     """
-    if path.is_dir() or store.is_consolidated(path):
+    if path.is_dir() or native_files.is_consolidated(path):
         store.load_strictly(objective, store.read_model(path), path)
         return str(path)
     model = objective.model
@@ -93,7 +93,7 @@ def load_encoder_weights(encoder: Encoder, path: Path) -> str:
     Returns, Raises:
         As :func:`load_weights`.
     """
-    if store.is_consolidated(path):
+    if native_files.is_consolidated(path):
         parameters = store.read_model(path)
         own = {name.removeprefix(ENCODER): value for name, value in parameters.items() if name.startswith(ENCODER)}
         store.load_strictly(encoder, own, path)

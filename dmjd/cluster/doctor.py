@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from dmjd.cluster import flight, job_log
 from dmjd.errors import ConfigError
 from dmjd.files import obstacle, read_file
-from dmjd.runs.heartbeat import PHASES, Beat, ranks_heard_of, read_heartbeats
+from dmjd.runs.heartbeat import PHASES, Beat, ranks_with_heartbeat, read_heartbeats
 from dmjd.safe_load import parse_json
 
 CLOCK_SKEW_SECONDS = 10.0
@@ -125,7 +125,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         findings.append(Finding("starting: no heartbeat yet", _PHASE_ADVICE["start"]))
     else:
         findings.append(Finding("no exit record and no heartbeat", "see the job's log"))
-    unreadable = sorted({*ranks_heard_of(run)} - {beat.rank for beat in read_heartbeats(run)})
+    unreadable = sorted({*ranks_with_heartbeat(run)} - {beat.rank for beat in read_heartbeats(run)})
     if unreadable:
         what = f"the heartbeat of rank(s) {', '.join(map(str, unreadable))} is damaged"
         findings.append(Finding(f"{what}, as after a node or a disk failed", "nothing: the next launch replaces it"))
@@ -136,7 +136,7 @@ def examine(run: Path, now: float | None = None) -> list[Finding]:
         findings.append(Finding(f"Slurm: job {job} is {state}", advice.format(job=job)))
     findings += [
         Finding(text, "check the node of that rank; the other ranks only wait for it")
-        for text in flight.explain(flight.read_stands(run, started - CLOCK_SKEW_SECONDS))
+        for text in flight.explain(flight.last_collectives(run, started - CLOCK_SKEW_SECONDS))
     ]
     failed = end.get("reason", "error") in ("error", "crashed", "lost")
     findings += starmap(Finding, job_log.search(run, launch.log if launch else "", causes=failed))

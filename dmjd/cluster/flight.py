@@ -17,7 +17,7 @@ from dmjd.parallel.environment import FLIGHT
 from dmjd.safe_load import unpickle_plain
 
 
-class Stand(NamedTuple):
+class LastCollective(NamedTuple):
     """The last collective that a rank entered in a process group, and whether it completed."""
 
     rank: int
@@ -27,13 +27,13 @@ class Stand(NamedTuple):
     completed: bool
 
 
-def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
-    """One per rank and process group, from ``run/flight/rank_N``; a file that is no flight record is passed over.
+def last_collectives(run: Path, since: float = 0.0) -> list[LastCollective]:
+    """One per rank and process group, from ``run/flight/rank_N``; other files are skipped.
 
     Args:
         since: seconds since 1970; older files belong to an earlier launch.
     """
-    last: dict[tuple[int, str], Stand] = {}
+    last: dict[tuple[int, str], LastCollective] = {}
     for path in sorted((run / FLIGHT).glob("rank_*")):
         rank = re.fullmatch(r"rank_(\d{1,9})", path.name)
         if rank is None:
@@ -43,17 +43,17 @@ def read_stands(run: Path, since: float = 0.0) -> list[Stand]:
             name = " ".join(map(str, group)) if isinstance(group, (list, tuple)) else str(group)
             operation = str(entry.get("profiling_name", "")).partition(":")[2] or "a collective"
             completed = entry.get("state") == "completed" or bool(entry.get("retired"))
-            stand = Stand(int(rank[1]), name, entry["collective_seq_id"], operation, completed)
-            if stand.sequence >= last.get((stand.rank, name), stand).sequence:
-                last[stand.rank, name] = stand
+            found = LastCollective(int(rank[1]), name, entry["collective_seq_id"], operation, completed)
+            if found.sequence >= last.get((found.rank, name), found).sequence:
+                last[found.rank, name] = found
     return list(last.values())
 
 
-def explain(stands: Iterable[Stand]) -> Iterator[str]:
+def explain(collectives: Iterable[LastCollective]) -> Iterator[str]:
     """A line for each process group in which some rank is behind, or in which all ranks wait in the same collective."""
-    groups: dict[str, list[Stand]] = defaultdict(list)
-    for stand in stands:
-        groups[stand.group].append(stand)
+    groups: dict[str, list[LastCollective]] = defaultdict(list)
+    for entry in collectives:
+        groups[entry.group].append(entry)
     for group, members in groups.items():
         newest = max(member.sequence for member in members)
         behind = [member for member in members if member.sequence < newest]

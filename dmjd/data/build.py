@@ -39,10 +39,10 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     """The data set ``config.name``; see :func:`resolve_auto` for "auto".
 
     Raises:
-        ConfigError: if the name is unknown, or ``config.channels`` differs from the data set's.
+        ConfigError: if ``config.channels`` differs from the data set's.
         DataError: if more than ``config.max_bad_percent`` percent of the images are missing, damaged or too small.
     """
-    _require_whole_root(config)
+    _check(config)
     if config.name == STREAM:
         raise ConfigError(
             "data.name=stream can only be trained from, not indexed; evaluate with data=folder or data=shards"
@@ -83,8 +83,10 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
     return _stream(config) if config.name == STREAM else build_dataset(config, "train")
 
 
-def _require_whole_root(config: DataConfig) -> None:
-    """Raise ConfigError if ``config.root`` is a redacted one, as runs store it."""
+def _check(config: DataConfig) -> None:
+    """Raise ConfigError for other channels than 1 and 3, and if ``config.root`` is a redacted one, as runs store it."""
+    if config.channels not in (1, 3):
+        raise ConfigError(f"data.channels must be 1 or 3, got {config.channels}")
     if config.root is not None and is_incomplete(config.root):
         root = shown(config.root)
         why = "runs store no secrets"
@@ -172,7 +174,7 @@ def fetch_ahead(
 
 
 def _stream(config: DataConfig) -> TarStream:
-    _require_whole_root(config)
+    _check(config)
     if config.root is None:
         raise DataError(f"data.name=stream needs data.root, such as {_EXAMPLE}")
     if config.samples is None:
@@ -183,8 +185,6 @@ def _stream(config: DataConfig) -> TarStream:
         )
     if config.cache is not None:
         raise ConfigError("data.cache is for data.name=shards; leave it out for data.name=stream")
-    if config.channels not in (1, 3):
-        raise ConfigError(f"data.channels must be 1 or 3 for data.name=stream, got {config.channels}")
     try:
         import webdataset  # noqa: F401 -- fail before anything is read
         from braceexpand import braceexpand
@@ -194,14 +194,11 @@ def _stream(config: DataConfig) -> TarStream:
         locations = [location for pattern in config.root.split("::") for location in braceexpand(pattern)]
     except ValueError as error:
         raise ConfigError(f"data.root={shown(config.root)} has an unmatched brace; write {_EXAMPLE}") from error
-    missing = next((path for path in locations if _is_path(path) and not Path(path).is_file()), None)
+    paths = [location for location in locations if not (location.startswith(PIPE) or is_remote(location))]
+    missing = next((path for path in paths if not Path(path).is_file()), None)
     if missing is not None:
         raise DataError(f"{missing} of data.root does not exist; give paths, URLs or pipe:COMMAND")
     return TarStream(locations, config.samples, config.channels, config.shuffle_buffer)
-
-
-def _is_path(location: str) -> bool:
-    return not (location.startswith(PIPE) or is_remote(location))
 
 
 def _build(config: DataConfig, split: Split) -> ImageDataset:
@@ -214,18 +211,11 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
         return FashionMnist(Path(config.root) if config.root else fashion_mnist_folder(), split, config.pad)
     if config.name == "digits":
         return Digits(split)
-    if config.name == "folder":
-        if config.root is None:
-            raise DataError("data.name=folder needs data.root, the folder of images")
-        height, width = config.image_size
-        if config.channels != 1 and config.channels != 3:
-            raise ConfigError(f"data.channels must be 1 or 3 for data.name=folder, got {config.channels}")
-        channels: Literal[1, 3] = 1 if config.channels == 1 else 3
-        check = cast(Check, config.check)
-        return ImageFolder(config.root, split, channels, check, (height, width), config.max_bad_percent)
-    raise ConfigError(
-        f"data.name={config.name} is unknown; choose auto, fashion_mnist, digits, folder, shards or stream"
-    )
+    if config.root is None:
+        raise DataError("data.name=folder needs data.root, the folder of images")
+    height, width = config.image_size
+    channels, check = cast(Literal[1, 3], config.channels), cast(Check, config.check)
+    return ImageFolder(config.root, split, channels, check, (height, width), config.max_bad_percent)
 
 
 def _shards(config: DataConfig, split: Split) -> ShardDataset:

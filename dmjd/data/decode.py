@@ -134,7 +134,7 @@ def decode_errors(name: str) -> Iterator[None]:
     except BadImage:
         raise
     except Exception as error:  # damaged files make Pillow's decoders raise almost anything
-        raise BadImage(name, _kind(error), f"cannot be read as an image ({_reason(error)})") from error
+        raise BadImage(name, kind_of(error), f"cannot be read as an image ({_reason(error)})") from error
 
 
 class _NativeJpeg:
@@ -269,11 +269,16 @@ def _require_usable(image: Image.Image, count: int, name: str, min_size: Size) -
 
 def _require(name: str, size: Size, least: Size) -> None:
     if size[0] < least[0] or size[1] < least[1]:
-        sizes = f"({size[0]}x{size[1]}) cannot fill the {least[0]}x{least[1]} crop"
-        raise BadImage(name, TOO_SMALL, f"{sizes} (height x width)")
+        raise too_small(name, size, least)
 
 
-def _kind(error: Exception) -> str:
+def too_small(name: str, size: Size, least: Size) -> BadImage:
+    """The error of an image of ``size`` below ``least``."""
+    fault = f"({size[0]}x{size[1]}) cannot fill the {least[0]}x{least[1]} crop (height x width)"
+    return BadImage(name, TOO_SMALL, fault)
+
+
+def kind_of(error: Exception) -> str:
     """The ``kind`` of :class:`dmjd.errors.BadImage` for an exception."""
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
         return "missing"

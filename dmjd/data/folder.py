@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 
 from dmjd.data.dataset import OpenImage, Pixels, Split
-from dmjd.data.decode import TOO_SMALL, check_header, open_image, read_bytes
-from dmjd.data.quarantine import exceeds
+from dmjd.data.decode import check_header, open_image, read_bytes
+from dmjd.data.quarantine import check_share
 from dmjd.data.regular import LOOP, kind_of_entry, log_skipped
 from dmjd.errors import BadImage, DataError
 from dmjd.files import FILE, FOLDER
@@ -74,8 +74,7 @@ class ImageFolder:
         self.num_classes = len(self.classes)
         self._min_size = (1, 1) if check == "none" else min_size
         self.bad: Mapping[int, BadImage] = {} if check == "none" else self._check(decode=check == "decode")
-        if exceeds(len(self.bad), len(self), max_bad_percent):
-            raise self._too_many_bad(max_bad_percent)
+        check_share(list(self.bad.values()), len(self), max_bad_percent)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -119,19 +118,6 @@ class ImageFolder:
         except BadImage as error:
             return error.copy()
         return None
-
-    def _too_many_bad(self, max_bad_percent: float) -> DataError:
-        bad = list(self.bad.values())
-        option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
-        broken = [image for image in bad if image.kind != TOO_SMALL]
-        if broken:
-            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            return DataError(f"{broken[0].name}{more} {broken[0].fault}; remove or replace the damaged files{option}")
-        more = f", nor can {len(bad) - 1} more" if len(bad) > 1 else ""
-        return DataError(
-            f"{bad[0].name} {bad[0].fault}{more}; lower data.image_size, remove small images, or set data.check=none "
-            f"to enlarge them{option}"
-        )
 
 
 def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from dmjd.data.decode import TOO_SMALL
 from dmjd.data.substitution import Substitution
 from dmjd.errors import BadImage, DataError, StorageError
 from dmjd.safe_load import parse_json
@@ -22,6 +23,20 @@ _MOST_BYTES = 1 << 26  # of the list, read at once
 def exceeds(count: int, total: int, percent: float) -> bool:
     """Whether ``count`` is more than ``percent`` % of ``total``, exactly: 69 is not more than 2.3 % of 3000."""
     return 100 * count > Fraction(str(percent)) * total
+
+
+def check_share(bad: Sequence[BadImage], total: int, percent: float) -> None:
+    """Raise DataError if the images that a check of all ``total`` found ``bad`` are more than ``percent`` % of them."""
+    if not exceeds(len(bad), total, percent):
+        return
+    option = f", or raise data.max_bad_percent={percent:g}" if percent else ""
+    damaged = [image for image in bad if image.kind != TOO_SMALL]
+    first, *others = damaged or bad
+    more = f", and {len(others)} more" if others else ""
+    cure = "remove or replace the damaged files"
+    if not damaged:
+        cure = "lower data.image_size, remove small images, or set data.check=none to enlarge them"
+    raise DataError(f"{first.name} {first.fault}{more}; {cure}{option}")
 
 
 class Quarantine:

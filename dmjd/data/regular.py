@@ -43,12 +43,5 @@ def only_files(paths: list[str], place: str) -> list[str]:
 def log_skipped(place: str, skipped: Counter[str]) -> None:
     """Log the number of entries of ``place`` that were skipped, by kind; nothing if there are none."""
     if skipped:
-        kinds = [f"{count} {kind if count == 1 else _plural(kind)}" for kind, count in sorted(skipped.items())]
-        _log.warning("%s: skipped %d: %s", place, skipped.total(), ", ".join(kinds))
-
-
-def _plural(kind: str) -> str:
-    first, *rest = kind.split(" ")
-    if first in ("link", "socket", "device", "folder"):
-        return " ".join([f"{first}s", *rest])
-    return f"{kind}s"
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(skipped.items()))
+        _log.warning("%s: skipped %d entries (%s)", place, skipped.total(), kinds)

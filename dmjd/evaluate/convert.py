@@ -22,7 +22,8 @@ from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
-from dmjd.parallel.store import is_consolidated, read_model
+from dmjd.parallel.native_files import is_consolidated
+from dmjd.parallel.store import read_model
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.paths import CONFIG
 

@@ -21,7 +21,8 @@ from dmjd.evaluate.features import Features, extract_features
 from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
-from dmjd.parallel.store import is_consolidated, read_average
+from dmjd.parallel.native_files import is_consolidated
+from dmjd.parallel.store import read_average
 from dmjd.redact import shown
 from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at

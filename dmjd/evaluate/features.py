@@ -16,7 +16,6 @@ from dmjd.ops.images import normalise
 
 FEATURE_BATCH = 256
 """Images per forward pass; results do not depend on it."""
-_HALF_PRECISIONS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +52,6 @@ def encode(
     mean: Sequence[float],
     std: Sequence[float],
     pooling: str,
-    precision: torch.dtype = torch.float32,
 ) -> Tensor:
     """Frozen features of one batch.
 
@@ -63,17 +61,14 @@ def encode(
         images: uint8 ``[B, H, W, C]`` on the encoder's device.
         mean, std: per channel, of images scaled to [0, 1].
         pooling: see :func:`pool`.
-        precision: of the forward pass; bfloat16 and float16 run under autocast.
 
     Returns:
         float32 ``[B, D]``.
     """
-    autocast = torch.autocast(images.device.type, dtype=precision, enabled=precision in _HALF_PRECISIONS)
     # no_grad, not inference_mode: a probe trains on these tensors, and autograd cannot save inference tensors.
-    with _evaluating(encoder), torch.no_grad(), autocast:
-        tokens = encoder(normalise(images, mean, std, precision))
-    # Pooled in float32: a bfloat16 mean of 196 tokens would lose most of the difference between two images.
-    return pool(tokens.float(), cast(int, encoder.num_prefix_tokens), pooling)
+    with _evaluating(encoder), torch.no_grad():
+        tokens = encoder(normalise(images, mean, std))
+    return pool(tokens, cast(int, encoder.num_prefix_tokens), pooling)
 
 
 def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:
@@ -110,12 +105,11 @@ def extract_features(
     std: Sequence[float],
     pooling: str,
     device: torch.device,
-    precision: torch.dtype = torch.float32,
 ) -> Features:
     """The frozen features of every image that ``loader`` yields, in its order, on the CPU.
 
     Args:
-        encoder, mean, std, pooling, precision: see :func:`encode`; the encoder is on ``device``.
+        encoder, mean, std, pooling: see :func:`encode`; the encoder is on ``device``.
         loader: batches with labels.
         device: where to encode.
 
@@ -128,11 +122,11 @@ def extract_features(
     for batch in loader:
         require_labels(batch.labels)
         images = batch.images.to(device, non_blocking=True)
-        values.append(encode(encoder, images, mean=mean, std=std, pooling=pooling, precision=precision).cpu())
+        values.append(encode(encoder, images, mean=mean, std=std, pooling=pooling).cpu())
         labels.append(batch.labels.cpu())
     if not values:
         raise DataError("the data set to evaluate on has no images")
     features = Features(torch.cat(values), torch.cat(labels))
     if not bool(features.values.isfinite().all()):
-        raise UserError("the encoder's features hold NaN or infinity: evaluate an earlier checkpoint, or in float32")
+        raise UserError("the encoder's features hold NaN or infinity: evaluate an earlier checkpoint")
     return features

@@ -67,7 +67,7 @@ class OnlineKnn:
         self._best: tuple[float, int] | None = None  # score and step
 
     def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Remember the scores in these rows of log.jsonl and no others; rows without a score are passed over."""
+        """Remember the scores in these rows of log.jsonl and no others; rows without a score are skipped."""
         self._best = None
         for row in rows:
             if row.get(SCORE) is not None:
@@ -81,7 +81,7 @@ class OnlineKnn:
         """Columns for the log where an evaluation is due, else None.
 
         Args:
-            encoder: as for :func:`dmjd.evaluate.features.encode`; it is judged on the device it is on.
+            encoder: as for :func:`dmjd.evaluate.features.encode`; evaluated on its device.
             step: optimizer steps done.
             epoch: see :meth:`due`.
         """

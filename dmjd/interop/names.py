@@ -114,6 +114,8 @@ def _translate(name: str, patterns: Mapping[str, str]) -> str | None:
 _IN_BLOCK = re.compile(r"(.+\.blocks\d?)\.(\d+)\.(.+)")
 _DIGITS = 9
 """Digits of a number in a name that are read."""
+_LISTED = 8
+"""Names or patterns in a message."""
 
 
 def missing(names: Iterable[str]) -> list[str]:
@@ -159,10 +161,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part[:_DIGITS]), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
-def summary(names: Iterable[str], longest: int = 8) -> str:
+def summary(names: Iterable[str]) -> str:
     """``names`` for a message: numbers become ``*`` with a count, and a long list is cut."""
     groups: dict[str, list[str]] = {}
     for name in sorted(names, key=_natural):
         groups.setdefault(re.sub(r"\b\d+\b", "*", name), []).append(name)
     listed = [same[0] if len(same) == 1 else f"{pattern} ({len(same)})" for pattern, same in groups.items()]
-    return ", ".join(listed[:longest]) + (f" and {len(listed) - longest} more" if len(listed) > longest else "")
+    return ", ".join(listed[:_LISTED]) + (f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else "")

@@ -144,7 +144,7 @@ class ConViT(ConvViTEncoder):
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Layers for layer-wise decay: the convolution stages belong to the stem, as in ConvMAE's fine-tuning."""
-        # What is named nowhere (norms, head) comes after the last block.
+        # Parameters without a group (norms, head) come after the last block.
         return {"stem": r"^patch_embed|^blocks[12]\.", "blocks": r"^blocks3\.(\d+)"}
 
     def no_weight_decay(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""Where the weights of each method start, as in its official code."""
+"""Initial weights of each method, as in its official code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STD = 0.02
 
 def mae(model: nn.Module) -> None:
     """Xavier-uniform for linear layers and the flattened patch convolution, normal .02 for tokens. Other convolutions
-    keep what their encoder gave them."""
+    keep the initialisation of their encoder."""
 
     def initialise(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -59,8 +59,8 @@ def simmim(model: nn.Module) -> None:
 
 
 def maskfeat(model: nn.Module) -> None:
-    """Normal .02 for linear layers and tokens; biases of linear layers and norms start at .02 too, as SlowFast has it,
-    but for the head's. Convolutions keep torch's."""
+    """Normal .02 for linear layers and tokens; biases of linear layers and norms start at .02 too, as in SlowFast,
+    except the head's. Convolutions keep torch's initialisation."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.trunc_normal_(module.weight, std=STD)

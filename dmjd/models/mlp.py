@@ -1,4 +1,4 @@
-"""The MLP of a block: over channels that lie last, and with its hidden layer recomputed instead of kept."""
+"""The MLP of a block over the last axis, and recomputation of its hidden layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PointwiseMlp(nn.Module):
 
 
 def recompute_hidden(mlp: nn.Module) -> None:
-    """Have ``mlp`` keep its input alone for the backward pass. Names do not change.
+    """Make ``mlp`` keep only its input for the backward pass. Parameter names do not change.
 
     Two layers with an exact GELU between them go through :func:`~dmjd.ops.gelu_mlp.gelu_mlp`, whose kernels recompute
     at no cost on CUDA; anything else is checkpointed. As in :func:`~dmjd.models.recompute.recompute`, the module gets a
@@ -65,7 +65,7 @@ def _is_plain(mlp: nn.Module) -> bool:
 def _forgetting(kind: type[nn.Module]) -> type[nn.Module]:
     class Forgetting(kind):  # type: ignore[misc, valid-type]
         def forward(self, x: Tensor) -> Tensor:
-            # A convolution's weight becomes a matrix; a linear layer's is one.
+            # flatten: of a convolution's weight; a linear layer's does not change.
             return gelu_mlp(x, self.fc1.weight.flatten(1), self.fc1.bias, self.fc2.weight.flatten(1), self.fc2.bias)
 
     return Forgetting

@@ -1,4 +1,4 @@
-"""Layer normalisation whose parameters may be kept in a narrower type than its input."""
+"""Layer normalisation whose parameters may have a narrower dtype than its input."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.nn import functional as F
 
 
 class LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm``, with scale and shift in float32 at least, as autocast has it on CUDA and not on the CPU.
+    """``nn.LayerNorm`` with scale and shift in at least float32, as under autocast on CUDA, but not on the CPU.
 
-    They are narrower where parameters were made so for the way between devices; the input is the residual stream, which
-    stays float32.
+    FSDP gathers them in bfloat16; the input is the residual stream, which stays float32.
     """
 
     def forward(self, x: Tensor) -> Tensor:

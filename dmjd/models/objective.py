@@ -1,4 +1,4 @@
-"""The training objective: the model together with the paper's two losses."""
+"""The training objective: a model and the paper's two losses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.ops.tokens import gather_tokens
 
 BETA = 2.0
-"""Where smooth L1 turns from square to linear (the paper's Eq. 5)."""
+"""The difference at which smooth L1 changes from quadratic to linear (the paper's Eq. 5)."""
 
 TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
@@ -24,8 +24,8 @@ TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda prediction, target: (1 - F.cosine_similarity(prediction, target, dim=-1)).mean(),
     "cross_entropy": lambda logits, codes: F.cross_entropy(logits.flatten(0, -2), codes.flatten()),
 }
-"""L_mim by name: the mean over tokens, and over channels where a channel has a loss of its own. "cross_entropy" takes
-codes for targets, the others vectors."""
+"""L_mim by name: the mean over tokens and, if the loss is per channel, over channels. Targets are codes for
+"cross_entropy", vectors for the others."""
 
 
 class Losses(NamedTuple):
@@ -37,7 +37,7 @@ class Losses(NamedTuple):
 
 
 def mean_losses(parts: Sequence[Losses]) -> Losses:
-    """The mean over micro-batches of equal size, outside the graph."""
+    """The detached mean over micro-batches of equal size."""
     visible = [part.visible for part in parts if part.visible is not None]
     return Losses(
         torch.stack([part.total.detach() for part in parts]).mean(),
@@ -47,10 +47,10 @@ def mean_losses(parts: Sequence[Losses]) -> Losses:
 
 
 class Objective(nn.Module):
-    """L = L_vis + lambda * L_mim (the paper's Eq. 6), both in float32 whatever the model computes in.
+    """L = L_vis + lambda * L_mim (the paper's Eq. 6), both in float32 at any precision of the model.
 
-    Targets are aligned token by token: ids are in raster order on both sides, where the official code pairs shuffled
-    predictions with raster-order targets and so teaches its visible branch little more than the image mean.
+    Predictions and targets have the same token ids. The official code pairs shuffled predictions with raster-order
+    targets, from which its visible branch learns little more than the image mean.
 
     Args:
         mim_loss: a key of :data:`TOKEN_LOSSES`.
@@ -62,7 +62,7 @@ class Objective(nn.Module):
         if mim_loss not in TOKEN_LOSSES:
             raise ValueError(f"mim_loss must be one of {', '.join(TOKEN_LOSSES)}, got {mim_loss!r}")
         if mim_loss == "cross_entropy" and model.visible_branch is not None:
-            raise ValueError("the visible branch regresses vectors, and mim_loss='cross_entropy' has codes for targets")
+            raise ValueError("mim_loss='cross_entropy' has codes as targets, but the visible branch predicts vectors")
         self.model = model
         self.mim_loss = TOKEN_LOSSES[mim_loss]
         self.mim_weight = mim_weight

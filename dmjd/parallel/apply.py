@@ -1,4 +1,4 @@
-"""Transforms that a model knows nothing about, applied from outside and in this order:
+"""Transforms applied to a model from outside, in this order:
 
 1. activation checkpointing of each block: of all of it, of all but its expensive ops, or of its MLP, whose
    hidden layer is most of what a block keeps;
@@ -54,13 +54,13 @@ def apply(model: MaskedImageModel, config: EngineConfig) -> None:
     if config.compile == "model":
         model.compile(fullgraph=True, dynamic=False, **inductor)
     if config.compile != "none":
-        import torch._dynamo  # takes a second, of those who compile
+        import torch._dynamo  # takes a second
 
-        # Under DDP torch cuts what it compiles where buckets end, so that gradients are reduced beside the backward
-        # pass. Those of blocks come one by one anyway, and cuts would only keep them from fusing.
+        # Under DDP torch splits the compiled graph at buckets, to overlap reduction with the backward pass. Compiled
+        # blocks overlap without splits, which would only prevent fusion.
         torch._dynamo.config.optimize_ddp = config.compile == "model"
-        # Each shape is compiled as it is: to reason about sizes in general slows kernels down, and for the blocks of a
-        # Swin, which come in seven shapes, it does not end. The limit of eight leaves no room for a second batch size.
+        # Static shapes: dynamic ones slow kernels down, and compiling a Swin's blocks of seven shapes does not end.
+        # The default limit of 8 leaves none for a second batch size.
         torch._dynamo.config.recompile_limit = 32
 
 

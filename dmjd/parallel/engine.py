@@ -1,7 +1,7 @@
-"""The seam between the loop and whatever owns parameters, gradients and optimizer state.
+"""Interface between the training loop and an engine, which owns parameters, gradients and optimizer state.
 
-The loop decides learning rates, accumulation, what a bad step means and when to stop; an engine clips, checks for
-non-finite gradients, updates, and moves its own state to and from disk. Nothing else crosses.
+The loop sets learning rates and accumulation, handles bad steps and decides when to stop. An engine clips, checks for
+non-finite gradients, updates, and writes and reads its own state.
 """
 
 from __future__ import annotations
@@ -89,13 +89,6 @@ class Engine(Protocol):
         """The objective with whole parameters on rank 0, to be called there alone; None elsewhere. Collective.
 
         It is to be read, not trained, and not kept: it may be a copy that goes with the context.
-        """
-
-    def shard_frozen(self, module: nn.Module) -> nn.Module:
-        """``module``, frozen, on the device and ready for forward on every rank at once. Collective.
-
-        Raises:
-            ConfigError: if this engine cannot.
         """
 
     def close(self) -> None:

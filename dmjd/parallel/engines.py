@@ -89,7 +89,7 @@ def _replicated(
         precision,
         bucket_mb=engine.bucket_mb,
         cuda_graphs=engine.cuda_graphs,
-        # Dropped, they would come outside of the buckets until the last micro-batch, beside those.
+        # Without it, gradients are allocated outside the buckets until the last micro-batch.
         keep_gradients=engine.grad_accum_steps > 1,
     )
 
@@ -122,7 +122,7 @@ def _deepspeed(
     precision: torch.dtype,
     micro_batch: int,
 ) -> Engine:
-    from dmjd.parallel.deepspeed.engine import DeepSpeedEngine  # for those who have it and ask for it
+    from dmjd.parallel.deepspeed.engine import DeepSpeedEngine  # imported only if used
     from dmjd.parallel.fsdp import without_parameters
 
     bare = without_parameters(objective)

@@ -10,8 +10,7 @@ from pathlib import Path
 from dmjd.files import private_folder
 
 FLIGHT = "flight"
-"""The folder, inside a run's, of what ranks remember of their last collectives when a step's time-out ends them."""
-
+"""The folder in a run's of the flight records, which ranks write at a step's time-out."""
 
 COMPILER_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 """Variable -> folder below the private one."""
@@ -24,8 +23,8 @@ def prepare_environment(run: Path) -> None:
     Raises:
         StorageError: if the caches need a folder below TMPDIR and none can be made.
     """
-    # Ranks of many nodes that compile on one shared home wait for its locks, or meet half-written kernels.
-    # Compiled code is loaded from there, so nobody else may write to it.
+    # A cache in a shared home is locked by other nodes and may hold half-written kernels. The folder is private, since
+    # code is loaded from it.
     missing = [name for name in COMPILER_CACHES if name not in os.environ]
     if missing:
         cache = private_folder("dmjd")
@@ -40,10 +39,9 @@ def prepare_environment(run: Path) -> None:
 
 
 def dismiss_compile_workers() -> None:
-    """Stop inductor's compile workers, if there are any, once their work is done; it starts others when it needs them.
+    """Stop inductor's idle compile workers, if there are any; inductor starts new ones when it needs them.
 
-    Else they would be sent TERM when the process ends and get ten seconds to die of it, which is in vain: a run keeps
-    signals from all that it starts.
+    Otherwise the process waits ten seconds at its end: workers inherit the run's blocked signals, also TERM.
     """
     compilation = sys.modules.get("torch._inductor.async_compile")
     if compilation is not None and compilation.AsyncCompile.process_pool.cache_info().currsize:

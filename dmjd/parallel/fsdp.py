@@ -70,7 +70,7 @@ class FSDPEngine(SingleEngine):
             for name, p in self._sharded.items()
         }
 
-    @torch.no_grad()  # in whose absence to_local() is an autograd function, of some microseconds a parameter
+    @torch.no_grad()  # with gradients, to_local() is an autograd function and takes microseconds per parameter
     def _collect(self) -> None:
         for name, parameter in self._owned.items():
             gradient = self._sharded[name].grad
@@ -127,16 +127,6 @@ class FSDPEngine(SingleEngine):
             if self._world.is_main:
                 whole[name] = value.to(device)
         return whole
-
-    def shard_frozen(self, module: nn.Module) -> nn.Module:
-        return sharded_frozen(module.to(self.device), self._mesh)
-
-
-def sharded_frozen(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """``module``, without gradients, whole only while it is called."""
-    # Left to itself FSDP2 keeps what it shards last whole after its forward, for a backward pass that never comes.
-    fully_shard(module.requires_grad_(False), mesh=mesh, reshard_after_forward=True)
-    return module
 
 
 def without_parameters(objective: Objective) -> Objective:

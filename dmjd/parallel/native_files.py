@@ -85,7 +85,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill ``tensors`` in place, each rank its own part of a sharded one. Ranks do not talk to each other.
+    """Fill ``tensors`` in place, each rank its own part of a sharded one. Not collective.
 
     Raises:
         CheckpointError: if the names or shapes in ``path`` are others, when nothing is filled, or it cannot be read.

@@ -155,9 +155,6 @@ class SingleEngine:
     def gathered(self) -> AbstractContextManager[Objective | None]:
         return nullcontext(self.objective)
 
-    def shard_frozen(self, module: nn.Module) -> nn.Module:
-        return module.requires_grad_(False).to(self.device)
-
     def close(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,4 +1,4 @@
-"""Copies of a training's state in the host's memory, from which a checkpoint is written while the training goes on."""
+"""Copies of the training state in host memory, from which a checkpoint is written while training continues."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 
 class HostCopies:
-    """Memory that is kept from copy to copy, and pinned for a CUDA device.
+    """Host buffers that are reused by every copy, pinned for a CUDA device.
 
-    Torch's own stager is not used: on torch 2.11 it fails on what a state holds besides plain tensors.
+    Torch's own stager fails on a state that has other values than plain tensors (torch 2.11).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,9 +23,9 @@ class HostCopies:
         self._buffers: list[Tensor] = []
 
     def take(self, state: Any) -> Any:
-        """``state``, of dicts, lists and tuples, with every tensor on the CPU and whatever else it holds copied.
+        """A copy of ``state`` (dicts, lists, tuples) with every tensor on the CPU; valid until the next call.
 
-        Good until the next call. The host waits until the device has copied.
+        The host waits until the device has copied.
         """
         places = itertools.count()
         copied = tree_map(lambda leaf: self._copy(leaf, places), state, is_leaf=_is_size)
@@ -46,4 +46,4 @@ class HostCopies:
 
 
 def _is_size(node: Any) -> bool:
-    return isinstance(node, torch.Size)  # which would come back as a tuple
+    return isinstance(node, torch.Size)  # tree_map would return a tuple

@@ -9,29 +9,7 @@ from torch import Tensor, nn
 
 from dmjd.parallel import native_files
 from dmjd.parallel.deepspeed import files as zero_files
-from dmjd.parallel.native_files import (
-    AVERAGE,
-    CONSOLIDATED,
-    MOMENTS,
-    PARAMETER,
-    check_same_model,
-    is_consolidated,
-    of_kind,
-)
-
-__all__ = [
-    "AVERAGE",
-    "CONSOLIDATED",
-    "MOMENTS",
-    "PARAMETER",
-    "check_same_model",
-    "is_consolidated",
-    "load_strictly",
-    "read",
-    "read_average",
-    "read_model",
-    "shapes",
-]
+from dmjd.parallel.native_files import AVERAGE, PARAMETER, check_same_model, of_kind
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:

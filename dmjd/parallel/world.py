@@ -31,7 +31,7 @@ class World:
 
     group: gloo group with a long time-out for collectives outside the training step, which has groups of its own; None
         for one process.
-    patience: the time-out of that group: compilation, a cold file system and an evaluation on rank 0 take minutes.
+    timeout: the time-out of that group: compilation, a cold file system and an evaluation on rank 0 take minutes.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class World:
     device: torch.device
     local_size: int = 1
     group: dist.ProcessGroup | None = None
-    patience: timedelta = timedelta(minutes=30)
+    timeout: timedelta = timedelta(minutes=30)
     _of_steps: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
 
     @property
@@ -94,7 +94,7 @@ class World:
 
     def cap_timeout(self, seconds: float) -> float:
         """``seconds`` that one rank waits, at most half of the time-out of the other ranks that wait for it."""
-        return seconds if self.size == 1 else min(seconds, self.patience.total_seconds() / 2)
+        return seconds if self.size == 1 else min(seconds, self.timeout.total_seconds() / 2)
 
     def gather(self, item: T) -> list[T]:
         """``item`` of every rank, in rank order, on every rank."""
@@ -106,7 +106,7 @@ class World:
 
     def new_group(self) -> World:
         """The same processes with a new group, for the collectives of another thread. Collective."""
-        return self if self.size == 1 else replace(self, group=_patient_group(self.patience))
+        return self if self.size == 1 else replace(self, group=_gloo_group(self.timeout))
 
     def mesh(self, replicas: int | None = None) -> DeviceMesh:
         """All processes as one dimension "shard", or as ``replicas`` rows of it, "replicate" x "shard". Collective."""
@@ -120,7 +120,7 @@ class World:
 
     def step_group(self) -> dist.ProcessGroup:
         """A new group of all processes for the collectives of an engine in a step. Collective."""
-        group = dist.new_group(timeout=self.patience)
+        group = dist.new_group(timeout=self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         self._of_steps.append(group)
         return group
@@ -139,8 +139,8 @@ class World:
             dist.destroy_process_group()
 
 
-def _patient_group(patience: timedelta) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=patience)
+def _gloo_group(timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -171,7 +171,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     launch = read_launch()
     check_fit(engine, device, launch.size, launch.local_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    patience = timedelta(minutes=engine.start_timeout)
+    timeout = timedelta(minutes=engine.start_timeout)
     if launch.size == 1:
         if ENGINES[engine.name].collective and not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
@@ -188,18 +188,18 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(backend, timeout=patience)
-        group = _patient_group(patience)
+        dist.init_process_group(backend, timeout=timeout)
+        group = _gloo_group(timeout)
     except (RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
-        raise _not_met(error, launch, patience) from error
-    return World(launch.rank, launch.size, launch.local_rank, device, launch.local_size, group, patience)
+        raise _not_met(error, launch, timeout) from error
+    return World(launch.rank, launch.size, launch.local_rank, device, launch.local_size, group, timeout)
 
 
-def _not_met(error: Exception, launch: Launch, patience: timedelta) -> NotMet:
+def _not_met(error: Exception, launch: Launch, timeout: timedelta) -> NotMet:
     """One line for torch's error, of pages, if the processes do not connect."""
     message = " ".join(str(error).split())[:300]
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    cure = f"start all {launch.size} within engine.start_timeout={patience.total_seconds() / 60:g} minutes"
+    cure = f"start all {launch.size} within engine.start_timeout={timeout.total_seconds() / 60:g} minutes"
     if "EADDRINUSE" in message:
         cure = "set MASTER_PORT to a free port on all of them"
     elif "Unable to find address for" in message:

@@ -39,9 +39,7 @@ def write_comparison(
     runs = [replace(read_run(path), name=name) for path, name in zip(run_paths, _distinct_names(folders), strict=True)]
     reference = None if chosen is None else runs[folders.index(chosen)]
     table = compare(runs, reference)
-    from dmjd.report.curves import (
-        convergence,
-    )  # matplotlib takes a second to import, and the report of one run does not need it
+    from dmjd.report.curves import convergence  # imports matplotlib, which takes a second
 
     caption, png = convergence(runs, reference)
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))

@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 
-from dmjd.charts import INK, MUTED, png, tidy
+from dmjd.charts import INK, MUTED, log_scale, png, tidy
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, metrics, points
 
@@ -65,7 +64,9 @@ def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
         transform = by_time.get_yaxis_transform()
         by_time.annotate(label, (0, target), xycoords=transform, color=MUTED, fontsize=8.5, parse_math=False, **place)
     if metric is None:
-        _widen(by_time, [point.score for curve in curves for point in curve.points])
+        losses = [point.score for curve in curves for point in curve.points]
+        if losses and 0 < 8 * min(losses) < max(losses):
+            log_scale(by_time)
     by_time.set_ylabel(f"{metric.column.meaning}, {metric.column.unit}" if metric else "loss", color=INK)
     _legend(figure, [curve for curve in curves if curve.points])
     return _caption(metric, curves, baseline if target is not None else None), png(figure)
@@ -96,15 +97,6 @@ def _seconds(curve: _Curve, unit: int) -> list[float]:
 def _effective_epochs(curve: _Curve) -> list[float]:
     epochs = [curve.run.effective_epochs(point.epoch) for point in curve.points]
     return [math.nan if epoch is None else epoch for epoch in epochs]
-
-
-def _widen(axes: Axes, losses: Sequence[float]) -> None:
-    """Make the axis logarithmic if the losses span more than a factor of 8."""
-    if losses and 0 < 8 * min(losses) < max(losses):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legend(figure: Figure, curves: Sequence[_Curve]) -> None:

@@ -152,9 +152,9 @@ def _manifest(folder: Path) -> _Manifest:
         if version != FORMAT:
             raise CheckpointError(f"its format is {str(version)[:20]}, this version reads {FORMAT}")
         entries = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except CheckpointError:
+        raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise CheckpointError(f"{MANIFEST} cannot be read ({error})") from error
     if type(step) is not int or not 0 <= step < 1 << 53:
         raise CheckpointError(f"{MANIFEST} cannot be read (step={str(step)[:20]})")
@@ -233,10 +233,10 @@ def newest(folder: Path, until: float = math.inf) -> Path | None:
     """
     found = [path for path in committed(folder) if step_of(path) <= until]
     for path in reversed(found):
-        defects = _defects(path)
-        if not defects:
+        defect = _defect(path)
+        if defect is None:
             return path
-        logger.warning("skipping %s: %s", path, defects[0])
+        logger.warning("skipping %s: %s", path, defect)
     if found:
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged; restore one, or delete the folder to start again"
@@ -256,9 +256,8 @@ def resolve(path: Path, key: str = "checkpoint") -> Path:
         )
     path = path.resolve()  # the run folder is found from its parents, which `.` has not
     if (path / MANIFEST).is_file():
-        defects = _defects(path)
-        if defects:
-            raise CheckpointError(f"{path} is damaged: {defects[0]}")
+        if defect := _defect(path):
+            raise CheckpointError(f"{path} is damaged: {defect}")
         return path
     found = newest(path / FOLDER) or newest(path)
     if found is None:
@@ -282,30 +281,30 @@ def read_loop_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _defects(path: Path) -> list[str]:
+def _defect(path: Path) -> str | None:
+    """The first difference between a checkpoint and its manifest."""
     try:
         files = _manifest(path).files
     except CheckpointError as error:
-        return [str(error)]
-    defects = []
+        return str(error)
     for file in sorted(path.rglob("*")):
         name = str(file.relative_to(path))
         if name.endswith(_UNPICKLED) and name not in files:
-            defects.append(f"{name} is not in {MANIFEST}; remove it")
+            return f"{name} is not in {MANIFEST}; remove it"
     for name, (size, digest) in files.items():
         file = path / name
         try:
             found = file.stat()
             # A pipe or a device must not be opened.
             if not stat.S_ISREG(found.st_mode) or found.st_size != size or _digest(file) != digest:
-                defects.append(f"{name} is not the file that was saved")
-            elif not file.resolve().is_relative_to(path.resolve()):
-                defects.append(f"{name} leads out of the checkpoint; put a copy in its place")
+                return f"{name} is not the file that was saved"
+            if not file.resolve().is_relative_to(path.resolve()):
+                return f"{name} leads out of the checkpoint; put a copy in its place"
         except FileNotFoundError:
-            defects.append(f"{name} is missing")
+            return f"{name} is missing"
         except OSError as error:  # a disk error, or permissions
-            defects.append(f"{name} cannot be read ({error.strerror})")
-    return defects
+            return f"{name} cannot be read ({error.strerror})"
+    return None
 
 
 def _entry(path: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dmjd.config import ConsolidateConfig
 from dmjd.errors import ConfigError, StorageError
-from dmjd.parallel import store
+from dmjd.parallel import native_files, store
 from dmjd.runs import checkpoint
 
 logger = logging.getLogger("dmjd")
@@ -33,7 +33,7 @@ def consolidate(config: ConsolidateConfig) -> Path:
         ConfigError: if ``config.output`` is not writable. StorageError: if the disk is full.
     """
     folder = checkpoint.resolve(Path(config.checkpoint))
-    path = folder / store.CONSOLIDATED if config.output is None else Path(config.output)
+    path = folder / native_files.CONSOLIDATED if config.output is None else Path(config.output)
     if path.suffix != SUFFIX or path.is_dir():
         raise ConfigError(f"output={path} must name a file that ends in {SUFFIX}")
     if not os.access(path.parent, os.W_OK):

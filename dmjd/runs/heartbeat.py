@@ -88,12 +88,12 @@ class Heartbeat:
 
 def forget_ranks(run: Path, first: int) -> None:
     """Remove the heartbeats of ranks from ``first`` on, left by a launch of more processes."""
-    for rank in ranks_heard_of(run):
+    for rank in ranks_with_heartbeat(run):
         if rank >= first:
             _path(run, rank).unlink(missing_ok=True)
 
 
-def ranks_heard_of(run: Path) -> list[int]:
+def ranks_with_heartbeat(run: Path) -> list[int]:
     """Ranks that have a file, which may be damaged."""
     names = sorted(path.stem.partition("-")[2] for path in (run / FOLDER).glob("rank-*.json"))
     return [int(name) for name in names if re.fullmatch(r"[0-9]{5,9}", name)]
@@ -104,7 +104,7 @@ def read_heartbeats(run: Path) -> list[Beat]:
 
     A damaged file is skipped: a node failure may leave an empty file, which must not prevent the next launch.
     """
-    beats = (_read(_path(run, rank)) for rank in ranks_heard_of(run))
+    beats = (_read(_path(run, rank)) for rank in ranks_with_heartbeat(run))
     return [beat for beat in beats if beat is not None]
 
 

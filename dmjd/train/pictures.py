@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator, NullFormatter, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.charts import INK, MUTED, png, tidy
+from dmjd.charts import INK, MUTED, log_scale, png, tidy
 from dmjd.files import replace_file
 from dmjd.ops.views import Views
 
@@ -126,17 +126,10 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     drawn = np.concatenate([series[key][np.isfinite(series[key])] for key in shown])
     if drawn.size and drawn.min() > 0 and drawn.max() > 8 * drawn.min():
         # On a linear axis branches an order of magnitude apart would look flat.
-        loss_axes.set_yscale("log", subs=[1, 2, 5])
-        loss_axes.yaxis.set_major_formatter(ScalarFormatter())
-        loss_axes.yaxis.set_minor_formatter(NullFormatter())
-        loss_axes.yaxis.get_major_locator().set_params(subs=[1, 2, 5])
+        log_scale(loss_axes, minor=[1, 2, 5])
     loss_axes.set_ylabel("loss", color=INK)
-    above = {
-        "loc": "lower right",
-        "bbox_to_anchor": (1, 1),
-        "ncols": len(shown),
-    }  # above the axes, so that no curve crosses it
-    loss_axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderpad=0.2, **above)
+    above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # of the axes: no curve crosses it
+    loss_axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderpad=0.2, ncols=len(shown), **above)
     rate_axes.plot(steps, series["lr"], color=MUTED, linewidth=1.4, marker=marker, markersize=4)
     peak = max((rate for rate in series["lr"] if rate > 0), default=None)
     rate_axes.set_ylim(0, 1.15 * (peak or 1))

@@ -182,7 +182,7 @@ def test_what_cannot_be_read_does_not_keep_the_doctor_from_the_rest(run: Path) -
 
 
 @pytest.mark.parametrize("left", ["[]", "{}", '{"reason": "sig', '{"reason": [], "detail": "", "next": "", "when": 3}'])
-def test_a_damaged_marker_and_an_empty_last_word_say_nothing(run: Path, left: str) -> None:
+def test_a_damaged_exit_record_and_an_empty_last_message_are_ignored(run: Path, left: str) -> None:
     (run / "STOP_REASON").write_text(left)
     assert "no exit record and no heartbeat" in said(run)
     (run / "STOP_REASON").unlink()
@@ -456,7 +456,7 @@ def test_the_rank_that_never_entered_a_collective(run: Path, tmp_path: Path) -> 
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0, 0]
-    assert {(stand.rank, stand.sequence) for stand in flight.read_stands(run)} == {(0, 3), (1, 2)}
+    assert {(last.rank, last.sequence) for last in flight.last_collectives(run)} == {(0, 3), (1, 2)}
     assert "1 rank(s) waited in all_reduce number 3" in said(run)
     assert "never entered by rank 1 (last in number 2)" in said(run)
 
@@ -481,10 +481,10 @@ def test_a_record_cannot_run_code(run: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     (run / "flight").mkdir()
     (run / "flight" / "rank_0").write_bytes(pickle.dumps({"entries": [_Trap()]}))
-    assert flight.read_stands(run) == []
+    assert flight.last_collectives(run) == []
     assert not (tmp_path / "trapped").exists()
     (run / "flight" / "rank_0").write_bytes(b"]NNs.")
-    assert flight.read_stands(run) == []
+    assert flight.last_collectives(run) == []
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]) -> None:

@@ -106,7 +106,7 @@ def test_what_a_site_means_is_asked_before_the_launch(launches: Launches, name: 
     assert launches.slurm.asked("srun") == []
 
 
-def test_the_last_word_of_what_never_became_a_run(launches: Launches) -> None:
+def test_the_exit_record_of_a_launch_that_never_became_a_run(launches: Launches) -> None:
     assert launches(word="crashed: rank 1 on n2: RuntimeError: no CUDA").returncode == 0
     done = launches(word="error: data.root=/nowhere: is not a folder")
     assert done.returncode == 1

@@ -5,7 +5,6 @@ One launch per number of processes, since starting them and meeting takes longer
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import os
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -268,7 +266,6 @@ def _look_at(
             with torch.no_grad():
                 seen["gathered"] = objective(*make_batch(0, range(BATCH))).total
             seen["gathered parameters"] = {n: p.detach().clone() for n, p in objective.named_parameters()}
-    seen["teacher"] = _teach(run)
     run.load(folder)
     seen["rolled back"] = run.take(STEPS - SAVED_AT)
     for origin, path in saved.items():
@@ -291,28 +288,6 @@ def _look_at(
             seen["sent"] = [sent.ops.count(f"c10d::{op}") for op in ("_allgather_base_", "_reduce_scatter_base_")]
     run.engine.close()
     return seen
-
-
-def _teach(run: Run) -> dict[str, Any]:
-    """What a frozen module gives each rank, with inputs of its own, whole and as the engine lays it out."""
-    torch.manual_seed(1)
-    whole = nn.Sequential(nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 5)).requires_grad_(False)
-    student, inputs = nn.Linear(6, 5), torch.randn(3, 6) + run.world.rank
-    gradients: list[Tensor] = []
-    held: list[int] = []
-    teacher = run.engine.shard_frozen(copy.deepcopy(whole))
-    for module in (whole, teacher, teacher):
-        (student(inputs) - module(inputs)).square().mean().backward()
-        assert student.weight.grad is not None
-        gradients.append(student.weight.grad)
-        student.weight.grad = None
-        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in teacher.parameters()))
-    return {
-        "same": run.world.gather(all(torch.equal(gradients[0], other) for other in gradients[1:])),
-        "learned": [n for n, p in teacher.named_parameters() if p.grad is not None or p.requires_grad],
-        "parameters": sum(p.numel() for p in whole.parameters()),
-        "held": run.world.gather(held),
-    }
 
 
 def reference(convolutional: bool = False) -> Run:

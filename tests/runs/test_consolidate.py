@@ -13,7 +13,7 @@ from safetensors import safe_open
 from dmjd.compose import compose
 from dmjd.errors import CheckpointError
 from dmjd.evaluate.encoder import load_encoder
-from dmjd.parallel import store
+from dmjd.parallel import native_files, store
 from dmjd.runs import checkpoint
 from dmjd.train.loop import pretrain
 
@@ -41,7 +41,7 @@ def test_the_file_holds_what_the_shards_hold(run: Path, dmjd: Command) -> None:
     folder = run / "checkpoints" / "step-00000011"
     shards = store.read(folder)
     code, said, _ = dmjd("consolidate", str(run))
-    file = folder / store.CONSOLIDATED
+    file = folder / native_files.CONSOLIDATED
     assert (code, said) == (0, f"{file}\n")
     assert file.stat().st_mode == (folder / "loop.pt").stat().st_mode
     with safe_open(file, "pt") as tensors:
@@ -91,7 +91,7 @@ def test_another_run_begins_from_it_and_evaluation_reads_it(
     monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: {})
     file = tmp_path / "weights.safetensors"
     assert dmjd("consolidate", str(run), f"output={file}")[0] == 0
-    assert not (run / "checkpoints" / "step-00000011" / store.CONSOLIDATED).exists()
+    assert not (run / "checkpoints" / "step-00000011" / native_files.CONSOLIDATED).exists()
     second = tmp_path / "second"
     assert dmjd("pretrain", *tiny(second, f"init={file}", "optim.base_lr=1e-9", "optim.weight_decay=0"))[0] == 0
     began = store.read_model(run / "checkpoints" / "step-00000011")

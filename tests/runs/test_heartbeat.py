@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dmjd.runs.heartbeat import FOLDER, Beat, Heartbeat, forget_ranks, ranks_heard_of, read_heartbeats
+from dmjd.runs.heartbeat import FOLDER, Beat, Heartbeat, forget_ranks, ranks_with_heartbeat, read_heartbeats
 
 
 def until(happened: Callable[[], bool]) -> None:
@@ -107,7 +107,7 @@ def test_what_a_node_without_power_leaves_is_passed_over_and_forgotten_like_any_
         (tmp_path / FOLDER / f"rank-{rank:05d}.json").write_text(left)
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [1]
     forget_ranks(tmp_path, 2)
-    assert ranks_heard_of(tmp_path) == [0, 1]
+    assert ranks_with_heartbeat(tmp_path) == [0, 1]
 
 
 def test_a_launch_is_not_refused_for_it(

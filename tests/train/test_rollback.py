@@ -17,7 +17,7 @@ from dmjd.cli import main
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.errors import Diverged
-from dmjd.parallel import store
+from dmjd.parallel import native_files, store
 from dmjd.runs.checkpoint import read_loop_state
 from dmjd.train.guard import StepNumbers
 from dmjd.train.progress import Progress
@@ -106,7 +106,9 @@ def test_a_bad_step_is_skipped_counted_and_named(words: Words, monkeypatch: pyte
     fine = pretrain(words("fine", "epochs=2", "log_every=1", "checkpoint_every=99"))
     spoiled(monkeypatch, command, {6})
     run = pretrain(command)
-    before, bad, after = (store.read(at(run, step), store.PARAMETER, *store.MOMENTS) for step in (6, 7, 8))
+    before, bad, after = (
+        store.read(at(run, step), native_files.PARAMETER, *native_files.MOMENTS) for step in (6, 7, 8)
+    )
     assert all(torch.equal(value, bad[name]) for name, value in before.items()), "step 7 moved nothing"
     assert not any(torch.equal(value, after[name]) for name, value in before.items() if value.ndim > 1)
     second = rows(run)[1]

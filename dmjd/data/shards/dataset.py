@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dmjd.data.dataset import OpenImage, Pixels
-from dmjd.data.decode import TOO_SMALL, open_image
-from dmjd.data.quarantine import exceeds
+from dmjd.data.decode import open_image, too_small
+from dmjd.data.quarantine import check_share
 from dmjd.data.shards.cache import ShardCache
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.local import OpenFiles
 from dmjd.data.shards.location import is_remote
-from dmjd.data.shards.sample import fault_of
-from dmjd.errors import BadImage, DataError
+from dmjd.data.shards.sample import fault_of, read_errors
+from dmjd.errors import BadImage
 
 
 class ShardDataset:
@@ -91,15 +91,11 @@ class ShardDataset:
 
     def _bytes(self, index: int, number: int, offset: int, size: int) -> bytes:
         location = self.shards.location(number)
-        try:
+        with read_errors(self.name(index)):
             if is_remote(location):
                 assert self.cache is not None, "a set with remote shards has a cache"
                 return self.cache.read(location, self.shards.manifest.shards[number], offset, size)
             return self._files.read(location, offset, size)
-        except FileNotFoundError as error:
-            raise BadImage(self.name(index), "missing", "cannot be read, since its tar is missing") from error
-        except OSError as error:
-            raise BadImage(self.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
 
     def image(self, index: int) -> Pixels:
         opened = self.open(index)
@@ -112,17 +108,8 @@ class ShardDataset:
         return self.shards.name(index)
 
     def _check(self, max_bad_percent: float) -> dict[int, BadImage]:
-        (height, width), records = self._min_size, self._records
-        small = np.flatnonzero((records["height"] < height) | (records["width"] < width))
-        if exceeds(len(small), len(self), max_bad_percent):
-            more = f", nor can {len(small) - 1} more" if len(small) > 1 else ""
-            option = f", or raise data.max_bad_percent={max_bad_percent:g}" if max_bad_percent else ""
-            raise DataError(
-                f"{self.name(int(small[0]))} {self._too_small(int(small[0]))}{more}; lower data.image_size, or set "
-                f"data.check=none to enlarge small images{option}"
-            )
-        return {index: BadImage(self.name(index), TOO_SMALL, self._too_small(index)) for index in small.tolist()}
-
-    def _too_small(self, index: int) -> str:
-        record, (height, width) = self._records[index], self._min_size
-        return f"({record['height']}x{record['width']}) cannot fill the {height}x{width} crop (height x width)"
+        heights, widths = self._records["height"], self._records["width"]
+        small = np.flatnonzero((heights < self._min_size[0]) | (widths < self._min_size[1])).tolist()
+        bad = {i: too_small(self.name(i), (heights[i], widths[i]), self._min_size) for i in small}
+        check_share(list(bad.values()), len(self), max_bad_percent)
+        return bad

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from dmjd.data.decode import FORMATS, read_whole, to_mode
+from dmjd.data.decode import FORMATS, kind_of, read_whole, to_mode
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
@@ -105,9 +105,7 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
     except Image.DecompressionBombError as error:
         raise BadImage(name, "too large", f"cannot be decoded ({error})") from error
     except Exception as error:  # damaged files make Pillow's decoders raise almost anything
-        truncated = isinstance(error, EOFError) or "truncated" in str(error).lower()
-        kind = "truncated" if truncated else "undecodable"
-        raise BadImage(name, kind, f"cannot be decoded ({str(error) or type(error).__name__})") from error
+        raise BadImage(name, kind_of(error), f"cannot be decoded ({str(error) or type(error).__name__})") from error
 
 
 def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:

@@ -104,11 +104,8 @@ def open_binary(location: str) -> BinaryIO:
 
 
 @contextmanager
-def local_copy(location: str, limit: int = MOST_BYTES) -> Iterator[Path]:
+def local_copy(location: str) -> Iterator[Path]:
     """The path of a local file, or of a copy of a remote one, which is removed at the end of the block.
-
-    Args:
-        limit: greatest size of the copy in bytes.
 
     Raises:
         FileNotFoundError: if the remote file does not exist.
@@ -119,7 +116,7 @@ def local_copy(location: str, limit: int = MOST_BYTES) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copy"
-        retry(location, lambda: download(location, path, PATIENCE, limit), PATIENCE)
+        retry(location, lambda: download(location, path, PATIENCE, MOST_BYTES), PATIENCE)
         yield path
 
 

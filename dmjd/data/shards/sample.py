@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from PIL import Image, UnidentifiedImageError
 
@@ -28,21 +30,28 @@ def image_bytes(shards: ShardSet, index: int) -> bytes:
     """
     record = shards.records[index]
     location, start, size = shards.location(int(record["shard"])), int(record["offset"]), int(record["size"])
-    try:
+    with read_errors(shards.name(index)):
         if is_remote(location):
             data = read_range(location, PATIENCE, start, start + size)
         else:
             with open_regular(location) as file:
                 file.seek(start)
                 data = file.read(size)
-    except FileNotFoundError as error:
-        raise BadImage(shards.name(index), "missing", "cannot be read, since its tar is missing") from error
-    except OSError as error:
-        raise BadImage(shards.name(index), "unreadable", f"cannot be read ({error.strerror or error})") from error
     fault = fault_of(data, size, int(record["crc32"]))
     if fault is not None:
         raise BadImage(shards.name(index), *fault)
     return data
+
+
+@contextmanager
+def read_errors(name: str) -> Iterator[None]:
+    """Turn any OSError of the block into BadImage of the image ``name``."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise BadImage(name, "missing", "cannot be read, since its file is missing") from error
+    except OSError as error:
+        raise BadImage(name, "unreadable", f"cannot be read ({error.strerror or error})") from error
 
 
 def fault_of(data: bytes, size: int, crc: int) -> tuple[str, str] | None:

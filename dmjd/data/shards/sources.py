@@ -13,6 +13,7 @@ from dmjd.data.regular import only_files
 from dmjd.data.shards.index import MANIFEST, MOST_IMAGE_BYTES, load
 from dmjd.data.shards.location import check_below
 from dmjd.data.shards.pool import each
+from dmjd.data.shards.sample import read_errors
 from dmjd.data.shards.tar import TarSample, tar_samples
 from dmjd.errors import BadImage, DataError
 from dmjd.files import open_regular, read_at_most
@@ -56,14 +57,9 @@ class Item(NamedTuple):
             raise BadImage(self.name, "label", fault)
         if self.size > MOST_IMAGE_BYTES:
             raise BadImage(self.name, "too large", f"has {self.size} bytes, more than {MOST_IMAGE_BYTES}")
-        try:
-            with open_regular(self.path) as file:
-                file.seek(self.offset)
-                data = file.read(self.size)
-        except FileNotFoundError as error:
-            raise BadImage(self.name, "missing", "does not exist any more") from error
-        except OSError as error:
-            raise BadImage(self.name, "unreadable", f"cannot be read ({error.strerror})") from error
+        with read_errors(self.name), open_regular(self.path) as file:
+            file.seek(self.offset)
+            data = file.read(self.size)
         if len(data) < self.size:
             raise BadImage(self.name, "truncated", f"ends after {len(data)} of {self.size} bytes")
         return data
@@ -160,14 +156,10 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
         splits[split] = [
             item for number, path in enumerate(paths) for sample in listings[number] for item in tar_items(path, sample)
         ]
-    names = _named_classes(Path(tars["train"][0]).parent)
+    folder = Path(tars["train"][0]).parent
+    names = load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()  # of a shard set
     numbers = number_classes(item.label for items in splits.values() for item in items)
     return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)
-
-
-def _named_classes(folder: Path) -> tuple[str, ...]:
-    """Class names of the shard set in ``folder``; empty if there is none."""
-    return load(folder).manifest.classes if (folder / MANIFEST).is_file() else ()
 
 
 def _from_folder(root: Path) -> Source:

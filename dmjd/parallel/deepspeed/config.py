@@ -77,8 +77,8 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
             "stage3_max_live_parameters": ZERO3_LIVE,
             "stage3_max_reuse_distance": ZERO3_LIVE,
             "stage3_gather_16bit_weights_on_model_save": False,
-            # Its own linear layer rounds to bfloat16 before it adds the bias and again after, which F.linear does not,
-            # and it stays in F.linear's place for the rest of the process, whatever else is computed there.
+            # Its linear layer rounds to bfloat16 before and after adding the bias, unlike F.linear, which it replaces
+            # in the whole process.
             "memory_efficient_linear": False,
             "sub_group_size": 1_000_000_000,
         }
@@ -109,13 +109,13 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
         "checkpoint": {"load_universal": False, "tag_validation": "Ignore"},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
-        # It waits for the device at both ends of a step, to report a speed that nobody prints.
+        # It synchronizes with the device twice per step, for a throughput that is not printed.
         "timers": {"throughput": {"enabled": False, "synchronized": False}},
     }
     if engine.deepspeed_config is not None:
         path = Path(engine.deepspeed_config)
         theirs = _read(path)
-        _refuse_conflicts(path, theirs, config)
+        _check_conflicts(path, theirs, config)
         config = _merged(config, theirs)
     return config
 
@@ -133,8 +133,8 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-def _refuse_conflicts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raise ConfigError at the first key that the file sets to another value than we do and that is ours."""
+def _check_conflicts(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first key of :data:`_OWNED` that the file sets to another value than ours."""
     for key, value in _leaves(theirs):
         owner = next((_OWNED[name] for name in _parents(key) if name in _OWNED), None)
         if owner is not None and value != _at(ours, key):

@@ -20,7 +20,7 @@ from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.deepspeed.config import deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.engines import ENGINES
-from dmjd.parallel.fsdp import filled, sharded_frozen
+from dmjd.parallel.fsdp import filled
 from dmjd.parallel.single import build_optimizer
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         return torch.full((), value, device=self.device)  # torch.tensor() copies, for which the host waits
 
     def discard(self) -> None:
-        # What DeepSpeed does after a step that it skipped; it has no name for it that both optimizers share.
+        # As DeepSpeed does after a skipped step; its two optimizers have no common method for this.
         zero = self._zero
         zero.zero_grad(set_to_none=True)
         if self.stage == 3:
@@ -170,12 +170,6 @@ class DeepSpeedEngine:
             return filled(self._bare, self._whole(self.device))
         return nullcontext(self.objective if self._world.is_main else None)
 
-    def shard_frozen(self, module: nn.Module) -> nn.Module:
-        module.requires_grad_(False).to(self.device)
-        if self.stage == 3:  # by FSDP2: ZeRO-3 partitions nothing outside of the module that it trains
-            return sharded_frozen(module, self._world.mesh())
-        return module
-
     def close(self) -> None:
         # Without barrier, destroy and, later, destroy_process_group, some processes end in "terminate called without an
         # active exception" and a code that looks like a failed job.
@@ -194,10 +188,9 @@ def _initialise(
     group: dist.ProcessGroup,
 ) -> Any:
     deepspeed = zero_files.import_deepspeed()
-    # It would make a group of its own, once for all engines of a process, where none of our time-outs holds and which
-    # the next world does not know.
+    # DeepSpeed would create its own group once per process, without our time-outs and unknown to a later world.
     zero_files.import_deepspeed("deepspeed.utils.groups")._WORLD_GROUP = group
-    os.environ.setdefault("LOCAL_RANK", "0")  # it insists, also where one process was started by nobody
+    os.environ.setdefault("LOCAL_RANK", "0")  # required by DeepSpeed, and unset without a launcher
     try:
         engine, *_ = deepspeed.initialize(
             model=objective, optimizer=optimizer, config=settings, dist_init_required=False

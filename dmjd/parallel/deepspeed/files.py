@@ -128,12 +128,12 @@ def write(path: Path, files: Mapping[str, Any], averages: Mapping[str, Tensor], 
     named = {f"{AVERAGE}/{name}": value for name, value in averages.items()}
     written = native_files.write(path / AVERAGES, named, world.group)
     for name, content in files.items():
+        file = path / INDEX if name == INDEX else path / TAG / name
         if name == INDEX:
-            (path / INDEX).write_text(json.dumps(content))
-            written.append(path / INDEX)
+            file.write_text(json.dumps(content))
         else:
-            torch.save(content, path / TAG / name)
-            written.append(path / TAG / name)
+            torch.save(content, file)
+        written.append(file)
     return written
 
 
@@ -150,13 +150,9 @@ def shapes(path: Path) -> dict[str, torch.Size]:
 def check(path: Path, own: Mapping[str, torch.Size], averages: Mapping[str, torch.Size]) -> None:
     """Raises CheckpointError if ``path`` holds other parameters or averages."""
     if is_zero(path):
-        saved = shapes(path)
-        saved_averages = native_files.shapes(path / AVERAGES, AVERAGE)
+        saved, saved_averages = shapes(path), native_files.shapes(path / AVERAGES, AVERAGE)
     else:
-        saved, saved_averages = (
-            native_files.shapes(path, PARAMETER),
-            native_files.shapes(path, AVERAGE),
-        )
+        saved, saved_averages = native_files.shapes(path, PARAMETER), native_files.shapes(path, AVERAGE)
     native_files.check_same_model(own, saved, path)
     native_files.check_same_model(averages, saved_averages, path, AVERAGE)
 
@@ -168,7 +164,8 @@ def load(engine: Any, path: Path, world: World, stage: int) -> None:
         StorageError: if another layout is needed and there is no place for it.
     """
     scales = [(group["lr_scale"], group["wd_scale"]) for group in engine.optimizer.param_groups]
-    if is_zero(path) and (index := _index(path)).processes == world.size and _same_layout(index.stage, stage):
+    # Stages 1 and 2 divide moments alike.
+    if is_zero(path) and (index := _index(path)).processes == world.size and (index.stage == 3) == (stage == 3):
         with _deepspeed_reads(path):
             engine.load_checkpoint(str(path), tag=TAG)
     else:
@@ -188,11 +185,6 @@ def load(engine: Any, path: Path, world: World, stage: int) -> None:
     # From the universal format stage 3 gives all groups what the first had.
     for group, (lr_scale, wd_scale) in zip(engine.optimizer.param_groups, scales, strict=True):
         group["lr_scale"], group["wd_scale"] = lr_scale, wd_scale
-
-
-def _same_layout(saved: int, stage: int) -> bool:
-    """Stages 1 and 2 divide moments alike."""
-    return (saved == 3) == (stage == 3)
 
 
 def _separate_steps(engine: Any) -> None:

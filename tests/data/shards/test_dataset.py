@@ -158,7 +158,7 @@ def test_a_set_that_is_written_over_under_a_reader_gives_no_wrong_image(copy: Pa
 
 
 def test_images_smaller_than_the_crop_are_found_in_the_index(finished: Path) -> None:
-    with pytest.raises(DataError, match=r"\(40x56\) cannot fill the 42x32 crop .*, nor can 3 more; lower"):
+    with pytest.raises(DataError, match=r"\(40x56\) cannot fill the 42x32 crop .*, and 3 more; lower"):
         build_dataset(config(finished, image_size=[42, 32]), "train")
     dataset = build_dataset(config(finished, image_size=[42, 32], max_bad_percent=17.0), "train")
     assert [bad.kind for bad in dataset.bad.values()] == ["too small"] * 4
