@@ -352,9 +352,9 @@ def _help(command: str, arguments: Sequence[str]) -> str:
     if command in ("demo", "preflight"):
         lines += ["", "keys: see dmjd pretrain --help"]
     if command == "submit":
-        from dmjd.cluster.submit import OPTIONS, verbs
+        from dmjd.cluster.submit import OPTIONS, submittable
 
-        options = {"COMMAND": ", ".join(verbs()), "--dry-run": "print the script, submit nothing", **OPTIONS}
+        options = {"COMMAND": ", ".join(submittable()), "--dry-run": "print the script, submit nothing", **OPTIONS}
         lines += ["", *(f"  {name:12} {meaning}" for name, meaning in options.items())]
     if command == "shards":
         from dmjd.data.shards.commands import manual
