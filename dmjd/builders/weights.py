@@ -145,7 +145,9 @@ def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[
         first = differing[0]
         faults.append(f"has {first} of shape {theirs[first]}, here {ours[first]}")
     if faults:
-        raise CheckpointError(f"{file.description} is of another encoder than configured: it {', '.join(faults)}")
+        raise CheckpointError(
+            f"{file.description} is of another encoder than the configuration: it {', '.join(faults)}"
+        )
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
 
 
