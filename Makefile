@@ -73,7 +73,7 @@ ctest: install
 
 # -rs: where this machine does not allow it, the reason is all there is to see.
 test-slurm: install
-	$(call timed,pytest of tests marked slurm,$(BIN)/python -m pytest -m slurm -rs tests/cluster)
+	$(call timed,pytest of tests marked slurm,$(BIN)/python -m pytest -m "slurm and not long" -rs tests/cluster)
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

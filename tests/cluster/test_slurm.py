@@ -130,6 +130,7 @@ def test_a_signal_before_the_time_limit(site: Site, undisturbed: Path) -> None:
     assert all(str(site.folder / "signal" / "code") in launch["command"][0] for launch in record["launches"])
 
 
+@pytest.mark.long  # a minute; the shell tests meet the same ends on a fake Slurm
 def test_a_stopped_rank_a_killed_daemon_a_killed_rank_and_a_dead_node(
     site: Site, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
