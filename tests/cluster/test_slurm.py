@@ -243,7 +243,7 @@ def test_four_nodes_without_names(site: Site) -> None:
     assert site.marker("four")["reason"] == "finished"
 
 
-@pytest.mark.long  # test_requeue.py meets it on a fake Slurm
+@pytest.mark.long
 def test_jobs_of_an_array_whose_time_is_over_requeue_themselves_alone(site: Site) -> None:
     # Their time is over as soon as they have begun, until they are given more.
     words = ("nodes=1", "gpus=1", "time=10", "time_margin=599", "array=0-1", "seed=%a", "epochs=2")
