@@ -46,7 +46,7 @@ _PARAMETER = re.compile(r"([?&][^=\s?&]*(?:sig|token|key|secret|credential|passw
 _INTERPOLATION = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")
 _VARIABLE = re.compile(r"(\$\{\s*oc\.env\s*:\s*(\w+))\s*(?:,([^{}]*))?")
 _HELD = "\ue000{}\ue001"
-"""Placeholder of an interpolation, which is no secret, while the text around it is redacted."""
+"""Stands for an interpolation, which is not a secret, while the text around it is redacted."""
 _ONLY_HELD = re.compile(r"(?:(?:[?#&;]|[\w.-]+=)*\ue000\d+\ue001)*")
 _USER_WITH_HELD = re.compile(r"(?:[\w.%-]*:)?(?:\ue000\d+\ue001)+|\ue000\d+\ue001:\ue000\d+\ue001")
 
@@ -76,7 +76,7 @@ def redact_message(text: str) -> str:
 
 
 def _hold(text: str) -> tuple[str, list[str]]:
-    """``text`` with a placeholder for every interpolation, and the interpolations."""
+    """``text`` with a mark for every interpolation, and the interpolations."""
     held = [_VARIABLE.sub(_without_default, found) for found in _INTERPOLATION.findall(text)]
     numbers = iter(range(len(held)))
     return _INTERPOLATION.sub(lambda _: _HELD.format(next(numbers)), text), held

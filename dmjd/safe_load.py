@@ -112,7 +112,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """The line of an error with the cause, without torch's advice to load the file with weights_only=False."""
+    """The line of an error with the cause, without torch's advice to load the file by its unsafe loader."""
     if isinstance(error, LookupError | TypeError | AttributeError | AssertionError):  # raised by damaged bytes
         return "it is damaged"
     text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)

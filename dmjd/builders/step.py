@@ -175,4 +175,5 @@ class _BlankTarget:
         return torch.zeros(images.shape[0], self.tokens, 1 if self.codes else self.dim, dtype=kind)
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
-        raise NotImplementedError
+        height, width = grid
+        return np.zeros((height * self.patch, width * self.patch, 3), dtype=np.uint8)

@@ -170,8 +170,8 @@ class ShardCache:
     def _path(self, shard: Shard) -> Path:
         return self._folder / f"{shard.sha256}{_ENDING}"
 
-    def _evict(self, room: int, keep: Collection[Shard]) -> None:
-        """Remove shards until ``room`` bytes fit the budget. A process that has one open can still read it."""
+    def _evict(self, needed: int, keep: Collection[Shard]) -> None:
+        """Remove shards until ``needed`` bytes more fit the budget. A process that has one open can still read it."""
         for draft in self._folder.glob(f"*{_DRAFT}"):
             _sweep(draft)
         found, kept = [], {self._path(shard) for shard in keep}
@@ -179,7 +179,7 @@ class ShardCache:
             with suppress(FileNotFoundError):  # another process may evict it first
                 status = path.stat()
                 found.append((path in kept, status.st_mtime_ns, path, status.st_size))
-        excess = sum(size for *_, size in found) + room - self.budget
+        excess = sum(size for *_, size in found) + needed - self.budget
         for _, _, path, size in sorted(found):
             if excess <= 0:
                 return
@@ -206,7 +206,7 @@ def _fetch_once(url: str, shard: Shard, path: Path, patience: Patience) -> None:
         raise DataError(f"{url} cannot be fetched: it does not exist") from error
     except OSError as error:
         raise DataError(
-            f"{path.parent} has no room for {url} ({error.strerror}); lower data.cache_gib or set data.cache"
+            f"{path.parent} has no space left for {url} ({error.strerror}); lower data.cache_gib or set data.cache"
         ) from error
     size = path.stat().st_size
     if size != shard.bytes:
