@@ -18,6 +18,7 @@ from dmjd.errors import ConfigError, NotMet, UserError
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch, read_launch
+from dmjd.parallel.rendezvous import fresh_store
 
 T = TypeVar("T")
 
@@ -174,8 +175,8 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     timeout = timedelta(minutes=engine.start_timeout)
     if launch.size == 1:
         if ENGINES[engine.name].collective and not dist.is_initialized():
-            store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            own = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
+            dist.init_process_group(backend, store=own, rank=0, world_size=1)
         return alone(device)
     if device.type == "cuda":
         if launch.local_rank >= torch.cuda.device_count():
@@ -188,7 +189,9 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store = fresh_store(store, rank, size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         group = _gloo_group(timeout)
     except (RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
         raise _not_met(error, launch, timeout) from error
