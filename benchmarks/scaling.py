@@ -27,7 +27,9 @@ def summary(paths: Sequence[Path]) -> str:
     cells = list(dict.fromkeys((row["model"], row["micro_batch"]) for row in rows))
     rows.sort(key=lambda row: (cells.index((row["model"], row["micro_batch"])), row["gpus"]))
     official = [
-        record for path in sorted(RESULTS.glob("convvit_step*.json")) for record in [json.loads(path.read_text())]
+        json.loads(path.read_text())
+        for pattern in ("convvit_step*.json", "official_step*.json")
+        for path in sorted(RESULTS.glob(pattern))
     ]
     return "\n\n".join(part for part in _parts(rows, official) if part)
 
@@ -147,13 +149,13 @@ def _hours(rows: Sequence[Row], official: Sequence[Row], shared: Sequence[str]) 
 
 
 def official_rate(card: str | None, records: Sequence[Row]) -> float | None:
-    """Images a second of the official code's ConViT-L on one ``card``, the best that ``convvit_step.py`` measured."""
+    """Images a second of the official code's ConViT-L on one ``card``, the best that ``official_step.py`` measured."""
     rates = [
         row["images_per_second"]
         for record in records
         if record["device"] == card
         for row in record["rows"]
-        if row["way"] == "official" and row["case"].startswith("large:")
+        if row["way"] == "official" and row["case"].startswith(("large:", "convvit_large:"))
     ]
     return max(rates, default=None)
 
