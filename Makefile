@@ -20,6 +20,7 @@ export MAX_JOBS
 BIN := $(VENV)/bin
 # Twice quiet: errors alone.
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+TORCH := $(VENV)/.torch
 INSTALLED := $(VENV)/.installed
 NATIVE := build/.native
 CMAKE_BUILD := build/cmake
@@ -35,20 +36,25 @@ timed = @began=$$(date +%s); $(2) || exit 1; echo "$(1) took $$(($$(date +%s) - 
 
 .PHONY: install native demo test ctest test-slurm lint clean
 
-install: $(INSTALLED) $(NATIVE)
+# Libraries are downloaded while the native libraries are compiled: both need torch only.
+install:
+	@$(MAKE) --no-print-directory -j2 $(INSTALLED) $(NATIVE)
 
 native: $(NATIVE)
 
 # torch first and by itself: the native build below needs it, and pip must not fetch another into an isolated build.
-$(INSTALLED): pyproject.toml setup.py
+$(TORCH):
 	@echo "installing into $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install torch torchvision 'setuptools>=77' ninja
+	@touch $@
+
+$(INSTALLED): $(TORCH) pyproject.toml setup.py
 	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable '.[train,eval,scale,clip,dev]'
 	@touch $@
 
 # The compiler's command lines are kept in a log, which is shown when something fails.
-$(NATIVE): $(INSTALLED) $(SOURCES)
+$(NATIVE): $(TORCH) setup.py $(SOURCES)
 	@echo "building the native libraries"
 	@mkdir -p build
 	@DMJD_EXT=$(DMJD_EXT) DMJD_CUDA=$(DMJD_CUDA) DMJD_JPEG=$(DMJD_JPEG) $(BIN)/python setup.py build_ext --inplace > build/native.log 2>&1 \
