@@ -14,6 +14,7 @@ not function. Switches:
     DMJD_CUDA   auto (default) | force | off, for the CUDA kernels alone
     DMJD_JPEG   auto (default) | force | off, for dmjd/_jpeg alone
     TORCH_CUDA_ARCH_LIST (default below), MAX_JOBS, CUDA_HOME as in every torch extension
+    DMJD_REPOSITORY (for a release) address of the repository, to which the README's links lead on a package index
 
 torch is not a build requirement, since pip would download a second one of several gigabytes into its isolated build:
 install torch first and then `pip install --no-build-isolation .`.
@@ -267,8 +268,37 @@ def native_build() -> dict[str, Any]:
     return {"ext_modules": extensions, "cmdclass": {"build_ext": command}}
 
 
+def long_description() -> str:
+    """README.md for a package index, where relative links lead nowhere: they become links into DMJD_REPOSITORY, the
+    repository's address, or plain text without it. A picture needs the address."""
+    repository = os.environ.get("DMJD_REPOSITORY", "").rstrip("/")
+
+    def link(match: re.Match[str]) -> str:
+        picture, label, target = match.groups()
+        if re.match(r"https?:|#", target):
+            return match[0]
+        if not repository:
+            return "" if picture else label
+        return f"{picture}[{label}]({repository}/{'raw' if picture else 'blob'}/HEAD/{target})"
+
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", link, Path("README.md").read_text(encoding="utf-8"))
+
+
+def project_urls() -> dict[str, str]:
+    """Links beside the description; those into the repository need DMJD_REPOSITORY."""
+    repository = os.environ.get("DMJD_REPOSITORY", "").rstrip("/")
+    pages = {"Repository": "", "Documentation": "/tree/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+    own = {name: repository + page for name, page in pages.items()} if repository else {}
+    return {"Paper": "https://arxiv.org/abs/2301.00230", **own}
+
+
 try:
     native = native_build()
 except NativeBuildError as error:
     sys.exit(f"dmjd: {error}")
-setup(**{**native, "cmdclass": {"build_py": BuildPy, **native.get("cmdclass", {})}})
+setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    project_urls=project_urls(),
+    **{**native, "cmdclass": {"build_py": BuildPy, **native.get("cmdclass", {})}},
+)

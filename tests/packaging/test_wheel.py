@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,16 @@ def test_wheel_holds_the_package_and_its_trees(unpacked: Path) -> None:
     assert {name for name in shipped if not name.startswith(("configs/", "launchers/"))} == sources
     assert (unpacked / "dmjd" / "_C_cpu.abi3.so").is_file()
     assert {path.name for path in unpacked.iterdir()} == {"dmjd", *(path.name for path in unpacked.glob("*.dist-info"))}
+
+
+@pytest.mark.slow
+def test_the_description_has_no_link_that_is_dead_on_a_package_index(unpacked: Path) -> None:
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert "https://arxiv.org/abs/2301.00230" in targets
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "Project-URL: Paper, https://arxiv.org/abs/2301.00230" in text
 
 
 @pytest.mark.slow
