@@ -99,15 +99,15 @@ def mae(folder: Path, size: str, compiled: bool) -> Official:
 
 
 def _modules(folder: Path, *names: str) -> list[Any]:
-    """Modules of a checkout; both have a package ``util``, which is forgotten afterwards."""
+    """Modules of a checkout; both have a package ``util``, so that of the other is forgotten."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "util"]:
+        del sys.modules[name]
     setattr(numpy, "float", float)  # noqa: B010  # gone from numpy; the official position tables ask for it
     sys.path.insert(0, str(folder))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they import timm by names that timm has deprecated
         found = [importlib.import_module(name) for name in names]
     sys.path.pop(0)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "util"]:
-        del sys.modules[name]
     return found
 
 
