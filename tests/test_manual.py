@@ -114,6 +114,6 @@ def test_type_and_allowed_values_stand_beside_a_value() -> None:
         "engine.compile=none (none | block | model)",
         "data.flip=true (true | false) Random horizontal flip",
         "wandb=null (text; or null)",
-        "data.std=[0.229,0.224,0.225] (list: float, above 0)",
+        "data.std=[0.229,0.224,0.225] (list: float, above 0 and at most 1)",
     ):
         assert line in monotone
