@@ -6,7 +6,6 @@ Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Container, Sequence
@@ -23,27 +22,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, PretrainConfig, check_fields, expand_paths
-from dmjd.config.fields import dataclass_of, leaves, suggestion
+from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, check_fields, expand_paths
+from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import printable
+from dmjd.keys import DESCRIBING, fields_of, groups_of, near, takes_files
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-DESCRIBING = ("experiment", "backbone")
-"""Groups of pre-training that describe the model of a file of weights to other commands."""
-
-
 FEW = 12
 """Up to this many options are listed behind a suggestion."""
-
-
-def groups() -> dict[str, list[str]]:
-    """Config groups and their options, as shipped: ``{"data": ["digits", "folder", ...], ...}``."""
-    folders = sorted(path for path in configs_dir().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
 
 
 def compose(command: str, overrides: Sequence[str]) -> Any:
@@ -52,7 +42,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     Raises:
         ConfigError: with the key and the allowed keys or values.
     """
-    described = _describing(overrides) if _takes_files(SCHEMAS[command]) else []
+    described = _describing(overrides) if takes_files(SCHEMAS[command]) else []
     composed = _composed(command, overrides)
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
@@ -82,7 +72,7 @@ def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
     schema = SCHEMAS[command]
-    described = _describing(overrides) if _takes_files(schema) else []
+    described = _describing(overrides) if takes_files(schema) else []
     options, given = _checked(command, [override for override in overrides if override not in described])
     try:
         composed = deepcopy(_of_groups(command, schema, configs_dir(), *options))
@@ -135,11 +125,6 @@ def _resolvable(values: Any) -> Any:
         return values
     known = _VARIABLE.fullmatch(values) and values[len("${oc.env:") : -1] in os.environ
     return values if known else values.replace("${", "\\${")
-
-
-def _takes_files(schema: type) -> bool:
-    """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
-    return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
 
 
 def _describing(overrides: Sequence[str]) -> list[str]:
@@ -195,14 +180,6 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def groups_of(command: str) -> dict[str, list[str]]:
-    """The groups that ``command`` takes, with their options."""
-    names = {field.name for field in fields(SCHEMAS[command])}
-    if issubclass(SCHEMAS[command], PretrainConfig) or _takes_files(SCHEMAS[command]):
-        names |= set(DESCRIBING)
-    return {name: options for name, options in groups().items() if name in names}
-
-
 class _Checked(NamedTuple):
     """options: ``GROUP=OPTION`` for Hydra. given: key -> value, of the right type."""
 
@@ -213,7 +190,7 @@ class _Checked(NamedTuple):
 def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     """The overrides, parsed. Malformed overrides, unknown keys and options, and wrong types raise ConfigError here."""
     schema, available = SCHEMAS[command], groups_of(command)
-    known = {key: (item, annotation) for key, item, annotation in leaves(schema) if not key.startswith("model.")}
+    known = fields_of(command)
     checked = _Checked([], {})
     chosen: set[str] = set()
     for override in overrides:
@@ -230,7 +207,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             name = key.lstrip("+~")
             raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {name}=value to set one")
         if not equals or not key:
-            hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else _near(key, command)
+            hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
             raise ConfigError(f"cannot parse {typed!r}; write key=value{hint if key else ''}")
         if key in available:
             option = unquoted(text)
@@ -245,7 +222,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
         if key == "data.root" and "root" in known and "data" not in chosen | _named(overrides):
             key = "root"
         if key not in known:
-            raise ConfigError(f"{key} is not a key{_near(key, command)}")
+            raise ConfigError(f"{key} is not a key{near(key, command)}")
         group = key.split(".")[0]
         if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
             raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
@@ -294,65 +271,6 @@ def _filled(key: str, text: str) -> str:
         return text
     resolved = OmegaConf.create({"value": _interpolated(key, unquoted(text), ())}).value
     return str(resolved)
-
-
-ELSEWHERE = {
-    "arch": "backbone",
-    "bs": "batch_size",
-    "dir": "root",
-    "directory": "root",
-    "encoder": "backbone",
-    "folder": "root",
-    "img_size": "image_size",
-    "input_size": "image_size",
-    "k": "neighbours",
-    "learning_rate": "base_lr",
-    "lr": "base_lr",
-    "model": "backbone",
-    "num_epochs": "epochs",
-    "num_workers": "workers",
-    "output_dir": "run",
-    "out": "run",
-    "path": "root",
-    "resolution": "image_size",
-    "size": "image_size",
-    "warmup": "warmup_epochs",
-    "wd": "weight_decay",
-}
-"""Name of a key in other code bases -> the last component of its name here."""
-
-
-def _near(key: str, command: str) -> str:
-    """The end of an error about an unknown key: up to three keys of ``command`` that are meant, or all of a section."""
-    known = [*groups_of(command), *(name for name, *_ in leaves(SCHEMAS[command]) if not name.startswith("model."))]
-    section = [name for name in known if name.startswith(f"{key}.")]
-    if section:
-        return f"; {key} is a section with {', '.join(name.removeprefix(f'{key}.') for name in section)}"
-    above = key.rpartition(".")[0]
-    if above in known and not any(name.startswith(f"{above}.") for name in known):
-        return f"; {above} is a single value"
-    scores = {name: _closeness(key, name) for name in known}
-    best = max(scores.values(), default=0.0)
-    if best >= 0.7:
-        near = sorted((name for name in known if scores[name] >= best - 0.02), key=lambda name: name.count("."))[:3]
-        return f"; did you mean {' or '.join(near)}?"
-    inner = [name.removeprefix(f"{above}.") for name in known if above and name.startswith(f"{above}.")]
-    names = inner or list(dict.fromkeys(name.partition(".")[0] for name in known))
-    return f"; {above if inner else 'the top level'} has {', '.join(names)}"
-
-
-def _closeness(typed: str, name: str) -> float:
-    """How probable it is that ``name`` is meant by ``typed``, in 0..1."""
-    (section, _, last), (own_section, _, own) = typed.lower().rpartition("."), name.rpartition(".")
-    alike = difflib.SequenceMatcher(None, last, own).ratio()
-    if own == last or typed.lower().replace(".", "_") == own:
-        alike = 1.0
-    elif ELSEWHERE.get(last) == own:
-        alike = 0.95
-    elif last in own.split("_"):
-        alike = max(alike, 0.8)
-    same_section = difflib.SequenceMatcher(None, section, own_section).ratio() > 0.75 if section else False
-    return 0.9 * alike + 0.1 * same_section
 
 
 def _is_optional(annotation: Any) -> bool:

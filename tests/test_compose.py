@@ -132,7 +132,10 @@ BAD_OVERRIDES = {
     "optim.base_lr=nan": ["optim.base_lr", "above 0", "nan"],
     "keep_checkpoints=0": ["keep_checkpoints", "above 0"],
     "mask.mask_ratio=75": ["mask.mask_ratio must be above 0 and below 1, got 75; 75 % is 0.75"],
-    "data.mean=[123.675]": ["data.mean must be", "at most 1, got 123.675; divide values for pixels in 0..255 by 255: 0.485"],
+    "data.mean=[123.675]": [
+        "data.mean must be",
+        "at most 1, got 123.675; divide values for pixels in 0..255 by 255: 0.485",
+    ],
     # unknown options of groups
     "experiment=zzz": ["experiment has no option 'zzz'; choose from", *EXPERIMENTS],
     "experiment=mae_vit_bse": ["experiment has no option 'mae_vit_bse'; did you mean mae_vit_base?"],
@@ -172,7 +175,19 @@ def test_a_bad_override_is_an_error_of_one_line(override: str, parts: list[str])
 
 VERBATIM = [
     *("true", "1e3", "3.10", "1_000", "007", "a b", "$HOME", "a(b", "/data/a=b", "a b (c)", "runs/Müller", "/tmp/数据"),
-    *("x/epoch=3-step=9", "a,b", "[a]", "{a: 1}", "100%", "it's", "'a' and 'b'", "5\" disk", "a\\b", "${nowhere}", "a#b"),
+    *(
+        "x/epoch=3-step=9",
+        "a,b",
+        "[a]",
+        "{a: 1}",
+        "100%",
+        "it's",
+        "'a' and 'b'",
+        '5" disk',
+        "a\\b",
+        "${nowhere}",
+        "a#b",
+    ),
     *("${oc.decode:1}", "%a", "*?!", "@x", " a "),
 ]
 
@@ -292,7 +307,7 @@ def test_overrides_of_pretraining_describe_the_model_of_a_file(command: str) -> 
     config = compose(command, ["checkpoint=x.pth", *overrides])
     assert config.model == compose("pretrain", overrides)
     assert compose(command, ["checkpoint=x"]).model is None
-    with pytest.raises(ConfigError, match="backbone has no option 'vit_tall'; .* choose from convvit_base"):
+    with pytest.raises(ConfigError, match=r"backbone has no option 'vit_tall'; .* choose from convvit_base"):
         compose(command, ["checkpoint=x.pth", "backbone=vit_tall"])
 
 

@@ -7,9 +7,11 @@ from typing import get_type_hints
 
 import pytest
 
-from dmjd.compose import DESCRIBING, compose, dataclass_of, groups, values
+from dmjd.compose import compose, values
 from dmjd.config import SCHEMAS
+from dmjd.config.fields import dataclass_of
 from dmjd.evaluate import EVALUATIONS
+from dmjd.keys import DESCRIBING, groups
 from dmjd.manual import meanings, page
 
 REQUIRED = {name: ["checkpoint=x"] for name in (*EVALUATIONS, "export", "consolidate")}
