@@ -59,12 +59,13 @@ class Progress:
         label: the unit of work, such as "step", or what is done.
         total: units of the whole work; None: not known, and the line is shown only while no other bar is open in it.
         done: units that were done before.
-        images: images in each unit, for the speed in images/s; None: none is shown.
+        images: images in each unit, for the speed in img/s; None: none is shown.
     """
 
     def __init__(self, label: str, total: int | None, done: int = 0, *, images: int | None = None) -> None:
         self._label, self.total, self._done, self._images = label, total, done, images
         self._values: dict[str, str] = {}
+        self._printed = done
         self._begin = self._last_line = time.monotonic()
         self._samples = deque([(self._begin, done)])
 
@@ -74,7 +75,7 @@ class Progress:
 
     def __exit__(self, *error: object) -> None:
         _close(self)
-        if self._done == self.total and time.monotonic() - self._begin >= SHOW_AFTER:
+        if self._done == self.total != self._printed and time.monotonic() - self._begin >= SHOW_AFTER:
             self._print_line()
 
     def advance(self, units: int = 1, **values: str) -> None:
@@ -93,6 +94,7 @@ class Progress:
     def _print_line(self) -> None:
         """Print a plain line where no bar can be shown."""
         if not _is_terminal():
+            self._printed = self._done
             _write(_GAP.join(text for _, text in self._parts()) + "\n")
 
     def _parts(self) -> list[tuple[int, str]]:
@@ -105,7 +107,7 @@ class Progress:
         parts += [(2 + number, f"{name} {value}") for number, (name, value) in enumerate(self._values.items())]
         if self._images and speed:
             rate = speed * self._images
-            parts.append((3, f"{rate:.0f} images/s" if rate >= 10 else f"{rate:.1g} images/s"))
+            parts.append((3, f"{rate:.0f} img/s" if rate >= 10 else f"{rate:.2g} img/s"))
         if self.total and speed and self._done < self.total:
             left = max(0.0, (self.total - done) / speed - (now - last))
             parts.append((1, f"ETA {timedelta(seconds=round(left))}"))

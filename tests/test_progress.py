@@ -23,7 +23,7 @@ logging.basicConfig(format="%(message)s", level=logging.INFO, handlers=[progress
 with progress.Progress("pretrain", None), progress.Progress("step", 8000, 7900, images=64) as bar:
     for step in range(int(sys.argv[2])):
         time.sleep(0.02)
-        bar.advance(loss="0.1234", epoch="99/100", lr="1.50e-04")
+        bar.advance(loss="0.1234", epoch="99/100", lr="1.5e-04")
         if step == 15:
             logging.getLogger("dmjd").info("a record" + " and more of it" * 10)
             warnings.warn("a warning")
@@ -72,9 +72,9 @@ def screen_lines(written: str) -> list[str]:
 @pytest.mark.parametrize(
     ("columns", "shown", "left_out"),
     [
-        (40, ("loss 0.1234", "ETA 0:00:0"), ("epoch", "lr", "images/s")),
-        (80, ("loss 0.1234", "ETA 0:00:0", "epoch 99/100", "images/s", "lr 1.50e-04"), ()),
-        (120, ("loss 0.1234", "ETA 0:00:0", "epoch 99/100", "images/s", "lr 1.50e-04", "━━━━━━"), ()),
+        (40, ("loss 0.1234", "ETA 0:00:0"), ("epoch", "lr", "img/s")),
+        (80, ("loss 0.1234", "ETA 0:00:0", "epoch 99/100", "img/s", "lr 1.5e-04"), ()),
+        (120, ("loss 0.1234", "ETA 0:00:0", "epoch 99/100", "img/s", "lr 1.5e-04", "━━━━━━"), ()),
     ],
 )
 def test_the_bar_fits_the_terminal_and_the_log_stands_above_it(
@@ -118,7 +118,7 @@ def test_a_terminal_without_control_codes_and_a_pipe_get_lines() -> None:
         assert len(steps) > 2
         for line in steps:
             assert re.fullmatch(
-                r"step 79\d\d/8000  loss 0.1234  epoch 99/100  lr 1.50e-04  \d+ images/s  ETA 0:00:\d\d", line
+                r"step 79\d\d/8000  loss 0.1234  epoch 99/100  lr 1.5e-04  \d+ img/s  ETA 0:00:\d\d", line
             )
 
 

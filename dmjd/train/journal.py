@@ -111,7 +111,7 @@ class Journal:
         if self._outputs is not None:
             epoch = -(-step // self._steps_per_epoch)
             self._outputs.progress.advance(
-                loss=f"{numbers.loss:.4f}", epoch=f"{epoch}/{self._config.epochs}", lr=f"{lr:.2e}"
+                loss=f"{numbers.loss:.4f}", epoch=f"{epoch}/{self._config.epochs}", lr=f"{lr:.1e}"
             )
         if step % self._config.log_every and step != self._total_steps:
             return

@@ -41,10 +41,10 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The run ends while it takes in the numbers of ``step``, which is one step behind what it computes."""
     advance = Progress.advance
 
-    def stopping(self: Progress, **values: str) -> None:
+    def stopping(self: Progress, units: int = 1, **values: str) -> None:
         if self._done == step:
             raise Stopped
-        advance(self, **values)
+        advance(self, units, **values)
 
     monkeypatch.setattr(Progress, "advance", stopping)
 

@@ -177,10 +177,10 @@ def test_a_rolled_back_run_may_be_killed_at_any_moment(words: Words, assert_same
     for kill in kills:
         left = iter(range(kill - 1))
 
-        def stopping(self: Progress, left: Iterator[int] = left, **values: str) -> None:
+        def stopping(self: Progress, units: int = 1, left: Iterator[int] = left, **values: str) -> None:
             if next(left, None) is None:
                 raise Stopped
-            advance(self, **values)
+            advance(self, units, **values)
 
         with pytest.MonkeyPatch.context() as patch:
             spoiled(patch, command, {9, 10})
