@@ -208,6 +208,8 @@ class _Display:
         self.bars.remove(bar)
         if self.live is not None and bar.total is not None and not any(other.total for other in self.bars):
             self.live.console.print(bar)
+        if self.live is not None:
+            self.live.refresh()  # what is printed next would stand above the frame from before
         if not self.bars:
             self._timer.cancel()
             if self.live is not None:
