@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dmjd.config import PlanConfig
+from dmjd.config.pretrain import IMAGENET
 from dmjd.report.cost import PAPER_GPUS
 from dmjd.report.format import ABSENT, hours
 from dmjd.report.table import Column, Table
@@ -15,7 +15,7 @@ from dmjd.report.table import Column, Table
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).with_name("results")
-DMJD_LARGE, EPOCHS, IMAGES = "convvit_large", 400, PlanConfig.images
+DMJD_LARGE, EPOCHS, IMAGES = "convvit_large", 400, IMAGENET
 PAPER_WALL_HOURS = 267
 """Of DMJD ConViT-L with HOG, 800 effective epochs, that is 400 of two views, on 8 A100 of 40 GB: "Gh." of the paper's
 comparison with the state of the art."""

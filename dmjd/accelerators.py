@@ -1,4 +1,10 @@
-"""GPUs: peak throughput and memory."""
+"""GPUs: peak throughput and memory.
+
+Peaks are those of NVIDIA's data sheets of each product, and of the tables in its architecture papers: "NVIDIA Ampere
+GA102 GPU Architecture" (RTX 30, A6000), "NVIDIA Ada GPU Architecture" (RTX 40) and "NVIDIA RTX Blackwell GPU
+Architecture" (RTX 50). For cards that these leave out (RTX 3060, 4060, 4070) the peak is twice that of float32 on the
+shader cores, as it is for every GeForce RTX card that they list.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +19,13 @@ class Accelerator:
     pattern: regular expression for the device name of CUDA.
     tflops: peak of dense matrix products in bfloat16 with float32 accumulation, from the data sheet.
     memory_gib: memory available to a process in GiB, slightly below the nominal size.
+    bf16: whether its tensor cores compute in bfloat16; if not, the peak is that of float16.
     """
 
     pattern: str
     tflops: float
     memory_gib: float
+    bf16: bool = True
 
 
 ACCELERATORS = {
@@ -36,9 +44,21 @@ ACCELERATORS = {
     "l40s": Accelerator(r"\bL40S\b", 362, 44),
     "l40": Accelerator(r"\bL40\b", 181, 44),
     "l4": Accelerator(r"\bL4\b", 121, 22),
-    # No bfloat16 in hardware: the peak is that of float16.
-    "v100-16": Accelerator(r"\bV100\b.*\b16GB", 125, 15.7),
-    "v100-32": Accelerator(r"\bV100\b", 125, 31.7),
+    "v100-16": Accelerator(r"\bV100\b.*\b16GB", 125, 15.7, bf16=False),
+    "v100-32": Accelerator(r"\bV100\b", 125, 31.7, bf16=False),
+    "t4": Accelerator(r"\bT4\b", 65, 14.6, bf16=False),
+    "rtx5090": Accelerator(r"\bRTX 5090(?! \w)", 209.5, 31.3),
+    "rtx5080": Accelerator(r"\bRTX 5080(?! \w)", 112.6, 15.4),
+    "rtx4090": Accelerator(r"\bRTX 4090(?! \w)", 165.2, 23.5),
+    "rtx4080": Accelerator(r"\bRTX 4080(?! \w)", 97.5, 15.6),
+    "rtx4070": Accelerator(r"\bRTX 4070(?! \w)", 58.3, 11.6),
+    "rtx4060": Accelerator(r"\bRTX 4060(?! \w)", 30.2, 7.6),
+    "rtx3090": Accelerator(r"\bRTX 3090(?! \w)", 71, 23.5),
+    "rtx3080": Accelerator(r"\bRTX 3080(?! \w)", 59.5, 9.6),
+    "rtx3070": Accelerator(r"\bRTX 3070(?! \w)", 40.6, 7.6),
+    "rtx3060": Accelerator(r"\bRTX 3060(?! \w)", 25.5, 11.6),
+    "a6000": Accelerator(r"\bRTX A6000\b", 154.8, 47),
+    "a5000": Accelerator(r"\bRTX A5000\b", 111.1, 23.5),
 }
 """By the name for ``dmjd plan gpu=...``. The first pattern that matches a device counts."""
 

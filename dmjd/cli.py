@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import gc
 import io
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from dmjd import __version__
@@ -17,7 +18,8 @@ from dmjd.config import RENAMED, SCHEMAS
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
-from dmjd.redact import redact_output
+from dmjd.progress import LogHandler, Progress, begin
+from dmjd.redact import redact, redact_output
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -67,15 +69,21 @@ def _plan(arguments: Sequence[str]) -> None:
     print(*page(Plan(config), only), sep="\n")
 
 
-def _of_checkpoint(arguments: Sequence[str]) -> list[str]:
-    """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
-    return [f"checkpoint={arguments[0]}", *arguments[1:]] if arguments and "=" not in arguments[0] else list(arguments)
+def _of_checkpoint(command: str, arguments: Sequence[str]) -> list[str]:
+    """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`. RUN may hold an equals sign, unless a key is before it."""
+    from dmjd.completion import keys_of
+
+    if not arguments:
+        return []
+    key, equals, _ = arguments[0].partition("=")
+    is_path = not equals or (RENAMED.get(key, key) not in keys_of(command) and Path(at_home(arguments[0])).exists())
+    return [f"checkpoint={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
 
 
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    record = evaluate(command, compose(command, _of_checkpoint(arguments)))
+    record = evaluate(command, compose(command, _of_checkpoint(command, arguments)))
     for score, column in EVALUATIONS[command].columns.items():
         value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
         print(f"{command}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
@@ -86,7 +94,7 @@ def _report(arguments: Sequence[str]) -> None:
     from dmjd.report import write_comparison, write_report
 
     keys = ("baseline", "output")
-    runs = [text for text in arguments if text.partition("=")[0] not in keys]
+    runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
     options = {key: at_home(value) for key, _, value in (text.partition("=") for text in arguments) if key in keys}
     if not runs or (len(runs) == 1 and options):
         raise ConfigError(
@@ -123,7 +131,7 @@ def _export(arguments: Sequence[str]) -> None:
     """Export the encoder as safetensors for timm.create_model"""
     from dmjd.compose import compose
 
-    config = compose("export", _of_checkpoint(arguments))
+    config = compose("export", _of_checkpoint("export", arguments))
     from dmjd.evaluate.export import export, sidecar
 
     path = export(config)
@@ -134,7 +142,7 @@ def _consolidate(arguments: Sequence[str]) -> None:
     """Merge a sharded checkpoint (weights and optimizer state) into one safetensors file"""
     from dmjd.compose import compose
 
-    config = compose("consolidate", _of_checkpoint(arguments))
+    config = compose("consolidate", _of_checkpoint("consolidate", arguments))
     from dmjd.runs.consolidate import consolidate
 
     print(consolidate(config))
@@ -204,10 +212,26 @@ def _doctor(arguments: Sequence[str]) -> None:
 
     if len(arguments) != 1:
         raise ConfigError("dmjd doctor takes one run folder: dmjd doctor RUN")
-    for finding in examine(Path(arguments[0])):
+    for finding in examine(Path(at_home(arguments[0]))):
         print(printable_message(finding.what))
         if finding.advice:
             print(f"    -> {printable_message(finding.advice)}")
+
+
+def _completion(arguments: Sequence[str]) -> None:
+    """Print a completion script for a shell: eval "$(dmjd completion bash)"; dmjd completion bash|zsh|fish"""
+    from dmjd.completion import SHELLS, script
+
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        raise ConfigError(f"dmjd completion takes one shell of {', '.join(SHELLS)}: dmjd completion bash")
+    print(script(arguments[0], {name: _summary(name) for name in _names()}), end="")
+
+
+def _version(arguments: Sequence[str]) -> None:
+    """Print the version"""
+    if arguments:
+        raise ConfigError("dmjd version takes no arguments")
+    print(f"dmjd {__version__}")
 
 
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
@@ -216,7 +240,7 @@ GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
     "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
     "data": {"shards": _shards},
     "cluster": {"submit": _submit, "preflight": _preflight, "doctor": _doctor},
-    "installation": {"ops": _ops},
+    "installation": {"ops": _ops, "completion": _completion, "version": _version},
 }
 """Commands by group, in the order of the usage page. A command's docstring is its line there.
 
@@ -231,27 +255,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="surrogateescape")  # file names that are not UTF-8 are printed as they are
     redact_output()
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    begin()
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[LogHandler()], force=True)
     logging.getLogger("dmjd").setLevel(logging.INFO)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help", *arguments[2:]]
+    if not arguments or arguments[0] in _HELP:
         print(_usage())
         return 0
-    if arguments[0] == "--version":
-        print(f"dmjd {__version__}")
-        return 0
-    command, rest = arguments[0], arguments[1:]
-    for former in RENAMED.keys() & {text.partition("=")[0] for text in rest}:
-        if _rank() == 0:
-            logging.getLogger("dmjd").warning("%s is now called %s", former, RENAMED[former])
+    command, rest = "version" if arguments[0] == "--version" else arguments[0], arguments[1:]
     try:
-        if command not in COMMANDS and command not in EVALUATIONS:
-            raise ConfigError(f"no command {command!r}; choose from {', '.join((*COMMANDS, *EVALUATIONS))}")
-        if "-h" in rest or "--help" in rest:
-            print(_help(command, [text for text in rest if text not in ("-h", "--help")]))
+        if command not in _names():
+            near = difflib.get_close_matches(command, _names(), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_names())}"
+            raise ConfigError(f"no command {redact(command)!r}; {hint}")
+        rest = list(_overrides(rest))
+        for former in RENAMED.keys() & {text.partition("=")[0] for text in rest}:
+            if _rank() == 0:
+                logging.getLogger("dmjd").warning("%s is now called %s", former, RENAMED[former])
+        if asked := [text for text in rest if text in _HELP]:
+            everything = "--help-all" in asked or "all" in rest
+            print(_help(command, [text for text in rest if text not in (*_HELP, "all")], everything))
         elif "--cfg" in rest:
             print(_resolved(command, [text for text in rest if text != "--cfg"]), end="")
         else:
-            with _recorded_exit():
+            with _recorded_exit(), _waiting(command):
                 _evaluate(command, rest) if command in EVALUATIONS else COMMANDS[command](rest)
     except UserError as error:
         return 2 if error.reported else _fail(str(error), 2)
@@ -287,6 +315,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         raise
     return 0
+
+
+_HELP = ("-h", "--help", "--help-all")
+_FLAGS = (*_HELP, "--cfg", "--dry-run")
+"""Arguments without a value."""
+
+
+def _names() -> list[str]:
+    return [*COMMANDS, *EVALUATIONS]
+
+
+def _overrides(arguments: Sequence[str]) -> Iterator[str]:
+    """The arguments with ``--key=value`` and ``--key value`` as ``key=value``; flags and all others stay."""
+    left = iter(arguments)
+    for text in left:
+        key, equals, value = text.removeprefix("--").partition("=")
+        if text in _FLAGS or not text.startswith("--"):
+            yield text
+            continue
+        if not equals:
+            value = next(left, "--")
+            if value.startswith("--") or value in _FLAGS:
+                raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE")
+        yield f"{key.replace('-', '_')}={value}"
+
+
+def _waiting(command: str) -> AbstractContextManager[object]:
+    """The line of a command in which no other progress is shown; on rank 0."""
+    return nullcontext() if os.environ.get("RANK", "0") != "0" else Progress(command, None)
 
 
 def _fail(message: str, code: int) -> int:
@@ -326,9 +383,14 @@ def _usage() -> str:
     lines = [
         "dmjd COMMAND [KEY=VALUE ...]",
         "",
-        "  dmjd COMMAND --help              list the command's keys with values and meanings",
+        "  dmjd COMMAND --help              examples and the most used keys; --help-all: all keys",
         "  dmjd COMMAND KEY=VALUE --cfg     print the resolved configuration and exit",
-        "  dmjd --version                   print the version",
+        "  dmjd version                     print the version; dmjd --version does as well",
+        "",
+        "examples",
+        "  dmjd demo                        pre-train and evaluate a small model on a CPU, in minutes",
+        "  dmjd pretrain data.root=photos run=runs/photos",
+        "  dmjd knn runs/photos             score the encoder; then: dmjd report runs/photos",
     ]
     for group, commands in GROUPS.items():
         names = [*EVALUATIONS, *commands] if group == "evaluate" else commands
@@ -340,17 +402,18 @@ def _summary(command: str) -> str:
     return EVALUATIONS[command].summary if command in EVALUATIONS else (COMMANDS[command].__doc__ or "").strip()
 
 
-def _help(command: str, arguments: Sequence[str]) -> str:
-    lines = [f"dmjd {command}: {_summary(command)}"]
-    from dmjd.manual import page
+def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
+    from dmjd.manual import examples, page
+
+    lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
 
     if command in SCHEMAS and command not in ("pretrain", "plan", "convert"):
-        lines.append(f"dmjd {command} RUN is short for dmjd {command} checkpoint=RUN")
-        arguments = _of_checkpoint(arguments)
+        lines += ["", f"dmjd {command} RUN is short for dmjd {command} checkpoint=RUN"]
+        arguments = _of_checkpoint(command, arguments)
     if command in SCHEMAS:
-        lines += ["", *page(command, arguments)]
+        lines += ["", *page(command, arguments, everything)]
     if command in ("demo", "preflight"):
-        lines += ["", "keys: see dmjd pretrain --help"]
+        lines += ["", "keys: those of dmjd pretrain; see dmjd pretrain --help"]
     if command == "submit":
         from dmjd.cluster.submit import OPTIONS, submittable
 

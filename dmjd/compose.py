@@ -6,38 +6,34 @@ Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, PretrainConfig, check_fields, expand_paths
+from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, check_fields, expand_paths
+from dmjd.config.fields import suggestion
+from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import printable
+from dmjd.keys import DESCRIBING, fields_of, groups_of, near, takes_files
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-DESCRIBING = ("experiment", "backbone")
-"""Groups of pre-training that describe the model of a file of weights to other commands."""
-
-
-def groups() -> dict[str, list[str]]:
-    """Config groups and their options, as shipped: ``{"data": ["digits", "folder", ...], ...}``."""
-    folders = sorted(path for path in configs_dir().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
-    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+FEW = 12
+"""Up to this many options are listed behind a suggestion."""
 
 
 def compose(command: str, overrides: Sequence[str]) -> Any:
@@ -46,7 +42,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     Raises:
         ConfigError: with the key and the allowed keys or values.
     """
-    described = _describing(overrides) if _takes_files(SCHEMAS[command]) else []
+    described = _describing(overrides) if takes_files(SCHEMAS[command]) else []
     composed = _composed(command, overrides)
     try:
         missing = sorted(OmegaConf.missing_keys(composed))
@@ -76,14 +72,23 @@ def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
     schema = SCHEMAS[command]
-    described = _describing(overrides) if _takes_files(schema) else []
-    checked = _checked(command, [override for override in overrides if override not in described])
-    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    described = _describing(overrides) if takes_files(schema) else []
+    options, given = _checked(command, [override for override in overrides if override not in described])
     try:
-        with initialize_config_dir(str(configs_dir().resolve()), version_base="1.3"):
-            return hydra_compose(command, checked)
+        composed = deepcopy(_of_groups(command, schema, configs_dir(), *options))
+        for key, value in given.items():
+            OmegaConf.update(composed, key, value)
+        return composed
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_reason(error)) from error
+
+
+@lru_cache(maxsize=64)
+def _of_groups(command: str, schema: type, folder: Path, *options: str) -> DictConfig:
+    """The defaults of ``command`` under ``GROUP=OPTION`` overrides; kept, since Hydra takes 0.1 s."""
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+        return hydra_compose(command, list(options))
 
 
 def _configuration(composed: Any) -> Any:
@@ -120,11 +125,6 @@ def _resolvable(values: Any) -> Any:
         return values
     known = _VARIABLE.fullmatch(values) and values[len("${oc.env:") : -1] in os.environ
     return values if known else values.replace("${", "\\${")
-
-
-def _takes_files(schema: type) -> bool:
-    """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
-    return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
 
 
 def _describing(overrides: Sequence[str]) -> list[str]:
@@ -180,99 +180,101 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def groups_of(command: str) -> dict[str, list[str]]:
-    """The groups that ``command`` takes, with their options."""
-    names = {field.name for field in fields(SCHEMAS[command])}
-    if issubclass(SCHEMAS[command], PretrainConfig) or _takes_files(SCHEMAS[command]):
-        names |= set(DESCRIBING)
-    return {name: options for name, options in groups().items() if name in names}
+class _Checked(NamedTuple):
+    """options: ``GROUP=OPTION`` for Hydra. given: key -> value, of the right type."""
+
+    options: list[str]
+    given: dict[str, Any]
 
 
-def _checked(command: str, overrides: Sequence[str]) -> list[str]:
-    """The overrides for Hydra. Malformed overrides, unknown keys and unknown options raise ConfigError here."""
+def _checked(command: str, overrides: Sequence[str]) -> _Checked:
+    """The overrides, parsed. Malformed overrides, unknown keys and options, and wrong types raise ConfigError here."""
     schema, available = SCHEMAS[command], groups_of(command)
+    known = fields_of(command)
+    checked = _Checked([], {})
     chosen: set[str] = set()
-    checked = []
-    has_root = "root" in (field.name for field in fields(schema))
-    if has_root and not any(text.startswith("data=") for text in overrides):
-        overrides = [re.sub("^data.root=", "root=", text) for text in overrides]
-    for text in overrides:
-        know(text)
-        former, equals, rest = text.partition("=")
-        text = f"{RENAMED.get(former, former)}{equals}{rest}"
-        typed = redact(text)
-        if text != printable(text):
+    for override in overrides:
+        know(override)
+        key, equals, text = override.partition("=")
+        typed = redact(printable(override))
+        key = RENAMED.get(key, key)
+        if override != printable(override):
             raise ConfigError(
-                f"{printable(text)} is not UTF-8, and a configuration file is; rename the file or folder, or change "
+                f"{typed} is not UTF-8, and a configuration file is; rename the file or folder, or change "
                 "into that folder and use a relative path (run=.)"
             )
-        if re.match("([^'\"].*::)?~", text.partition("=")[2]):  # a leading ~ is a home folder, and an error to Hydra
-            text = _quoted(text)
-        try:
-            override = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            hint = "write key=value, with quotes around a value that has special characters: key='\"a=b (c)\"'"
-            raise ConfigError(f"cannot parse {typed!r}; {hint}") from error
-        key = override.key_or_group
-        if not key:
-            raise ConfigError(f"cannot parse {typed!r}; write key=value")
-        if override.is_sweep_override():
-            raise ConfigError(f"{key} takes one value, got {typed!r}; start one run per value")
-        if override.is_delete() or override.is_add():
-            raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {key}=value to set one")
+        if key[:1] in ("+", "~"):
+            name = key.lstrip("+~")
+            raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {name}=value to set one")
+        if not equals or not key:
+            hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
+            raise ConfigError(f"cannot parse {typed!r}; write key=value{hint if key else ''}")
         if key in available:
-            value = override.value()
-            if value not in available[key]:
-                raise ConfigError(f"{key} has no option {value!r}; choose from {', '.join(available[key])}")
+            option = unquoted(text)
+            if option not in available[key]:
+                hint = suggestion(option, available[key])
+                if not hint or len(available[key]) <= FEW:
+                    hint = f"{hint or ';'} choose from {', '.join(available[key])}"
+                raise ConfigError(f"{key} has no option {redact(option)!r}{hint}")
+            checked.options.append(f"{key}={option}")
             chosen.add(key)
-        else:
-            leaf = _leaf_type(schema, key)
-            group = key.split(".")[0]
-            if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
-                raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
-            if leaf in (str, str | None) and not isinstance(override.value(), str | None):
-                text = _quoted(text)  # a string stays as typed: 3.10 is a folder's name, not the number 3.1
-        checked.append(text)
+            continue
+        if key == "data.root" and "root" in known and "data" not in chosen | _named(overrides):
+            key = "root"
+        if key not in known:
+            raise ConfigError(f"{key} is not a key{near(key, command)}")
+        group = key.split(".")[0]
+        if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
+            raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
+        item, annotation = known[key]
+        value = parse(key, text if str in _kinds(annotation) else _filled(key, text), annotation, item.metadata)
+        checked.given[key] = _interpolated(key, value, known) if isinstance(value, str) else value
     return checked
 
 
-def _quoted(override: str) -> str:
-    """``KEY=VALUE`` with the value in quotes."""
-    key, _, value = override.partition("=")
-    return f"{key}={json.dumps(value, ensure_ascii=False)}"
+def _named(overrides: Sequence[str]) -> set[str]:
+    """The keys before the first ``=`` of each override."""
+    return {override.partition("=")[0] for override in overrides}
 
 
-def _leaf_type(schema: type, key: str) -> Any:
-    """The annotation of ``key``. Raises ConfigError with the allowed keys if there is no such key."""
-    node: type = schema
-    path = key.split(".")
-    for depth, name in enumerate(path):
-        names = [field.name for field in fields(node)]
-        if name not in names:
-            where = ".".join(path[:depth]) or "the top level"
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{key} is not a key; {hint}{where} has {', '.join(names)}")
-        annotation = get_type_hints(node)[name]
-        inner = dataclass_of(annotation)
-        if inner is None:
-            if depth + 1 < len(path):
-                raise ConfigError(f"{key} is not a key; {'.'.join(path[: depth + 1])} is a single value")
-            return annotation
-        node = inner
-    return node
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    return (annotation, *get_args(annotation))
+
+
+_INTERPOLATION = re.compile(r"\$\{(?:oc\.env:(\w+)(,[^{}]*)?|([\w.]+))\}")
+
+
+def _interpolated(key: str, text: str, known: Container[str]) -> str:
+    """``text`` for OmegaConf, which replaces ``${oc.env:NAME}`` and ``${KEY}``; any other ``${`` is escaped.
+
+    Raises:
+        ConfigError: if the variable NAME is not set and has no default value.
+    """
+    kept: list[str] = []
+
+    def keep(match: re.Match[str]) -> str:
+        variable, default, other = match.groups()
+        if other is not None and other not in known:
+            return match[0]
+        if variable is not None and default is None and variable not in os.environ:
+            raise ConfigError(f"{key}: the environment variable {variable} is not set")
+        kept.append(match[0])
+        return "\0"
+
+    parts = _INTERPOLATION.sub(keep, text).replace("${", "\\${").split("\0")
+    return parts[0] + "".join(inner + part for inner, part in zip(kept, parts[1:], strict=True))
+
+
+def _filled(key: str, text: str) -> str:
+    """``text`` of a key that is no string, with the values of its variables."""
+    if "${" not in text:
+        return text
+    resolved = OmegaConf.create({"value": _interpolated(key, unquoted(text), ())}).value
+    return str(resolved)
 
 
 def _is_optional(annotation: Any) -> bool:
     return type(None) in get_args(annotation)
-
-
-def dataclass_of(annotation: Any) -> type | None:
-    """The dataclass inside ``X`` or ``X | None``."""
-    for candidate in (annotation, *get_args(annotation)):
-        if isinstance(candidate, type) and is_dataclass(candidate):
-            return candidate
-    return None
 
 
 def _reason(error: Exception) -> str:

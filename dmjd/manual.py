@@ -1,4 +1,6 @@
-"""``dmjd COMMAND --help``: the groups of a command's configuration, then every key with value, type and meaning.
+"""``dmjd COMMAND --help``: examples, groups and the most used keys; ``--help-all``: every key.
+
+A key has its value, type and meaning.
 
 Meanings are read from the classes' docstrings: one paragraph ``key: meaning`` per key, continuation lines indented.
 """
@@ -15,10 +17,11 @@ from shutil import get_terminal_size
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from dmjd.compose import dataclass_of, groups_of, values
+from dmjd.compose import values
 from dmjd.config import SCHEMAS, PlanConfig, PretrainConfig
-from dmjd.config.fields import FLOAT_LIMIT, allowed
+from dmjd.config.fields import FLOAT_LIMIT, allowed, dataclass_of
 from dmjd.errors import ConfigError
+from dmjd.keys import fields_of, groups_of
 from dmjd.redact import redact
 
 _MAX_WIDTH = 110
@@ -28,11 +31,99 @@ _COLUMN = 36
 
 _CONDITIONS = "(X) before a meaning: the key applies only if its section's name is X; (K=X): only if its key K is X"
 
+MOST_USED = {
+    "pretrain": (
+        *("run", "data.root", "data.image_size", "epochs", "batch_size", "optim.base_lr", "optim.warmup_epochs"),
+        *("mask.views", "mask.mask_ratio", "init", "workers", "seed", "engine.device", "engine.precision"),
+        *("checkpoint_every", "online_knn.every_epochs"),
+    ),
+    "plan": (
+        *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
+        *("mask.views", "mask.mask_ratio", "ema_decay", "engine.precision", "engine.compile"),
+    ),
+}
+"""Command -> the keys of its short help. Of other commands these are all keys that are in no section."""
+
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "pretrain": (
+        ("dmjd pretrain data.root=photos run=runs/photos", "train on a folder of images"),
+        ("dmjd pretrain experiment=mae_vit_base data.root=imagenet engine=ddp", "a published recipe, under torchrun"),
+        ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
+    ),
+    "demo": (
+        ("dmjd demo", "train, evaluate and write a report"),
+        ("dmjd demo run=runs/demo epochs=1", "shorter"),
+        ("dmjd demo mask.mask_ratio=0.75 mask.views=1", "with other masks"),
+    ),
+    "plan": (
+        ("dmjd plan data.root=photos gpu=rtx4090", "for the images of a folder"),
+        ("dmjd plan experiment=mae_vit_large gpu=a100-80 gpus=32", "for ImageNet-1k on a cluster"),
+        ("dmjd plan images=50000 epochs=300 batch_size=256", "for another number of images"),
+    ),
+    "report": (
+        ("dmjd report runs/photos", "runs/photos/report.html"),
+        ("dmjd report runs/a runs/b baseline=runs/a", "compare runs"),
+        ("dmjd report runs/* output=reports", "compare all runs, in another folder"),
+    ),
+    "export": (
+        ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
+        ("dmjd export runs/photos weights=ema dtype=bf16", "the moving average, in bfloat16"),
+        ("dmjd export mae.pth experiment=mae_vit_base output=mae.safetensors", "a file of another code base"),
+    ),
+    "consolidate": (
+        ("dmjd consolidate runs/photos", "the newest checkpoint, inside of it"),
+        ("dmjd consolidate runs/photos output=all.safetensors", "to another file"),
+        ("dmjd consolidate runs/photos/checkpoints/step-00001000", "an earlier checkpoint"),
+    ),
+    "convert": (
+        ("dmjd convert input=mae.pth output=timm.safetensors to=timm", "MAE's weights for timm"),
+        ("dmjd convert input=runs/photos output=mae.pth to=mae", "a run for MAE's code"),
+        ("dmjd convert input=a.pth output=b.pth to=timm grid=[24,24]", "with interpolated positions"),
+    ),
+    "shards": (
+        ("dmjd shards build photos shards", "write the images of a folder as tars"),
+        ("dmjd shards index 'tars/*.tar' shards", "index existing tars"),
+        ("dmjd shards verify shards decode=true", "check every byte and pixel"),
+    ),
+    "submit": (
+        ("dmjd submit pretrain experiment=mae_vit_base data.root=imagenet nodes=4 --dry-run", "print the script"),
+        ("dmjd submit pretrain data.root=photos run=runs/photos time=24:00:00", "submit a run"),
+        ("dmjd submit knn runs/photos", "submit an evaluation"),
+    ),
+    "preflight": (
+        ("dmjd preflight data.root=photos", "check this machine"),
+        ("dmjd preflight data.root=photos warm=true", "also run one step"),
+        ("dmjd submit preflight data.root=imagenet nodes=4", "check the nodes of a job"),
+    ),
+    "doctor": (("dmjd doctor runs/photos", "why a run stopped or hangs"),),
+    "ops": (("dmjd ops status", "the kernel of each op"),),
+    "completion": (
+        ('eval "$(dmjd completion bash)"', "in ~/.bashrc"),
+        ('eval "$(dmjd completion zsh)"', "in ~/.zshrc"),
+        ("dmjd completion fish | source", "in ~/.config/fish/config.fish"),
+    ),
+    "version": (("dmjd version", "the installed version"),),
+}
+
+OF_EVALUATIONS = (
+    ("dmjd {} runs/photos", "the newest checkpoint of a run"),
+    ("dmjd {} runs/photos weights=untrained", "the same model before training"),
+    ("dmjd {} mae.pth experiment=mae_vit_base data=folder data.root=imagenet", "a file of another code base"),
+)
+
 _KEY = re.compile(r"^(\w+):(?= )", re.MULTILINE)
 
 
-def page(command: str, overrides: Sequence[str] = ()) -> list[str]:
+def examples(command: str) -> list[str]:
+    """Help lines with up to three commands that can be typed."""
+    shown = EXAMPLES.get(command) or [(text.format(command), meaning) for text, meaning in OF_EVALUATIONS]
+    return ["examples", *(line for text, meaning in shown for line in (f"  {text}", f"      {meaning}"))]
+
+
+def page(command: str, overrides: Sequence[str] = (), everything: bool = True) -> list[str]:
     """Help lines for ``command``, with the values under ``overrides``, or the defaults if those cannot be composed.
+
+    Lists ``everything``, or the keys of :data:`MOST_USED`.
 
     A key's first line is ``KEY=VALUE``, as it can be typed, with type and allowed values; its meaning follows below.
     """
@@ -50,10 +141,18 @@ def page(command: str, overrides: Sequence[str] = ()) -> list[str]:
         described = meanings(SCHEMAS[command]).get("model")
         lines += ["", *textwrap.wrap(described, width)] if described else []
         lines.append("")
-    lines.append(f"keys: KEY=VALUE, with {f'values under {under}' if under else 'default values'}")
-    if any(dataclass_of(hint) not in (None, PretrainConfig) for hint in get_type_hints(SCHEMAS[command]).values()):
+    schema, known = SCHEMAS[command], fields_of(command)
+    used = MOST_USED.get(command) or tuple(key for key in known if "." not in key)
+    few = not everything and len(used) < len(known)
+    under = f"values under {under}" if under else "default values"
+    lines.append(f"{'most used ' * few}keys: KEY=VALUE, with {under}")
+    if not everything:
+        lines += ["", *(line for key in used for line in _used(schema, key, now, width))]
+        more = f"dmjd {command} --help-all lists all {len(known)} keys"
+        return [*lines, "", more] if few else lines
+    if any(dataclass_of(hint) not in (None, PretrainConfig) for hint in get_type_hints(schema).values()):
         lines += textwrap.wrap(_CONDITIONS, width)
-    return [*lines, *_section(SCHEMAS[command], now, "", width)]
+    return [*lines, *_section(schema, now, "", width)]
 
 
 def meanings(schema: type) -> dict[str, str]:
@@ -76,13 +175,29 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when
     for item in sorted(fields(schema), key=lambda item: item.name in inherited):
         inner = dataclass_of(hints[item.name])
         if inner is None:
-            key = f"  {prefix}{item.name}={_typed(now[item.name])}"
-            yield from _hanging(f"({_type(item, hints[item.name])})", f"{key:{_COLUMN - 1}} ", _COLUMN, width)
-            yield from textwrap.wrap(texts.get(item.name, ""), width, initial_indent=" " * 6, subsequent_indent=" " * 6)
-        elif inner is not PretrainConfig:  # set by the groups of compose.DESCRIBING
+            text = texts.get(item.name, "")
+            yield from _entry(prefix + item.name, now[item.name], _type(item, hints[item.name]), text, width)
+        elif inner is not PretrainConfig:  # set by the groups of keys.DESCRIBING
             parts.append((item.name, inner))
     for name, inner in parts:
         yield from _section(inner, now[name] or _defaults(inner), f"{prefix}{name}.", width, texts.get(name, ""))
+
+
+def _used(schema: type, key: str, now: Any, width: int) -> Iterator[str]:
+    """The entry of one dotted key."""
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = dataclass_of(get_type_hints(schema)[section])
+        assert inner is not None
+        schema, now = inner, now[section]
+    (item,) = (item for item in fields(schema) if item.name == name)
+    kind = _type(item, get_type_hints(schema)[name])
+    yield from _entry(key, now[name], kind, meanings(schema)[name], width)
+
+
+def _entry(key: str, value: Any, kind: str, meaning: str, width: int) -> Iterator[str]:
+    yield from _hanging(f"({kind})", f"{f'  {key}={_typed(value)}':{_COLUMN - 1}} ", _COLUMN, width)
+    yield from textwrap.wrap(meaning, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _plain(text: str) -> str:

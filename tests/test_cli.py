@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from PIL import Image
 from dmjd import __version__, cli
 from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml
-from dmjd.config import PretrainConfig
+from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.errors import Diverged, UserError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.ops import status
@@ -56,7 +57,7 @@ def rejected(outcome: tuple[int, str, str], *parts: str) -> None:
 def test_help_lists_every_command_once_in_its_group(dmjd: Command, words: tuple[str, ...]) -> None:
     code, out, err = dmjd(*words)
     assert (code, err) == (0, "")
-    blocks = [block.splitlines() for block in out.split("\n\n")[2:]]
+    blocks = [block.splitlines() for block in out.split("\n\n")[3:]]
     assert {block[0]: [line.split()[0] for line in block[1:]] for block in blocks} == {
         group: [*EVALUATIONS, *commands] if group == "evaluate" else list(commands)
         for group, commands in cli.GROUPS.items()
@@ -70,11 +71,12 @@ def test_every_command_has_help(dmjd: Command, command: str) -> None:
     code, out, err = dmjd(command, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(f"dmjd {command}: ")
+    assert "\nexamples\n  " in out
     assert dmjd(command, "key=value", "-h") == (0, out, "")
 
 
 def test_help_of_pretrain_lists_groups_and_keys(dmjd: Command) -> None:
-    out = dmjd("pretrain", "--help")[1]
+    out = dmjd("pretrain", "--help-all")[1]
     assert "\n  experiment " in out
     assert "\n  optim.lr_rule=adaptive            (adaptive | classic)\n      Peak learning rate. adaptive (" in out
 
@@ -87,7 +89,7 @@ def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> N
 def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> None:
     out = dmjd("submit", "--help")[1]
     assert "\n  COMMAND      pretrain, preflight, knn, linprobe\n  --dry-run    print the script" in out
-    usages, _, meanings = dmjd("shards", "--help")[1].partition("\n\n")[2].partition("\n\n")
+    _, _, usages, meanings = dmjd("shards", "--help")[1].split("\n\n", 3)
     arguments = set(re.findall(r"\b[A-Z]{2,}\b", "".join(re.findall("  dmjd shards .*", usages))))
     assert arguments == {"SRC", "DST", "TAR", "ROOT"}
     assert arguments < {line.split()[0] for line in meanings.splitlines()}
@@ -105,7 +107,71 @@ def test_a_former_key_is_reported_once_and_by_rank_0_alone(dmjd: Command, monkey
 
 
 def test_version(dmjd: Command) -> None:
-    assert dmjd("--version") == (0, f"dmjd {__version__}\n", "")
+    for words in (["--version"], ["version"]):
+        assert dmjd(*words) == (0, f"dmjd {__version__}\n", "")
+
+
+def test_options_are_read_as_keys(dmjd: Command) -> None:
+    plain = dmjd("pretrain", "experiment=demo", "epochs=3", "data.root=a b", "batch_size=8", "--cfg")
+    options = ["--experiment", "demo", "--epochs=3", "--data.root", "a b", "--batch-size", "8"]
+    assert dmjd("pretrain", "--cfg", *options) == plain
+    assert plain[0] == 0
+
+
+def test_help_has_two_levels_and_its_examples_can_be_typed(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert dmjd("help", "pretrain") == dmjd("pretrain", "--help")
+    short, long = dmjd("pretrain", "--help")[1], dmjd("pretrain", "--help-all")[1]
+    assert dmjd("pretrain", "--help", "all")[1] == long
+    keys = [set(re.findall(r"^  ([\w.]+)=", text, re.MULTILINE)) for text in (short, long)]
+    assert keys[0] < keys[1]
+    assert f"dmjd pretrain --help-all lists all {len(keys[1])} keys" in short
+    for command in (*cli.COMMANDS, *EVALUATIONS):
+        found = re.findall(rf"^  dmjd {command} (.*)", dmjd(command, "--help")[1], re.MULTILINE)
+        if command in SCHEMAS:
+            assert len(found) == 3
+            for words in map(shlex.split, found):
+                compose(command, cli._of_checkpoint(command, words))
+
+
+def test_a_checkpoint_in_a_folder_named_like_an_override_is_found(
+    dmjd: Command, tmp_path: Path, finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(finished_run, "lr=1e-3 (a)")
+    for words in (["consolidate", "lr=1e-3 (a)"], ["report", "~/lr=1e-3 (a)"], ["doctor", "~/lr=1e-3 (a)"]):
+        code, out, err = dmjd(*words)
+        assert (code, err) == (0, ""), words
+        assert "lr=1e-3 (a)" in out or "finished" in out
+
+
+def test_bash_completes_commands_groups_options_and_keys(dmjd: Command, tmp_path: Path) -> None:
+    done = python("-X", "importtime", "-m", "dmjd", "completion", "bash")
+    assert done.returncode == 0
+    assert not re.search(r"\| +(torch|hydra|omegaconf)$", done.stderr, re.MULTILINE), "it starts in a moment"
+    (tmp_path / "photos").mkdir()
+    asked = {
+        "dmjd pret": "pretrain",
+        "dmjd help conv": "convert",
+        "dmjd pretrain mask.mask": "mask.mask_ratio=",
+        "dmjd pretrain epochs=3 engine.comp": "engine.compile=none engine.compile=block engine.compile=model",
+        "dmjd pretrain engine.compile=bl": "block",
+        "dmjd pretrain experiment=mae_vit_b": "mae_vit_base mae_vit_base_1600",
+        "dmjd pretrain data.root=pho": "photos",
+        "dmjd knn pho": "photos",
+        "dmjd submit pretrain --dry": "--dry-run",
+        "dmjd shards ver": "verify",
+    }
+    program = [done.stdout, f"cd {tmp_path}"]
+    for line in asked:
+        program += [f"COMP_LINE={line!r}; COMP_POINT={len(line)}; COMP_WORDS=({line})", "_dmjd; echo ${COMPREPLY[*]}"]
+    found = subprocess.run(["bash", "-c", "\n".join(program)], capture_output=True, text=True, timeout=30, check=True)
+    assert dict(zip(asked, found.stdout.splitlines(), strict=True)) == asked
+    for shell in ("zsh", "fish"):
+        script = dmjd("completion", shell)[1]
+        assert "engine.compile=block" in script
+        assert "data.root=" in script
 
 
 def test_cfg_prints_what_would_run_and_runs_nothing(
@@ -164,7 +230,13 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["pretrane"], ["'pretrane'", "pretrain, demo, plan, report, export", "knn, linprobe"]),
+        (["pretrian"], ["no command 'pretrian'; did you mean pretrain?"]),
+        (["zzz"], ["'zzz'", "pretrain, demo, plan, report, export", "knn, linprobe"]),
+        (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
+        (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
+        (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),
+        (["knn", "lr=1e-3"], ["lr is not a key"]),
+        (["completion", "csh"], ["bash, zsh, fish"]),
         (["--cfg", "pretrain"], ["'--cfg'"]),
         (["nonsense", "--help"], ["'nonsense'"]),
         (["report"], ["one run folder"]),

@@ -7,9 +7,11 @@ from typing import get_type_hints
 
 import pytest
 
-from dmjd.compose import DESCRIBING, compose, dataclass_of, groups, values
+from dmjd.compose import compose, values
 from dmjd.config import SCHEMAS
+from dmjd.config.fields import dataclass_of
 from dmjd.evaluate import EVALUATIONS
+from dmjd.keys import DESCRIBING, groups
 from dmjd.manual import meanings, page
 
 REQUIRED = {name: ["checkpoint=x"] for name in (*EVALUATIONS, "export", "consolidate")}
@@ -114,6 +116,6 @@ def test_type_and_allowed_values_stand_beside_a_value() -> None:
         "engine.compile=none (none | block | model)",
         "data.flip=true (true | false) Random horizontal flip",
         "wandb=null (text; or null)",
-        "data.std=[0.229,0.224,0.225] (list: float, above 0)",
+        "data.std=[0.229,0.224,0.225] (list: float, above 0 and at most 1)",
     ):
         assert line in monotone

@@ -17,11 +17,16 @@ from torch.utils._pytree import tree_leaves
 from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.builders.step import flops_per_image, objective_and_inputs
 from dmjd.config import PlanConfig, check_batch
+from dmjd.config.pretrain import IMAGENET
+from dmjd.data.build import AUTO, STREAM, build_dataset
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, state_bytes
 from dmjd.parallel.memory import StepMemory, trace_step
+from dmjd.progress import track
+from dmjd.redact import shown
+from dmjd.targets import TARGETS
 
 TRACED = (32, 64, 256)
 """Micro-batch sizes that are traced, in images. A peak is the maximum over moments of a step; some moments grow with
@@ -89,6 +94,7 @@ class Plan:
         if config.gpus % replicas(config.engine, config.gpus, min(config.gpus_per_node, config.gpus)):
             raise ConfigError(f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}")
         self.config = config
+        self.traced: dict[str, Activations] = {}
         self.gpu: Accelerator = ACCELERATORS[config.gpu]
         self.images_per_gpu = config.batch_size // config.gpus
         with torch.device("meta"):
@@ -96,15 +102,18 @@ class Plan:
         self._model = objective.model
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
         self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
+        self.target_parameters = TARGETS[config.target.name].parameters(config)
+        self.images, self.images_from = training_images(config)
 
     @cached_property
     def flops_per_image(self) -> int:
         return flops_per_image(self.config)
 
-    @cached_property
-    def activations(self) -> dict[str, Activations]:
-        """By mode of activation checkpointing."""
-        return {mode: trace(self.config, mode) for mode in MODES}
+    def activations(self, mode: str) -> Activations:
+        """Under one mode of activation checkpointing; traced when it is first asked for."""
+        if mode not in self.traced:
+            self.traced[mode] = trace(self.config, mode)
+        return self.traced[mode]
 
     def state(self, engine: str) -> StateBytes:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
@@ -114,9 +123,31 @@ class Plan:
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
         return state_bytes(engine, self.parameters, largest, gpus // copies)
 
+    def frozen(self, engine: str) -> float:
+        """Bytes of weights without gradients on each GPU: the average of the encoder, and the target's network."""
+        shards = 1.0
+        if ENGINES[engine].divided.weights:
+            shards = self.parameters * FLOAT / self.state(engine).weights
+        average = self.encoder_parameters * (self.config.ema_decay is not None)
+        return FLOAT * (average / shards + self.target_parameters)
+
+    @cached_property
+    def modes(self) -> tuple[str, ...]:
+        """Modes of activation checkpointing that are worth a look: the configured one if it is not "none"; else those
+        up to the first under which every engine takes a GPU's share of the batch at once."""
+        if self.config.engine.activation_checkpointing != "none":
+            return (self.config.engine.activation_checkpointing,)
+        tried = []
+        for mode in track(MODES, "memory of a step", len(MODES)):
+            tried.append(mode)
+            fits = [self.fit(engine, mode) for engine in self.engines]
+            if all(fit is not None and fit.grad_accum_steps == 1 for fit in fits):
+                break
+        return tuple(tried)
+
     def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
         """Peak bytes of a GPU in a step of ``accumulation`` micro-batches of ``images``."""
-        state, some = self.state(engine), self.activations[mode]
+        state, some = self.state(engine), self.activations(mode)
         graphs = self.config.engine.cuda_graphs and "cuda_graphs" in ENGINES[engine].options
         if not ENGINES[engine].buckets and accumulation == 1 and not graphs:
             # Gradients come while activations go, and of what comes the GPU keeps its part alone.
@@ -126,7 +157,7 @@ class Plan:
             # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
             twice = graphs and self.config.engine.compile == "model"
             step = state.gradients + (some.with_gradients if twice else some.transient)(images) - self._uncopied(engine)
-        held = state.weights + state.optimizer + state.gathered
+        held = state.weights + state.optimizer + state.gathered + self.frozen(engine)
         most = held + max(step + some.inputs(images), state.gradients)
         return (1 + GRAPHS) * most if graphs else most
 
@@ -157,8 +188,27 @@ class Plan:
     @property
     def gpu_hours(self) -> float:
         """GPU hours of the whole run at ``config.mfu``."""
-        flops = self.flops_per_image * self.config.images * self.config.epochs
+        flops = self.flops_per_image * self.images * self.config.epochs
         return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
+
+
+def training_images(config: PlanConfig) -> tuple[int, str]:
+    """The training images of ``config``, and where the number is from. Images are listed or counted, not opened.
+
+    Raises:
+        ConfigError, DataError: as :func:`~dmjd.data.build.build_dataset`.
+    """
+    data = config.data
+    if config.images is not None:
+        return config.images, "images="
+    if data.name == STREAM and data.samples is not None:
+        return data.samples, "data.samples"
+    if data.name in (*AUTO, "auto"):
+        name = next(iter(AUTO)) if data.name == "auto" else data.name
+        return AUTO[name], f"data={name}"
+    if data.root is None:
+        return IMAGENET, "ImageNet-1k, as data.root is not set"
+    return len(build_dataset(replace(data, check="none"), "train")), f"data.root={shown(data.root)}"
 
 
 def trace(config: PlanConfig, mode: str) -> Activations:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dmjd.cluster.plan import RESERVE_GIB, Fit, Plan
-from dmjd.parallel.apply import MODES
 
 
 def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
@@ -13,13 +12,24 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     engines = plan.engines if engine is None else (engine,)
     config, gpus = plan.config, plan.config.gpus
     yield f"parameters            {plan.parameters / 1e6:.1f} M, of which {plan.encoder_parameters / 1e6:.1f} M encoder"
+    average = plan.encoder_parameters if config.ema_decay is not None else 0
+    further = {"moving average of the encoder": average, f"frozen target {config.target.name}": plan.target_parameters}
+    if any(further.values()):
+        texts = (f"{count / 1e6:.1f} M {name}" for name, count in further.items() if count)
+        yield f"further weights       {', '.join(texts)}"
+    yield f"images                {plan.images} ({plan.images_from})"
     yield f"FLOPs per image       {plan.flops_per_image / 1e9:.1f} G, forward and backward, {config.mask.views} view(s)"
     yield f"batch                 {config.batch_size} images per step, {plan.images_per_gpu} on each of {gpus} GPU(s)"
     yield (
         f"time                  {plan.gpu_hours:.0f} GPU hours, {plan.gpu_hours / gpus:.1f} h on {gpus} GPU(s), for "
-        f"{config.epochs} epochs of {config.images} images"
+        f"{config.epochs} epochs of {plan.images} images"
     )
-    yield f"                      at {config.mfu:g} % MFU of {plan.gpu.tflops:g} TFLOP/s ({config.gpu}, bf16)"
+    kind = "bf16" if plan.gpu.bf16 else "fp16"
+    yield f"                      at {config.mfu:g} % MFU of {plan.gpu.tflops:g} TFLOP/s ({config.gpu}, {kind})"
+    if not plan.gpu.bf16:
+        yield f"                      {config.gpu} has no bf16 tensor cores; bf16 and fp32 are far below this peak"
+    if config.batch_size > plan.images:
+        yield f"                      pretrain rejects batch_size={config.batch_size}: there are {plan.images} images"
     yield ""
     yield "Model states per GPU, GiB (gathered: unsharded weights, gradients and buffers within a step)"
     rows: list[tuple[str, ...]] = [("engine", "weights", "gradients", "optimizer", "gathered")]
@@ -28,19 +38,21 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     yield ""
     yield "Activations by engine.activation_checkpointing (weights: copies in the precision of computation)"
     rows = [("mode", "weights, GiB", "saved for backward, MiB per image", "peak, MiB per image")]
-    for mode in MODES:
-        some = plan.activations[mode]
+    for mode in plan.modes:
+        some = plan.activations(mode)
         (fixed, saved), (_, peak) = some.saved.of_large_batches, some.transient.of_large_batches
         rows.append((mode, _gib(fixed), f"{saved / 2**20:.1f}", f"{peak / 2**20:.1f}"))
     yield from _table(rows)
     yield ""
     yield f"Largest micro-batch within {plan.gpu.memory_gib:g} - {RESERVE_GIB:g} GiB, per GPU, in eager mode:"
     yield "images x engine.grad_accum_steps, peak memory in GiB"
-    rows = [("engine", *MODES)]
+    rows = [("engine", *plan.modes)]
     for name in engines:
-        fits = [plan.fit(name, mode) for mode in MODES]
+        fits = [plan.fit(name, mode) for mode in plan.modes]
         rows.append((name, *("does not fit" if f is None else _fit(f) for f in fits)))
     yield from _table(rows)
+    if len(plan.modes) == 1 and config.engine.activation_checkpointing == "none" and len(engines) == len(plan.engines):
+        yield "Other modes are slower and not needed: the whole batch fits."
 
 
 def _fit(fit: Fit) -> str:

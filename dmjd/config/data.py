@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dmjd.config.fields import FLOAT_LIMIT, choice, may_change, number, numbers, numbers_or_none, path, positive
+from dmjd.config.fields import (
+    FLOAT_LIMIT,
+    choice,
+    may_change,
+    number,
+    numbers,
+    numbers_or_none,
+    path,
+    pixel_values,
+    positive,
+)
 
 
 @dataclass
@@ -60,5 +70,5 @@ class DataConfig:
     second_size: list[int] | None = numbers_or_none(length=2, least=1, most=16_384)
     flip: bool = True
     jitter: float = number(0.0, least=0, most=1)
-    mean: list[float] = numbers(0.485, 0.456, 0.406, least=-FLOAT_LIMIT, most=FLOAT_LIMIT)
-    std: list[float] = numbers(0.229, 0.224, 0.225, above=0, most=FLOAT_LIMIT)
+    mean: list[float] = pixel_values(0.485, 0.456, 0.406, least=-FLOAT_LIMIT)
+    std: list[float] = pixel_values(0.229, 0.224, 0.225, above=0)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, field, fields, is_dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from dmjd.errors import ConfigError
 from dmjd.files import at_home
@@ -61,6 +62,11 @@ def positive(default: Any) -> Any:
 def numbers(*default: float, length: int | None = None, **bounds: float) -> Any:
     """A list of finite numbers within bounds as for :func:`number`, of a fixed length if one is given."""
     return field(default_factory=lambda: list(default), metadata={"bounds": bounds, "length": length})
+
+
+def pixel_values(*default: float, **bounds: float) -> Any:
+    """A list as for :func:`numbers` in units of pixel values in 0..1; the error for one in 0..255 divides it."""
+    return field(default_factory=lambda: list(default), metadata={"bounds": {**bounds, "most": 1}, "pixels": True})
 
 
 def numbers_or_none(length: int, **bounds: float) -> Any:
@@ -120,10 +126,12 @@ def check_fields(config: Any, prefix: str = "") -> None:
         choices = item.metadata.get("choices")
         if choices and value not in choices:
             why = item.metadata["rejected"].get(value)
-            reason = "" if why is None else f", which {why}"
+            reason = suggestion(str(value).lower(), choices) if why is None else f", which {why}"
             raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
             raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
+        if value == "" and "path" in item.metadata:
+            raise ConfigError(f"{key} must be a path, got nothing; is a variable of the shell empty?")
         if "path" in item.metadata and value is not None and value.startswith("~"):
             raise ConfigError(
                 f"{key}={value}: there is no user {value[1:].partition('/')[0]}; ./{value} is a path of that name"
@@ -133,7 +141,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
             raise ConfigError(f"{key} must hold {length} numbers, got {value}")
         if "bounds" in item.metadata and value is not None:
             for single in value if isinstance(value, list) else [value]:
-                _check_bounds(key, single, item.metadata["bounds"])
+                _check_bounds(key, single, item.metadata)
 
 
 _BOUNDS = {
@@ -153,6 +161,44 @@ def allowed(metadata: Mapping[str, Any]) -> str:
     return " and ".join(f"{_BOUNDS[name][1]} {bound:.10g}" for name, bound in metadata.get("bounds", {}).items())
 
 
-def _check_bounds(key: str, value: float, bounds: dict[str, float]) -> None:
-    if not math.isfinite(value) or not all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
-        raise ConfigError(f"{key} must be {allowed({'bounds': bounds}) or 'a finite number'}, got {value}")
+def is_fraction(metadata: Mapping[str, Any]) -> bool:
+    """Whether the field's numbers are at most 1."""
+    bounds = metadata.get("bounds", {})
+    return min(bounds.get("most", math.inf), bounds.get("below", math.inf)) <= 1
+
+
+def _check_bounds(key: str, value: float, metadata: Mapping[str, Any]) -> None:
+    bounds = metadata["bounds"]
+    if math.isfinite(value) and all(_BOUNDS[name][0](value, bound) for name, bound in bounds.items()):
+        return
+    cure = ""
+    if "pixels" in metadata and 1 < value <= 255:
+        cure = f"; divide values for pixels in 0..255 by 255: {value / 255:.3g}"
+    elif is_fraction(metadata) and 1 < value <= 100:
+        cure = f"; {value:g} % is {value / 100:g}"
+    raise ConfigError(f"{key} must be {allowed({'bounds': bounds}) or 'a finite number'}, got {value:.10g}{cure}")
+
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """``; did you mean NAME?`` for the closest of ``names``, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def dataclass_of(annotation: Any) -> type | None:
+    """The dataclass inside ``X`` or ``X | None``."""
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and is_dataclass(candidate):
+            return candidate
+    return None
+
+
+def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
+    """(dotted key, field, annotation) of every single value of a configuration class and its sections."""
+    hints = get_type_hints(schema)
+    for item in fields(schema):
+        inner = dataclass_of(hints[item.name])
+        if inner is None:
+            yield prefix + item.name, item, hints[item.name]
+        else:
+            yield from leaves(inner, f"{prefix}{item.name}.")

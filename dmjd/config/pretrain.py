@@ -11,6 +11,9 @@ from dmjd.config.model import BackboneConfig, MaskConfig, MethodConfig, TargetCo
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 from dmjd.errors import ConfigError
 
+IMAGENET = 1_281_167
+"""Training images of ImageNet-1k."""
+
 
 @dataclass
 class OnlineKnnConfig:
@@ -102,14 +105,14 @@ class PlanConfig(PretrainConfig):
     gpus: Number of GPUs.
     gpu: GPU model.
     gpus_per_node: GPUs per node.
-    images: Training images. Default: ImageNet-1k's.
+    images: Training images. null: those of data.root, which are counted, or ImageNet-1k's without data.root.
     mfu: Assumed model FLOPs utilisation, in percent of the GPU's peak.
     """
 
     gpus: int = positive(1)
     gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
     gpus_per_node: int = positive(8)
-    images: int = positive(1_281_167)
+    images: int | None = number(None, least=1)
     mfu: float = number(30.0, above=0, most=100)
 
 

@@ -74,6 +74,7 @@ class FrozenEncoder:
             std=self.data.std,
             pooling=pooling,
             device=self.device,
+            total=len(dataset),
         )
 
 

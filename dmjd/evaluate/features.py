@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dmjd.data.batch import Batch
 from dmjd.errors import DataError, UserError
 from dmjd.ops.images import normalise
+from dmjd.progress import Progress
 
 FEATURE_BATCH = 256
 """Images per forward pass; results do not depend on it."""
@@ -105,6 +106,7 @@ def extract_features(
     std: Sequence[float],
     pooling: str,
     device: torch.device,
+    total: int | None = None,
 ) -> Features:
     """The frozen features of every image that ``loader`` yields, in its order, on the CPU.
 
@@ -112,6 +114,7 @@ def extract_features(
         encoder, mean, std, pooling: see :func:`encode`; the encoder is on ``device``.
         loader: batches with labels.
         device: where to encode.
+        total: images of the loader, for the progress bar.
 
     Raises:
         DataError: if the loader is empty or an image has no label.
@@ -119,11 +122,13 @@ def extract_features(
     """
     values: list[Tensor] = []
     labels: list[Tensor] = []
-    for batch in loader:
-        require_labels(batch.labels)
-        images = batch.images.to(device, non_blocking=True)
-        values.append(encode(encoder, images, mean=mean, std=std, pooling=pooling).cpu())
-        labels.append(batch.labels.cpu())
+    with Progress("images", total, images=1) as bar:
+        for batch in loader:
+            require_labels(batch.labels)
+            images = batch.images.to(device, non_blocking=True)
+            values.append(encode(encoder, images, mean=mean, std=std, pooling=pooling).cpu())
+            labels.append(batch.labels.cpu())
+            bar.advance(len(batch.labels))
     if not values:
         raise DataError("the data set to evaluate on has no images")
     features = Features(torch.cat(values), torch.cat(labels))

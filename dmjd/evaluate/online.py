@@ -114,6 +114,7 @@ class OnlineKnn:
             std=self._data.std,
             pooling=self._settings.pooling,
             device=next(encoder.parameters()).device,
+            total=len(dataset),
         )
 
     def _remember(self, score: float, step: int) -> None:

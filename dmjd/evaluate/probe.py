@@ -17,6 +17,7 @@ from dmjd.builders.schedules import REFERENCE_BATCH, cosine
 from dmjd.data.batch import Batch
 from dmjd.evaluate.features import Features, require_labels
 from dmjd.ops.philox import Domain, keyed_bits, make_key
+from dmjd.progress import Progress, track
 
 _CHUNK = 4096
 
@@ -88,7 +89,7 @@ def linear_probe(
     total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
     peak = base_lr * batch_size / REFERENCE_BATCH
     step = 0
-    for epoch in range(epochs):
+    for epoch in track(range(epochs), "probe epoch", epochs):
         epoch_loss = torch.zeros((), device=device)
         for values, labels in _regroup(train_source.epoch_features(epoch), batch_size):
             require_labels(labels, num_classes)
@@ -158,9 +159,11 @@ class RecomputedFeatures:
 
     def epoch_features(self, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
         """One chunk per batch. Raises DataError if an image has no label."""
-        for batch in self._epoch_batches(epoch):
-            require_labels(batch.labels)
-            yield self._encode(batch, epoch), batch.labels
+        with Progress("images", self._images_per_epoch, images=1) as bar:
+            for batch in self._epoch_batches(epoch):
+                require_labels(batch.labels)
+                yield self._encode(batch, epoch), batch.labels
+                bar.advance(len(batch.labels))
 
 
 def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tuple[Tensor, Tensor]]:

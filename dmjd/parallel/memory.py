@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,15 +85,22 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-class _AutocastAsOnCuda(TorchFunctionMode):
-    """Autocast of the CPU leaves LayerNorm in the dtype of its input; that of CUDA computes it in float32."""
+@contextmanager
+def _layer_norm_as_on_cuda() -> Iterator[None]:
+    """Autocast of the CPU leaves LayerNorm in the dtype of its input; that of CUDA computes it in float32.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.layer_norm:
-            args = (args[0].float(), *args[1:])
-        return func(*args, **(kwargs or {}))
+    Not a mode of torch, which would be off while activation checkpointing recomputes in the backward pass.
+    """
+    plain = F.layer_norm
+
+    def layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(input.float(), *args, **kwargs)
+
+    F.layer_norm = layer_norm
+    try:
+        yield
+    finally:
+        F.layer_norm = plain
 
 
 class StepMemory(NamedTuple):
@@ -162,7 +168,7 @@ def _autocast(precision: torch.dtype, as_on_cuda: bool) -> Iterator[None]:
     lowered = precision != torch.float32
     with torch.autocast("cpu", precision, enabled=lowered):
         if lowered and as_on_cuda:
-            with _AutocastAsOnCuda():
+            with _layer_norm_as_on_cuda():
                 yield
         else:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +177,30 @@ def _build(config: PretrainConfig) -> ClipTarget:
     return ClipTarget(tower, patch, grid, target.dim, target.layer, target.ln_post, target.projected, target.norm)
 
 
+def _parameters(config: PretrainConfig) -> int:
+    """Those of the image tower that open_clip calls ``target.model``; of other towers those of a ViT-B/16."""
+    try:
+        import open_clip
+
+        vision = (open_clip.get_model_config(config.target.model) or {}).get("vision_cfg", {})
+    except ImportError:
+        vision = {}
+    width, layers, patch = (
+        vision.get(key, usual) for key, usual in (("width", 768), ("layers", 12), ("patch_size", 16))
+    )
+    tokens = math.prod(side // patch for side in input_size(config))
+    # Blocks with four times the width in their MLPs, embeddings of patches and positions, norms, the projection.
+    return layers * (12 * width**2 + 13 * width) + width * (3 * patch**2 + tokens + 6 + config.target.dim)
+
+
 register(
     "clip",
-    TargetSpec(_build, norms=NORMS, colour=True, second_size=True, dim=lambda config: config.target.dim),
+    TargetSpec(
+        _build,
+        norms=NORMS,
+        colour=True,
+        second_size=True,
+        dim=lambda config: config.target.dim,
+        parameters=_parameters,
+    ),
 )

@@ -206,6 +206,19 @@ def _build_vqkd(config: PretrainConfig) -> CodebookTarget:
     return CodebookTarget(vqkd, target.codes, config.backbone.patch_size)
 
 
+def _dvae_parameters(config: PretrainConfig) -> int:
+    """Those of DALL-E's encoder."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in DVaeEncoder(config.target.codes).parameters())
+
+
+def _vqkd_parameters(config: PretrainConfig) -> int:
+    """Those of BEiT v2's published tokenizer, a ViT-B/16."""
+    with torch.device("meta"):
+        tokenizer = VqKdEncoder(input_size(config), 16, 768, 12, config.target.codes, 32)
+        return sum(parameter.numel() for parameter in tokenizer.parameters())
+
+
 _CODES = TargetSpec(_build_vqkd, codes=True, colour=True, second_size=True, dim=lambda config: config.target.codes)
-register("vqkd", _CODES)
-register("dvae", replace(_CODES, build=_build_dvae, input_patch=DVAE_PATCH))
+register("vqkd", replace(_CODES, parameters=_vqkd_parameters))
+register("dvae", replace(_CODES, build=_build_dvae, input_patch=DVAE_PATCH, parameters=_dvae_parameters))

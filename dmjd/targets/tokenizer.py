@@ -58,6 +58,7 @@ class TargetSpec:
     input_patch: pixels of its input per token side, where that is known without its weights.
     dim: :attr:`Tokenizer.dim` without weights; None if ``build`` reads none.
     average: whether it computes with the run's own average of the encoder (``ema_decay``).
+    parameters: of the frozen network that it keeps on the GPU, without reading them; 0 for none.
     """
 
     build: Callable[[PretrainConfig], Tokenizer]
@@ -68,6 +69,7 @@ class TargetSpec:
     input_patch: int | None = None
     dim: Callable[[PretrainConfig], int] | None = None
     average: bool = False
+    parameters: Callable[[PretrainConfig], int] = lambda config: 0
 
 
 TARGETS: dict[str, TargetSpec] = {}

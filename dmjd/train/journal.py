@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from dmjd.compose import stored
 from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
+from dmjd.progress import Progress
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.heartbeat import Heartbeat, read_heartbeats
 from dmjd.train.guard import StepNumbers
 from dmjd.train.metrics import RunLog, StepMeans, workers_needed
-from dmjd.train.progress import Progress
 from dmjd.train.stopwatch import Stopwatch
 from dmjd.train.throughput import Throughput
 from dmjd.train.trackers import Trackers
@@ -83,7 +83,9 @@ class Journal:
             resumed_step=done,
         )
         self._open_files.callback(trackers.close)
-        progress = self._open_files.enter_context(Progress(self._total_steps, done))
+        progress = self._open_files.enter_context(
+            Progress("step", self._total_steps, done, images=self._config.batch_size)
+        )
         self._outputs = _Outputs(log, timing, trackers, progress, throughput)
 
     def close(self) -> None:
@@ -107,7 +109,10 @@ class Journal:
         """Add the numbers of ``step``, counted from 1; every ``log_every`` steps their means become a row."""
         self._window.add(numbers)
         if self._outputs is not None:
-            self._outputs.progress.advance(numbers)
+            epoch = -(-step // self._steps_per_epoch)
+            self._outputs.progress.advance(
+                loss=f"{numbers.loss:.4f}", epoch=f"{epoch}/{self._config.epochs}", lr=f"{lr:.1e}"
+            )
         if step % self._config.log_every and step != self._total_steps:
             return
         images = (step - self._lap_step) * self._config.batch_size

@@ -13,7 +13,7 @@ from dmjd.accelerators import ACCELERATORS, accelerator_of
 from dmjd.cli import main
 from dmjd.cluster.plan import TRACED, Activations, Growth, Plan
 from dmjd.compose import compose
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.engines import state_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -27,7 +27,7 @@ def make_plan(*words: str) -> Plan:
 def with_activations(plan: Plan, per_image: float) -> Plan:
     """The plan of a model whose activations take ``per_image`` bytes."""
     flat, growing = Growth([0] * len(TRACED)), Growth([per_image * images for images in TRACED])
-    plan.__dict__["activations"] = {"none": Activations(flat, growing, growing, growing)}
+    plan.traced["none"] = Activations(flat, growing, growing, growing)
     return plan
 
 
@@ -122,15 +122,57 @@ def test_a_cluster_that_cannot_be_is_refused(words: tuple[str, ...], sentence: s
         make_plan(*words)
 
 
-def test_the_page_names_every_engine_and_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["backbone=vit_tiny", "data.image_size=[64,64]", "backbone.depth=1", "method.decoder.depth=1"]
-    assert main(["plan", *small, "gpus=16", "gpu=a100-40"]) == 0
+SMALL = ("backbone=vit_tiny", "data.image_size=64", "backbone.depth=1", "method.decoder.depth=1")
+
+
+def test_the_page_names_every_engine_and_the_modes_that_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "gpus=16", "gpu=a100-40"]) == 0
     text = capsys.readouterr().out
     engines = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
-    for word in (*engines, "selective", "GPU hours", "64 on each of 16 GPU(s)", "engine.grad_accum_steps"):
+    for word in (*engines, "GPU hours", "64 on each of 16 GPU(s)", "engine.grad_accum_steps"):
         assert word in text
-    assert main(["plan", *small, "gpus=16", "engine=ddp"]) == 0
-    assert "fsdp" not in capsys.readouterr().out
+    assert "\n  engine  none\n" in text, "every engine takes the whole batch without recomputation"
+    assert main(["plan", *SMALL, "gpus=16", "engine=ddp", "engine.activation_checkpointing=full", "gpu=t4"]) == 0
+    text = capsys.readouterr().out
+    assert "fsdp" not in text
+    assert "\n  engine  full\n" in text
+    assert "t4 has no bf16 tensor cores" in text
+
+
+def test_modes_are_tried_until_every_engine_takes_the_batch_at_once() -> None:
+    plan = make_plan(*SMALL, "batch_size=64", "gpu=rtx3060")
+    for mode, per_image in (("none", GIB), ("selective", GIB / 2), ("mlp", GIB / 8), ("full", 1)):
+        plan.traced[mode] = with_activations(make_plan(*SMALL, "batch_size=64"), per_image).traced["none"]
+    assert plan.modes == ("none", "selective", "mlp")
+
+
+def test_images_are_those_of_the_data_set(tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def images(*words: str) -> int:
+        return make_plan(*SMALL, *words).images
+
+    assert images() == 1_281_167
+    assert images(f"data.root={image_folder}") == 48
+    assert images(f"data.root={image_folder}", "images=7") == 7
+    assert images("data=digits", "data.channels=1", "data.mean=0", "data.std=1") == 1437
+    assert images("data=stream", "data.root=x.tar", "data.samples=5") == 5
+    assert main(["shards", "build", str(image_folder), str(tmp_path / "shards"), "workers=1"]) == 0
+    assert images("data=shards", f"data.root={tmp_path / 'shards'}") == 48
+    with pytest.raises(DataError, match="no images"):
+        images(f"data.root={tmp_path / 'shards' / 'train'}")
+
+
+def test_the_average_and_a_frozen_target_take_memory() -> None:
+    words = "experiment=mae_vit_base", "gpus=8", "batch_size=64"
+    plain, average = make_plan(*words), make_plan(*words, "ema_decay=.999")
+    encoder = plain.encoder_parameters
+    assert [average.frozen(name) for name in ("ddp", "zero1", "fsdp")] == [4 * encoder, 4 * encoder, 4 * encoder / 8]
+    for plan in (plain, average):
+        with_activations(plan, GIB)
+    assert average.peak("ddp", "none", 1) - plain.peak("ddp", "none", 1) == pytest.approx(4 * encoder)
+    # Published sizes: DALL-E's encoder 53.8 M, CLIP's ViT-B/16 image tower 86.2 M.
+    assert make_plan("experiment=beit_vit_base").target_parameters == pytest.approx(53.8e6, rel=0.01)
+    assert make_plan("experiment=jd_target_clip").target_parameters == pytest.approx(86.2e6, rel=0.01)
+    assert make_plan("experiment=data2vec_vit_base").target_parameters == 0, "the average itself"
 
 
 @pytest.mark.parametrize(
@@ -148,7 +190,15 @@ def test_the_page_names_every_engine_and_mode(capsys: pytest.CaptureFixture[str]
         ("NVIDIA L40S", "l40s"),
         ("Tesla V100-SXM2-16GB", "v100-16"),
         ("Tesla V100-SXM2-32GB", "v100-32"),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 5080", "rtx5080"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX A5000", "a5000"),
+        ("NVIDIA RTX 6000 Ada Generation", None),
     ],
 )
 def test_devices_are_known_by_their_names(device: str, name: str | None) -> None:
@@ -199,9 +249,10 @@ LARGE = {
 @pytest.mark.parametrize("model", LARGE)
 def test_the_plan_is_within_10_percent_of_peaks_under_every_engine(model: str) -> None:
     rows = [row for row in json.loads((RESULTS / "engines_h200.json").read_text()) if row["model"] == model]
-    traced = planned_once(*LARGE[model]).activations
+    traced = planned_once(*LARGE[model])
+    traced.activations("none")
     for row in rows:
         engine, micro, gpus = row["engine"], row["micro_batch"], row["gpus"]
         plan = make_plan(*LARGE[model], *row["words"], f"gpus={gpus}", f"batch_size={gpus * micro}")
-        plan.__dict__["activations"] = traced  # of a model, whatever the cluster
+        plan.traced = traced.traced  # of a model, whatever the cluster
         assert plan.peak(engine, "none", micro) / GIB == pytest.approx(max(row["peak_gib"]), rel=0.1), row

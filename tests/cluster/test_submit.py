@@ -249,7 +249,7 @@ def test_a_chain_is_for_sites_that_do_not_requeue(tmp_path: Path) -> None:
         ("pretrain", ("run=runs/%j", "gpus=1"), "a file name pattern of Slurm such as %j"),
         ("pretrain", ("run=runs/75%%", "gpus=1"), "a file name pattern of Slurm such as %j"),
         ("pretrain", ("run=runs/%a", "gpus=1"), "(%a is the index of an array)"),
-        ("pretrain", ("seed=%a", "gpus=1"), "seed: Value '%a'"),
+        ("pretrain", ("seed=%a", "gpus=1"), "seed must be an integer at least 0 and below 4294967296, got '%a'"),
         ("linprobe", ("nodes=2", "checkpoint=nowhere"), "linprobe runs on one GPU"),
         ("pretrain", ("array=0-3", "chain=2"), "chain and array cannot be combined"),
         ("linprobe", ("checkpoint=nowhere",), "neither a run folder with checkpoints nor in one"),

@@ -12,9 +12,10 @@ import pytest
 
 from dmjd.cli import COMMANDS
 from dmjd.cluster.submit import OPTIONS
-from dmjd.compose import compose, groups
+from dmjd.compose import compose
 from dmjd.config import SCHEMAS
 from dmjd.evaluate import EVALUATIONS
+from dmjd.keys import groups
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]

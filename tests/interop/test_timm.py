@@ -13,9 +13,10 @@ import torch
 
 import dmjd
 import dmjd.models.convit  # registers ConViT with timm
-from dmjd.compose import compose, groups
+from dmjd.compose import compose
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.interop.timm import ARCHITECTURES, nearest_architecture, timm_call, timm_state
+from dmjd.keys import groups
 from dmjd.models.vit import ViTEncoder
 from dmjd.positions import sincos_positions
 

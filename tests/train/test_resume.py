@@ -20,9 +20,8 @@ from dmjd.cli import main
 from dmjd.data.dataset import ArrayDataset
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.parallel import store
+from dmjd.progress import Progress
 from dmjd.runs.checkpoint import newest
-from dmjd.train.guard import StepNumbers
-from dmjd.train.progress import Progress
 from tests.compare import checkpoints, configure, pretrain, rows
 
 # On a machine with one core torch warns that two workers are many; they are what is tested.
@@ -42,10 +41,10 @@ def stop_before(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """The run ends while it takes in the numbers of ``step``, which is one step behind what it computes."""
     advance = Progress.advance
 
-    def stopping(self: Progress, numbers: StepNumbers) -> None:
+    def stopping(self: Progress, units: int = 1, **values: str) -> None:
         if self._done == step:
             raise Stopped
-        advance(self, numbers)
+        advance(self, units, **values)
 
     monkeypatch.setattr(Progress, "advance", stopping)
 

@@ -18,9 +18,8 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, training_batches
 from dmjd.errors import Diverged
 from dmjd.parallel import native_files, store
+from dmjd.progress import Progress
 from dmjd.runs.checkpoint import read_loop_state
-from dmjd.train.guard import StepNumbers
-from dmjd.train.progress import Progress
 from dmjd.train.state import Position
 from tests.compare import configure, pretrain, reason, rows
 
@@ -178,10 +177,10 @@ def test_a_rolled_back_run_may_be_killed_at_any_moment(words: Words, assert_same
     for kill in kills:
         left = iter(range(kill - 1))
 
-        def stopping(self: Progress, numbers: StepNumbers, left: Iterator[int] = left) -> None:
+        def stopping(self: Progress, units: int = 1, left: Iterator[int] = left, **values: str) -> None:
             if next(left, None) is None:
                 raise Stopped
-            advance(self, numbers)
+            advance(self, units, **values)
 
         with pytest.MonkeyPatch.context() as patch:
             spoiled(patch, command, {9, 10})

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from datetime import timedelta
 from multiprocessing import util
 from typing import TypeVar
 
 from dmjd.errors import ConfigError, DataError
+from dmjd.progress import track
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-LINE_SECONDS = 15.0
 LONGEST_SOCKET = 107
 """Greatest length of a socket's path in bytes, <sys/un.h>."""
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-
-_log = logging.getLogger("dmjd")
 
 
 def available_workers() -> int:
@@ -44,15 +38,9 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
         workers: number of processes; 1 runs the jobs in this one.
         label: beginning of the progress line.
     """
-    progress = _Progress(label, len(jobs))
     workers = min(workers, len(jobs))
     if workers <= 1:
-        try:
-            for number, job in enumerate(jobs):
-                yield number, work(job)
-                progress.advance()
-        finally:
-            progress.end()
+        yield from track(((number, work(job)) for number, job in enumerate(jobs)), label, len(jobs))
         return
     shorten_socket_paths()
     # Not forked, since a thread of this process could hold a lock at that moment.
@@ -60,13 +48,11 @@ def each(work: Callable[[Job], Result], jobs: Sequence[Job], workers: int, label
     pool = ProcessPoolExecutor(workers, context, initializer=_join_parent)
     try:
         futures = {pool.submit(work, job): number for number, job in enumerate(jobs)}
-        for future in as_completed(futures):
+        for future in track(as_completed(futures), label, len(jobs)):
             yield futures[future], future.result()
-            progress.advance()
     except BrokenProcessPool as error:
         raise DataError(f"a worker was killed, perhaps for lack of memory; set fewer than workers={workers}") from error
     finally:
-        progress.end()
         pool.shutdown(cancel_futures=True)
 
 
@@ -102,27 +88,3 @@ def _join_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-class _Progress:
-    """A progress line: updated in place on a terminal, elsewhere logged every 15 s."""
-
-    def __init__(self, label: str, total: int) -> None:
-        self._label, self._total, self._done = label, total, 0
-        self._begin = self._last = time.monotonic()
-
-    def advance(self) -> None:
-        self._done += 1
-        now = time.monotonic()
-        left = timedelta(seconds=round((now - self._begin) / self._done * (self._total - self._done)))
-        line = f"{self._label} {self._done}/{self._total}  ETA {left}"
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        elif now - self._last >= LINE_SECONDS:
-            self._last = now
-            _log.info(line)
-
-    def end(self) -> None:
-        """End the line on a terminal."""
-        if self._done and sys.stderr.isatty():
-            print(file=sys.stderr)

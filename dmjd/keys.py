@@ -1,0 +1,99 @@
+"""The groups and keys that a command takes, and the closest of them to one that it does not. Imports no Hydra."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
+
+from dmjd.config import SCHEMAS, PretrainConfig
+from dmjd.config.fields import dataclass_of, leaves
+from dmjd.resources import configs_dir
+
+DESCRIBING = ("experiment", "backbone")
+"""Groups of pre-training that describe the model of a file of weights to other commands."""
+
+
+def groups() -> dict[str, list[str]]:
+    """Config groups and their options, as shipped: ``{"data": ["digits", "folder", ...], ...}``."""
+    folders = sorted(path for path in configs_dir().iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
+def groups_of(command: str) -> dict[str, list[str]]:
+    """The groups that ``command`` takes, with their options."""
+    names = {field.name for field in fields(SCHEMAS[command])}
+    if issubclass(SCHEMAS[command], PretrainConfig) or takes_files(SCHEMAS[command]):
+        names |= set(DESCRIBING)
+    return {name: options for name, options in groups().items() if name in names}
+
+
+def fields_of(command: str) -> dict[str, tuple[Field[Any], Any]]:
+    """Dotted key -> (field, annotation), of all single values that ``command`` takes."""
+    # A file's model is described by groups of pre-training.
+    found = leaves(SCHEMAS[command])
+    return {key: (item, annotation) for key, item, annotation in found if not key.startswith("model.")}
+
+
+def takes_files(schema: type) -> bool:
+    """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
+    return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
+
+
+ELSEWHERE = {
+    "arch": "backbone",
+    "bs": "batch_size",
+    "dir": "root",
+    "directory": "root",
+    "encoder": "backbone",
+    "folder": "root",
+    "img_size": "image_size",
+    "input_size": "image_size",
+    "k": "neighbours",
+    "learning_rate": "base_lr",
+    "lr": "base_lr",
+    "model": "backbone",
+    "num_epochs": "epochs",
+    "num_workers": "workers",
+    "output_dir": "run",
+    "out": "run",
+    "path": "root",
+    "resolution": "image_size",
+    "size": "image_size",
+    "warmup": "warmup_epochs",
+    "wd": "weight_decay",
+}
+"""Name of a key in other code bases -> the last component of its name here."""
+
+
+def near(key: str, command: str) -> str:
+    """The end of an error about an unknown key: up to three keys of ``command`` that are meant, or all of a section."""
+    known = [*groups_of(command), *fields_of(command)]
+    section = [name for name in known if name.startswith(f"{key}.")]
+    if section:
+        return f"; {key} is a section with {', '.join(name.removeprefix(f'{key}.') for name in section)}"
+    above = key.rpartition(".")[0]
+    if above in known and not any(name.startswith(f"{above}.") for name in known):
+        return f"; {above} is a single value"
+    scores = {name: _closeness(key, name) for name in known}
+    best = max(scores.values(), default=0.0)
+    if best >= 0.7:
+        found = sorted((name for name in known if scores[name] >= best - 0.02), key=lambda name: name.count("."))[:3]
+        return f"; did you mean {' or '.join(found)}?"
+    inner = [name.removeprefix(f"{above}.") for name in known if above and name.startswith(f"{above}.")]
+    names = inner or list(dict.fromkeys(name.partition(".")[0] for name in known))
+    return f"; {above if inner else 'the top level'} has {', '.join(names)}"
+
+
+def _closeness(typed: str, name: str) -> float:
+    """How probable it is that ``name`` is meant by ``typed``, in 0..1."""
+    (section, _, last), (own_section, _, own) = typed.lower().rpartition("."), name.rpartition(".")
+    alike = difflib.SequenceMatcher(None, last, own).ratio()
+    if own == last or typed.lower().replace(".", "_") == own:
+        alike = 1.0
+    elif ELSEWHERE.get(last) == own:
+        alike = 0.95
+    elif last in own.split("_"):
+        alike = max(alike, 0.8)
+    same_section = difflib.SequenceMatcher(None, section, own_section).ratio() > 0.75 if section else False
+    return 0.9 * alike + 0.1 * same_section
