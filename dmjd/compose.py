@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, check_fields, expand_paths
+from dmjd.config import FORMER_VALUES, RENAMED, SCHEMAS, EvaluationConfig, check_fields, expand_paths
 from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
@@ -171,12 +171,17 @@ def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text")
 
 
 def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` of a stored configuration, with former keys (:data:`RENAMED`) under their present names."""
+    """``values`` of a stored configuration, with former keys (:data:`RENAMED`) under their present names, and with keys
+    that did not exist yet (:data:`FORMER_VALUES`)."""
     for former, present in RENAMED.items():
         section, _, old = former.partition(".")
         inner = values.get(section)
         if isinstance(inner, dict) and old in inner:
             values[section] = {present.partition(".")[2] if key == old else key: value for key, value in inner.items()}
+    for name, value in FORMER_VALUES.items():
+        section, _, key = name.partition(".")
+        if isinstance(values.get(section), dict):
+            values[section].setdefault(key, value)
     return values
 
 

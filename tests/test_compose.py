@@ -316,7 +316,7 @@ def test_fields_that_do_not_affect_results_are_marked() -> None:
     free |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
     free |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}
     assert {field.name for field in fields(PretrainConfig) if "may_change" in field.metadata} == free
-    free = {"root", "max_bad_percent", "timeout", "cache", "cache_gib", "crop_pct"}
+    free = {"root", "max_bad_percent", "timeout", "cache", "cache_gib", "crop_pct", "skip_undecodable"}
     assert {field.name for field in fields(DataConfig) if "may_change" in field.metadata} == free
 
 

@@ -4,7 +4,7 @@ Fields marked by ``may_change`` do not affect results: a run may be resumed with
 Combinations of values are checked by :mod:`dmjd.builders`, which has the objects.
 """
 
-from dmjd.config.data import DataConfig
+from dmjd.config.data import FORMER_VALUES, DataConfig
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig
 from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
 from dmjd.config.model import (
@@ -21,6 +21,7 @@ from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig, ch
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 
 __all__ = [
+    "FORMER_VALUES",
     "RENAMED",
     "SCHEMAS",
     "BackboneConfig",

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from dmjd.config.fields import (
     FLOAT_LIMIT,
     choice,
+    found_at_start,
     may_change,
+    naming,
     number,
     numbers,
     numbers_or_none,
@@ -15,6 +17,22 @@ from dmjd.config.fields import (
     pixel_values,
     positive,
 )
+
+ENDINGS: tuple[str, ...] = (
+    *(".jpg", ".jpeg", ".jpe", ".jif", ".jfif", ".mpo", ".png", ".apng", ".gif", ".bmp", ".dib", ".webp"),
+    *(".tif", ".tiff", ".avif", ".heic", ".heif", ".hif", ".jxl", ".jp2", ".j2k", ".jpx"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".tga"),
+)
+"""Endings of image files. Endings of raw photos, icons, drawings and films are not among them."""
+
+SKIPPED_FOLDERS = ("__MACOSX", "@eaDir", "#recycle", "@Recycle", "$RECYCLE.BIN", "lost+found")
+"""Folders of thumbnails and deleted files, which archives, NAS devices and file systems create."""
+
+FORMER_VALUES = {
+    "data.endings": ".jpg .jpeg .png .bmp .webp .tif .tiff",
+    "data.skipped_folders": "",
+}
+"""Key -> its value in configurations that were stored before it existed, so that these runs keep their sample ids."""
 
 
 @dataclass
@@ -25,6 +43,15 @@ class DataConfig:
         tars read front to back (docs/data.md). fashion_mnist, digits: small data sets. auto: Fashion-MNIST if it is
         found or can be downloaded, else digits.
     root: Folder of the images. shards: also a URL. stream: paths, URLs or pipe: commands, joined by "::".
+    val_percent: (folder) Percentage of the images that are held out of training for evaluations, chosen by a hash of
+        each image's path below root. 0: none. Shards: `dmjd shards build SRC DST val_percent=10`.
+    val_seed: (folder) Seed of that choice.
+    endings: (folder) Endings of image files, separated by spaces, in upper or lower case. Files with other endings are
+        skipped and counted. null: all of docs/data.md; a run stores the list, and keeps it.
+    skip_undecodable: (folder) Skip and count files whose decoder is not installed (HEIC needs pillow-heif), instead of
+        an error. Their endings are left out of the stored data.endings.
+    skipped_folders: (folder) Names of folders to skip, separated by spaces. null: those of docs/data.md; a run stores
+        the list, and keeps it.
     image_size: Height and width of the model's input, in pixels.
     channels: Image channels, 1 (grey) or 3 (RGB).
     pad: (fashion_mnist, digits) Black border added on each side, in pixels.
@@ -53,6 +80,11 @@ class DataConfig:
 
     name: str = choice("folder", "fashion_mnist", "digits", "auto", "shards", "stream")
     root: str | None = may_change(path(between="::"), where="shards")  # checkpoints store which images it holds
+    val_percent: float = number(0.0, least=0, below=100)
+    val_seed: int = number(0, least=0, below=2**32)
+    endings: str | None = found_at_start(naming(None, "endings such as .jpg .png, or be null"))
+    skip_undecodable: bool = may_change(False)
+    skipped_folders: str | None = found_at_start(None)
     image_size: list[int] = numbers(224, 224, length=2, least=1, most=16_384)
     channels: int = positive(3)
     pad: int = number(0, least=0)

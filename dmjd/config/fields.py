@@ -86,12 +86,21 @@ def may_change(default: Any, where: str = "") -> Any:
     return item
 
 
+def found_at_start(default: Any) -> Any:
+    """A field that is null until a run starts, which stores the value that it finds. null agrees with any value."""
+    item = default if isinstance(default, Field) else field(default=default)
+    item.metadata = MappingProxyType({**item.metadata, "found_at_start": True})
+    return item
+
+
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
     """(key, old value, new value) of the first field that differs, except secrets and :func:`may_change` fields."""
     for item in fields(new):
         before, now = getattr(old, item.name), getattr(new, item.name)
         where = item.metadata.get("may_change")
         if where is not None and (not where or old.name == new.name == where):
+            continue
+        if now is None and "found_at_start" in item.metadata:
             continue
         if is_dataclass(before) and is_dataclass(now):
             inner = first_difference(before, now, f"{prefix}{item.name}.")

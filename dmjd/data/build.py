@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast, overload
 
 from dmjd.config import DataConfig
+from dmjd.config.data import ENDINGS, SKIPPED_FOLDERS
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
+from dmjd.data.decode import decodable
 from dmjd.data.fetch import fashion_mnist_folder
 from dmjd.data.folder import Check, ImageFolder
+from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import Ahead, StepBatches
 from dmjd.data.shards.cache import GIB, ShardCache
 from dmjd.data.shards.dataset import ShardDataset
@@ -39,7 +44,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     """The data set ``config.name``; see :func:`resolve_auto` for "auto".
 
     Raises:
-        ConfigError: if ``config.channels`` differs from the data set's.
+        ConfigError: if ``config.channels`` differs from the data set's, or ``config.val_percent`` is for another one.
         DataError: if more than ``config.max_bad_percent`` percent of the images are missing, damaged or too small.
     """
     _check(config)
@@ -59,10 +64,18 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
 
 
 def resolve_auto(config: DataConfig) -> DataConfig:
-    """``config`` with ``name=auto`` replaced by Fashion-MNIST, or by digits where that cannot be fetched.
+    """``config`` with all that depends on this machine replaced by what is here.
 
-    Logs the choice. A run resolves its data once and stores the result, since another start could choose differently.
+    ``name=auto`` becomes Fashion-MNIST, or digits where that cannot be fetched; the choice is logged. For a folder,
+    ``endings`` and ``skipped_folders`` become this version's lists; with ``skip_undecodable`` without the formats that
+    cannot be decoded here. A run resolves its data once and stores the result, since another start could choose
+    differently.
     """
+    if config.name == "folder":
+        endings = ENDINGS if config.endings is None else config.endings.split()
+        names = SKIPPED_FOLDERS if config.skipped_folders is None else config.skipped_folders.split()
+        kept = decodable(endings) if config.skip_undecodable else endings
+        return replace(config, endings=" ".join(kept), skipped_folders=" ".join(names))
     if config.name != "auto":
         return config
     try:
@@ -79,14 +92,43 @@ def resolve_auto(config: DataConfig) -> DataConfig:
 
 
 def training_source(config: DataConfig) -> ImageDataset | TarStream:
-    """The training images: a stream if ``config.name`` is "stream", else :func:`build_dataset`, and its errors."""
-    return _stream(config) if config.name == STREAM else build_dataset(config, "train")
+    """The training images: a stream if ``config.name`` is "stream", else :func:`build_dataset`, and its errors.
+
+    Rank 0 logs which files were skipped.
+    """
+    if config.name == STREAM:
+        return _stream(config)
+    dataset = build_dataset(config, "train")
+    if os.environ.get("RANK", "0") == "0":
+        report(dataset)
+    return dataset
+
+
+def report(dataset: ImageDataset) -> None:
+    """Log what :func:`build_dataset` found in a folder besides usable images; nothing for other data sets."""
+    if isinstance(dataset, ImageFolder):
+        dataset.report()
 
 
 def _check(config: DataConfig) -> None:
-    """Raise ConfigError for other channels than 1 and 3, and if ``config.root`` is a redacted one, as runs store it."""
+    """Raise ConfigError for values that no data set, or not this one, has.
+
+    So is a redacted ``config.root``, as runs store it.
+    """
     if config.channels not in (1, 3):
         raise ConfigError(f"data.channels must be 1 or 3, got {config.channels}")
+    if config.val_percent and config.name != "folder":
+        cure = {
+            "shards": "make the split when the shards are built: dmjd shards build SRC DST "
+            f"val_percent={config.val_percent:g}",
+            STREAM: "evaluate with data=folder or data=shards",
+        }.get(config.name, "it has a test split of its own")
+        raise ConfigError(
+            f"data.val_percent={config.val_percent:g} is for data.name=folder, got data.name={config.name}; {cure}"
+        )
+    odd = [each for each in (config.endings or "").split() if not re.fullmatch(r"(\.\w+)+", each)]
+    if odd:
+        raise ConfigError(f"data.endings must be endings such as .jpg, separated by spaces, got {odd[0]!r}")
     if config.root is not None and is_incomplete(config.root):
         root = shown(config.root)
         why = "runs store no secrets"
@@ -215,7 +257,17 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
         raise DataError("data.name=folder needs data.root, the folder of images")
     height, width = config.image_size
     channels, check = cast(Literal[1, 3], config.channels), cast(Check, config.check)
-    return ImageFolder(config.root, split, channels, check, (height, width), config.max_bad_percent)
+    return ImageFolder(
+        config.root,
+        split,
+        channels,
+        check,
+        (height, width),
+        config.max_bad_percent,
+        endings=(config.endings or "").lower().split(),
+        skipped_folders=(config.skipped_folders or "").split(),
+        held_out=HeldOut(config.val_percent, config.val_seed) if config.val_percent else None,
+    )
 
 
 def _shards(config: DataConfig, split: Split) -> ShardDataset:

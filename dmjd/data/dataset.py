@@ -96,6 +96,11 @@ class ImageDataset(Protocol):
         """Bad images that the check at the start found and tolerated, by index; reading one raises the same error."""
         ...
 
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        """Number of files and folders that are no images of the data set, by kind."""
+        ...
+
 
 class ArrayDataset:
     """Images held in memory.
@@ -114,6 +119,7 @@ class ArrayDataset:
         self.num_classes = num_classes
         self.channels: int = images.shape[3]
         self.bad: Mapping[int, BadImage] = {}
+        self.skipped: Mapping[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._images)
@@ -178,6 +184,10 @@ class EvenSubset:
     def bad(self) -> Mapping[int, BadImage]:
         numbers = {self._original(number): number for number in range(self._count)}
         return {numbers[index]: bad for index, bad in self._dataset.bad.items() if index in numbers}
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        return self._dataset.skipped
 
     def _original(self, index: int) -> int:
         return range(self._count)[index] * len(self._dataset) // self._count

@@ -6,8 +6,9 @@ JPEG files are decoded by the first available of these decoders, whose pixels ar
     torchcodec    whole colour images without EXIF data, since it applies the orientation
     Pillow        everything else: other formats, and JPEG files that are neither grey nor RGB nor common YCbCr
 
-The EXIF orientation is ignored (as in MAE and torchvision), alpha is dropped, an animation is its first frame, and
-16-bit grey keeps its high byte.
+The format is detected from the first bytes of a file; only TGA, which has no signature, from its name. The EXIF
+orientation is ignored (as in MAE and torchvision), alpha is dropped, an animation is its first frame, and 16-bit grey
+keeps its high byte.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import import_module
 from io import BytesIO
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
@@ -34,12 +36,29 @@ from dmjd.files import open_regular
 TOO_SMALL = "too small"
 
 FORMATS = ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP", "AVIF", "JPEG2000")
-"""Accepted formats. Pillow's other plugins start programs (EPS) or are not formats of image data sets."""
+"""Formats that Pillow reads. Its other plugins start programs (EPS) or are not formats of image data sets."""
+
+_PLUGINS = {"HEIF": ("pillow_heif", "pillow-heif"), "JXL": ("pillow_jxl", "pillow-jxl-plugin")}
+"""Formats that a plugin of Pillow reads: its module and its package."""
+
+_FEATURES = {"AVIF": ("avif", "'pillow>=11.3'"), "WEBP": ("webp", "pillow"), "JPEG2000": ("jpg_2000", "pillow")}
+"""Formats that some builds of Pillow lack: Pillow's name of the feature, and a package that has it."""
+
+_NEEDING = {
+    **dict.fromkeys((".heic", ".heif", ".hif"), "HEIF"),
+    **dict.fromkeys((".jp2", ".j2k", ".jpx"), "JPEG2000"),
+    **{".jxl": "JXL", ".avif": "AVIF", ".webp": "WEBP"},
+}
+"""Endings of files whose decoder may be missing."""
+
+_HEIF_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx")
+_SHARED_BRANDS = (b"mif1", b"msf1")  # of HEIF and of AVIF
+_JXL_MAGIC = (b"\xff\x0a", b"\0\0\0\x0cJXL ")
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
-_DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256}
+_DENSEST = {"JPEG": 1024, "MPO": 1024, "GIF": 2560, "PNG": 8256, "TGA": 64}
 """Greatest number of pixels per byte of a file: Huffman codes of one bit for an 8x8 block subsampled 4x4, LZW strings
-of 3840 in 12 bits, deflate of 1032 bytes of 8 pixels."""
+of 3840 in 12 bits, deflate of 1032 bytes of 8 pixels, runs of 128 pixels in 2 bytes."""
 
 _PNG_CHANNELS = {2: 3, 4: 2, 6: 4}  # by colour type; one for the others
 _PNG_PASSES = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
@@ -77,11 +96,59 @@ def jpeg_decoder() -> str:
     return "dmjd._jpeg" if _native else "torchcodec" if _torchcodec else "Pillow"
 
 
+def package_for(ending: str) -> str | None:
+    """The package to install where files with this ending (".heic") cannot be decoded; None if they can."""
+    kind = _NEEDING.get(ending)
+    return None if kind is None else _missing(kind)
+
+
+def decodable(endings: Iterable[str]) -> list[str]:
+    """The ``endings`` of files that can be decoded here."""
+    return [ending for ending in endings if package_for(ending.lower()) is None]
+
+
+@cache
+def _missing(kind: str) -> str | None:
+    """The package that a format needs, if it is not installed. Registers the plugin of the format."""
+    if kind in _FEATURES:
+        feature, package = _FEATURES[kind]
+        with suppress(ValueError):  # older versions of Pillow do not know the feature
+            if features.check_module(feature) if kind != "JPEG2000" else features.check_codec(feature):
+                return None
+        return package
+    module, package = _PLUGINS[kind]
+    with suppress(ImportError, OSError):
+        plugin = import_module(module)  # JPEG XL registers itself
+        if kind == "HEIF":
+            plugin.register_heif_opener()
+        return None
+    return package
+
+
+def identify(file: BinaryIO, name: str) -> Image.Image:
+    """Open an image file with Pillow; ``name``: its name, which decides for formats without a signature.
+
+    Raises:
+        ValueError: with the package to install, if its decoder is missing.
+        Exception: as Pillow's plugins do.
+    """
+    head = file.read(12)
+    file.seek(0)
+    brand = head[8:12] if head[4:8] == b"ftyp" else b""
+    kind = "HEIF" if brand in _HEIF_BRANDS else "JXL" if head.startswith(_JXL_MAGIC) else None
+    if kind is not None and (package := _missing(kind)):
+        raise ValueError(f"{kind} has no decoder here: pip install {package}")
+    if brand in _SHARED_BRANDS and not _missing("HEIF"):
+        return Image.open(file, formats=("AVIF", "HEIF"))
+    formats = FORMATS if kind is None else (kind,)
+    return Image.open(file, formats=(*formats, "TGA") if name.lower().endswith(".tga") else formats)
+
+
 def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -> OpenImage:
     """Read the header of an image file.
 
     Args:
-        data: the whole file, of one of :data:`FORMATS`.
+        data: the whole file.
         name: name of the image in errors.
         channels: 1 (grey) or 3 (RGB), to which the pixels are converted.
         min_size: least (height, width).
@@ -99,7 +166,7 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
                 require_plausible("JPEG", (height, width), len(data))
                 _require(name, (height, width), min_size)
                 return _NativeJpeg(data, name, channels, (height, width))
-        image = Image.open(BytesIO(data), formats=FORMATS)
+        image = identify(BytesIO(data), name)
         _require_usable(image, len(data), name, min_size)
         plain = image.format == "JPEG" and image.mode == "RGB" and "exif" not in image.info
         decoder = _TorchcodecJpeg if _torchcodec and plain and channels == 3 else _PillowImage
@@ -116,7 +183,7 @@ def check_header(path: str, min_size: Size) -> None:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise EOFError("the file is empty")
-        with Image.open(file, formats=FORMATS) as image:
+        with identify(file, path) as image:
             _require_usable(image, size, path, min_size)
 
 

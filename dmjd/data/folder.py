@@ -4,37 +4,40 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from dmjd.config.data import ENDINGS, SKIPPED_FOLDERS
 from dmjd.data.dataset import OpenImage, Pixels, Split
-from dmjd.data.decode import check_header, open_image, read_bytes
+from dmjd.data.decode import check_header, open_image, package_for, read_bytes
+from dmjd.data.held_out import HeldOut, one_sided, report_one_sided
 from dmjd.data.quarantine import check_share
-from dmjd.data.regular import LOOP, kind_of_entry, log_skipped
+from dmjd.data.regular import LOOP, counts, kind_of_entry, log_skipped
 from dmjd.errors import BadImage, DataError
 from dmjd.files import FILE, FOLDER
 
 Check = Literal["none", "header", "decode"]
 
-ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-
 _CHECK_THREADS = 16  # opening files is bound by the disk or the network
 _CHECK_CHUNK = 256
+_PLAIN_ENDING = re.compile(r"\.[a-z0-9]{1,8}")
 
 
 class ImageFolder:
-    """All images below a folder, in sorted order. Dot files are ignored and symbolic links are followed.
-    Named pipes, sockets, devices and dangling links are skipped and counted in a log line.
+    """All images below a folder, in sorted order. Symbolic links are followed. Files with other endings, hidden files,
+    named pipes, sockets, devices and dangling links are skipped.
 
     Layouts: ``root/train`` with ``root/val`` or ``root/test``, or ``root`` alone as "train". Within a split, images are
     either all in class folders or all in the folder itself, without labels. :attr:`classes` are the sorted names of the
-    class folders of the training split, empty without labels.
+    class folders of the training split that hold an image; empty without labels. :attr:`skipped` is the number of
+    skipped entries by kind: ``{"empty folders": 2, ".txt files": 3}``.
 
     Args:
         root: the folder.
@@ -45,9 +48,14 @@ class ImageFolder:
         min_size: least (height, width) of an image, that of the crop, unless ``check`` is "none".
         max_bad_percent: percentage of files that may fail the check; they are kept, listed in :attr:`bad`, and raise
             when read.
+        endings: endings of image files, in lower case.
+        skipped_folders: names of folders to skip.
+        held_out: with a percentage, "train" has the images that are not held out and "test" those that are. Both have
+            the labels of the whole folder.
 
     Raises:
-        DataError: if the folder is missing, empty or of another layout, or too many files fail the check.
+        DataError: if the folder is missing, empty or of another layout, too many files fail the check, the decoder of
+            a format is missing, or one side of the split is empty.
     """
 
     def __init__(
@@ -58,19 +66,40 @@ class ImageFolder:
         check: Check = "header",
         min_size: tuple[int, int] = (1, 1),
         max_bad_percent: float = 0.0,
+        *,
+        endings: Sequence[str] = ENDINGS,
+        skipped_folders: Sequence[str] = SKIPPED_FOLDERS,
+        held_out: HeldOut | None = None,
     ) -> None:
         self.channels = channels
-        self._folder, classes = _find_split(Path(root), split)
+        rules = _Rules(tuple(endings), frozenset(skipped_folders))
         skipped: Counter[str] = Counter()
-        paths = list(_walk(self._folder, "", (), skipped))
-        log_skipped(self._folder, skipped)
-        labels = _assign_labels(self._folder, paths, classes)
+        self._folder, train = _find_split(Path(root), split, held_out is not None, skipped)
+        paths = _walk(self._folder, "", (), rules, skipped)
+        if not paths:
+            found = f" ({counts(skipped)})" if skipped else ""
+            raise DataError(
+                f"folder {self._folder} holds no images{found}; files must end in {', '.join(rules.endings)}"
+            )
+        self.skipped: Mapping[str, int] = dict(skipped)
+        _require_decoders(self._folder, paths, rules)
+        labels, classes = _assign_labels(self._folder, paths, train, rules)
+        self._rule = "" if held_out is None else f"{held_out.percent!r} {held_out.seed}"
+        self.one_sided: Sequence[str] = ()
+        if held_out is not None:
+            below = os.path.relpath(self._folder, root)
+            prefix = "" if below == "." else f"{below}/"
+            sides = held_out.sides(prefix + path for path in paths)
+            held_out.require_both(sides, root)
+            self.one_sided = one_sided(labels, sides, classes)
+            kept = [number for number, side in enumerate(sides) if side == (split == "test")]
+            paths, labels = [paths[number] for number in kept], [labels[number] for number in kept]
         # One buffer of bytes and the end of each path; a numpy string array would pad every path to the longest.
         encoded = [os.fsencode(path) for path in paths]
         self._paths = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self._ends = np.cumsum([len(path) for path in encoded], dtype=np.int64)
         self._labels = np.array(labels, dtype=np.int64)
-        self.classes = tuple(classes) if labels[0] >= 0 else ()
+        self.classes = classes
         self.num_classes = len(self.classes)
         self._min_size = (1, 1) if check == "none" else min_size
         self.bad: Mapping[int, BadImage] = {} if check == "none" else self._check(decode=check == "decode")
@@ -81,8 +110,9 @@ class ImageFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 of the sorted relative paths, which define the sample ids; independent of ``root``."""
-        return hashlib.sha256(self._paths.tobytes() + self._ends.tobytes()).hexdigest()
+        """Hex SHA-256 of the sorted relative paths, which define the sample ids, and of the rule that holds images out;
+        independent of ``root``."""
+        return hashlib.sha256(self._paths.tobytes() + self._ends.tobytes() + self._rule.encode()).hexdigest()
 
     def open(self, index: int) -> OpenImage:
         path = self.name(index)
@@ -99,6 +129,11 @@ class ImageFolder:
         index = range(len(self))[index]
         start = self._ends[index - 1] if index else 0
         return os.path.join(self._folder, os.fsdecode(self._paths[start : self._ends[index]].tobytes()))
+
+    def report(self) -> None:
+        """Log what was skipped, and classes that are on one side of a split only; a line each."""
+        log_skipped(self._folder, self.skipped)
+        report_one_sided(self._folder, self.one_sided, self.num_classes)
 
     def _check(self, decode: bool) -> dict[int, BadImage]:
         def inspect(start: int) -> list[tuple[int, BadImage]]:
@@ -120,59 +155,137 @@ class ImageFolder:
         return None
 
 
-def _find_split(root: Path, split: Split) -> tuple[str, list[str]]:
-    """The folder of ``split``, and the sorted class folders of the training split."""
+class _Rules(NamedTuple):
+    """Which entries of a folder are listed: see :class:`ImageFolder`."""
+
+    endings: tuple[str, ...]
+    skipped_folders: frozenset[str]
+
+
+def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[str]) -> tuple[str, str]:
+    """The folder of ``split``, and that of the training split. ``skipped`` counts what lies beside them."""
     if not root.is_dir():
         raise DataError(f"data.root={root} is not a folder; set data.root to a folder of images")
     divided = (root / "train").is_dir()
     held_out = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if split == "test" and held_out is None:
-        raise DataError(f"{root} has no test split; put held-out images into its folder val/ or test/, beside train/")
     if held_out is not None and not divided:
         raise DataError(f"{root} has a folder {held_out.name}/ but no train/; put the training images into train/")
     train = root / "train" if divided else root
-    classes = [name for name, kind in _list(str(train)) if kind == FOLDER]
-    return str(held_out if split == "test" else train), classes
+    if split_by_hash:
+        if held_out is not None:
+            raise DataError(
+                f"{root} has held-out images in {held_out.name}/; leave data.val_percent out, or move that folder away"
+            )
+        held_out = train
+    if split == "test" and held_out is None:
+        raise DataError(
+            f"{root} has no test split; set data.val_percent=10 to hold out 10 % of the images, or put held-out images "
+            "into its folder val/ or test/, beside train/"
+        )
+    if divided and split == "train":
+        beside = [name for name, _ in _list(str(root), Counter()) if root / name not in (train, held_out)]
+        skipped.update({"entries beside train": len(beside)} if beside else {})
+    return str(held_out if split == "test" else train), str(train)
 
 
-def _list(folder: str) -> list[tuple[str, str]]:
-    """Sorted (name, kind) of all entries but dot files; kinds as in :func:`dmjd.data.regular.kind_of`."""
+def _list(folder: str, skipped: Counter[str]) -> list[tuple[str, str]]:
+    """Sorted (name, kind) of all entries but hidden ones; kinds as in :func:`dmjd.data.regular.kind_of`."""
+    found = []
     try:
         with os.scandir(folder) as entries:
-            return sorted((entry.name, kind_of_entry(entry)) for entry in entries if not entry.name.startswith("."))
+            for entry in entries:
+                if entry.name.startswith("."):
+                    skipped["hidden folders" if entry.is_dir(follow_symlinks=False) else "hidden files"] += 1
+                else:
+                    found.append((entry.name, kind_of_entry(entry)))
     except OSError as error:
-        raise DataError(f"folder {folder} cannot be listed ({error.strerror or error})") from error
+        raise _unlisted(folder, error) from error
+    return sorted(found)
 
 
-def _walk(folder: str, prefix: str, above: tuple[str, ...], skipped: Counter[str]) -> Iterator[str]:
-    """Paths of the images below ``folder``, with ``prefix``; ``skipped`` counts other kinds of files."""
+def _unlisted(folder: str, error: OSError) -> DataError:
+    return DataError(f"folder {folder} cannot be listed ({error.strerror or error})")
+
+
+def _walk(folder: str, prefix: str, above: tuple[str, ...], rules: _Rules, skipped: Counter[str]) -> list[str]:
+    """Paths of the images below ``folder``, with ``prefix``; ``skipped`` counts other entries by kind."""
     real = os.path.realpath(folder)
     if real in above:
         skipped[LOOP] += 1
-        return
-    for name, kind in _list(folder):
-        if kind == FOLDER:
-            yield from _walk(os.path.join(folder, name), f"{prefix}{name}/", (*above, real), skipped)
+        return []
+    paths = []
+    for name, kind in _list(folder, skipped):
+        if kind == FOLDER and name in rules.skipped_folders:
+            skipped[f"{name} folders"] += 1
+        elif kind == FOLDER:
+            inside: Counter[str] = Counter()
+            below = _walk(os.path.join(folder, name), f"{prefix}{name}/", (*above, real), rules, inside)
+            if not below and LOOP not in inside:
+                inside["empty folders"] = 1  # with all folders in it
+            skipped.update(inside)
+            paths += below
         elif kind != FILE:
             skipped[kind] += 1
-        elif name.lower().endswith(ENDINGS):
-            yield prefix + name
+        elif name.lower().endswith(rules.endings):
+            paths.append(prefix + name)
+        else:
+            ending = os.path.splitext(name)[1].lower()
+            skipped[f"{ending} files" if _PLAIN_ENDING.fullmatch(ending) else "files of other endings"] += 1
+    return paths
 
 
-def _assign_labels(folder: str, paths: list[str], classes: list[str]) -> list[int]:
-    if not paths:
-        raise DataError(f"folder {folder} holds no images; files must end in {', '.join(ENDINGS)}")
+def _has_image(folder: str, above: tuple[str, ...], rules: _Rules) -> bool:
+    """Whether ``folder`` holds an image; stops at the first."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return False
+    folders = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in (entry for entry in entries if not entry.name.startswith(".")):
+                kind = kind_of_entry(entry)
+                if kind == FILE and entry.name.lower().endswith(rules.endings):
+                    return True
+                if kind == FOLDER and entry.name not in rules.skipped_folders:
+                    folders.append(entry.path)
+    except OSError as error:
+        raise _unlisted(folder, error) from error
+    return any(_has_image(each, (*above, real), rules) for each in folders)
+
+
+def _require_decoders(folder: str, paths: list[str], rules: _Rules) -> None:
+    for ending in rules.endings:
+        package = package_for(ending)
+        count = sum(path.lower().endswith(ending) for path in paths) if package else 0
+        if count:
+            raise DataError(
+                f"{folder} has {count} file(s) ending in {ending}, whose decoder is not installed: pip install "
+                f"{package}; or skip them with data.skip_undecodable=true"
+            )
+
+
+def _assign_labels(folder: str, paths: list[str], train: str, rules: _Rules) -> tuple[list[int], tuple[str, ...]]:
+    """Labels of ``paths``, -1 without class folders, and the names of the classes in the folder ``train``."""
     nested = sum("/" in path for path in paths)
     if nested == 0:
-        return [-1] * len(paths)
+        return [-1] * len(paths), ()
     if nested < len(paths):
         stray = next(path for path in paths if "/" not in path)
         raise DataError(f"folder {folder} mixes class folders with images beside them ({stray}); use one or the other")
-    numbers = {name: number for number, name in enumerate(classes)}
     names = [path.split("/", 1)[0] for path in paths]
+    classes = sorted(set(names)) if folder == train else _class_folders(train, rules)
+    numbers = {name: number for number, name in enumerate(classes)}
     unknown = next((name for name in names if name not in numbers), None)
     if unknown is not None:
         raise DataError(
-            f"class folder {os.path.join(folder, unknown)} does not exist in the training split; add or remove it"
+            f"class folder {os.path.join(folder, unknown)} has no images in the training split; add some or remove it"
         )
-    return [numbers[name] for name in names]
+    return [numbers[name] for name in names], tuple(classes)
+
+
+def _class_folders(train: str, rules: _Rules) -> list[str]:
+    return [
+        name
+        for name, kind in _list(train, Counter())
+        if kind == FOLDER and name not in rules.skipped_folders and _has_image(os.path.join(train, name), (), rules)
+    ]

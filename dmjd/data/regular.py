@@ -6,23 +6,27 @@ import errno
 import logging
 import os
 from collections import Counter
+from collections.abc import Mapping
 
 from dmjd.files import FILE, FOLDER, kind_of_mode
 
-LOOP = "link to a folder above it"
+LOOP = "links to a folder above them"
+
+_MOST_KINDS = 8  # in one line
 
 _log = logging.getLogger("dmjd")
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """:data:`FILE` or :data:`FOLDER`, links followed, or the name of another kind. Raises OSError if stat fails."""
+    """:data:`FILE` or :data:`FOLDER`, links followed, or the plural of another kind. Raises OSError if stat fails."""
     try:
-        return kind_of_mode(os.stat(path).st_mode)
+        kind = kind_of_mode(os.stat(path).st_mode)
+        return kind if kind in (FILE, FOLDER) else f"{kind}s"
     except OSError as error:
         if error.errno == errno.ELOOP:
-            return "link to itself"
+            return "links to themselves"
         if isinstance(error, FileNotFoundError) and os.path.islink(path):
-            return "dangling link"
+            return "dangling links"
         raise
 
 
@@ -40,8 +44,13 @@ def only_files(paths: list[str], place: str) -> list[str]:
     return [path for path in paths if kinds[path] == FILE]
 
 
-def log_skipped(place: str, skipped: Counter[str]) -> None:
+def counts(skipped: Mapping[str, int]) -> str:
+    """Kinds and numbers of skipped entries, the most frequent first: ".txt files: 3, empty folders: 1"."""
+    kinds = [f"{kind}: {count}" for kind, count in sorted(skipped.items(), key=lambda item: (-item[1], item[0]))]
+    return ", ".join([*kinds[:_MOST_KINDS], *[f"{len(kinds) - _MOST_KINDS} other kinds"] * (len(kinds) > _MOST_KINDS)])
+
+
+def log_skipped(place: str, skipped: Mapping[str, int]) -> None:
     """Log the number of entries of ``place`` that were skipped, by kind; nothing if there are none."""
     if skipped:
-        kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(skipped.items()))
-        _log.warning("%s: skipped %d entries (%s)", place, skipped.total(), kinds)
+        _log.info("%s: skipped %d entries (%s)", place, sum(skipped.values()), counts(skipped))

@@ -13,8 +13,9 @@ from dmjd.builders.average import ENCODER
 from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
-from dmjd.data.build import build_dataset, resolve_auto
+from dmjd.data.build import build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
+from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError, config_section
 from dmjd.evaluate.features import Features, extract_features
@@ -57,12 +58,15 @@ class FrozenEncoder:
     def source(self) -> str:
         """Name, folder and size of the images, which identify the data set among settings."""
         where = f" in {shown(self.data.root)}" if self.data.root else ""
-        return f"{self.data.name}{where}, {self.size[0]}x{self.size[1]}"
+        held_out = f", {HeldOut(self.data.val_percent, self.data.val_seed)}" if self.data.val_percent else ""
+        return f"{self.data.name}{where}{held_out}, {self.size[0]}x{self.size[1]}"
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
         # Substitutes for bad images would make it another score.
         dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
+        if split == "train" or not self.data.val_percent:  # else both list the same folder
+            report(dataset)
         return dataset if count is None else EvenSubset(dataset, count)
 
     def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int) -> Features:

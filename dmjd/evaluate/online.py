@@ -55,6 +55,11 @@ class OnlineKnn:
                     f"online_knn.every_epochs={settings.every_epochs} needs labels, and the {split} images have none; "
                     "put them into class folders, or set online_knn.every_epochs=0"
                 )
+        if train.num_classes < 2:
+            raise DataError(
+                f"online_knn.every_epochs={settings.every_epochs} needs at least two classes, and the images have one; "
+                "set online_knn.every_epochs=0"
+            )
         self._train = EvenSubset(train, settings.train_images)
         self._test = test
         if settings.neighbours > len(self._train):

@@ -63,6 +63,11 @@ class Context(Generic[Config]):
         if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
             cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
             raise DataError(f"{self.frozen.source}: the {split} images have no {self.needs}; {cure}")
+        if self.needs == "labels" and dataset.num_classes < 2:
+            raise DataError(
+                f"{self.frozen.source}: the images have one class, and a score needs two or more; put the images of "
+                "each class into a folder of its own"
+            )
         return dataset
 
     def image_settings(self) -> dict[str, Any]:

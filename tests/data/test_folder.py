@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import socket
+import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 from skimage import data
 
+from dmjd.compose import compose, from_yaml, to_yaml
+from dmjd.config import DataConfig, PretrainConfig, first_difference
+from dmjd.config.data import ENDINGS
+from dmjd.data import decode
+from dmjd.data.build import build_dataset, resolve_auto, training_source
 from dmjd.data.decode import check_header
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import BadImage, DataError
+from dmjd.errors import BadImage, ConfigError, DataError
 
 PHOTO = data.astronaut()[:64, :80]
 
@@ -69,21 +78,24 @@ def test_splits_share_the_class_numbers_of_training(tmp_path: Path, held_out: st
 def test_a_test_class_that_training_lacks_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "train/ant/1.png")
     save(tmp_path / "val/bee/1.png")
-    with pytest.raises(DataError, match="bee does not exist in the training split"):
+    with pytest.raises(DataError, match="bee has no images in the training split"):
         ImageFolder(str(tmp_path), "test", channels=3)
 
 
 def test_no_test_split_is_invented(tmp_path: Path) -> None:
     save(tmp_path / "ant/1.png")
-    with pytest.raises(DataError, match="has no test split; put held-out images into its folder val/ or test/"):
+    with pytest.raises(
+        DataError,
+        match=r"has no test split; set data\.val_percent=10 .*, or put held-out images into its folder val/ or test/",
+    ):
         ImageFolder(str(tmp_path), "test", channels=3)
 
 
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ([], "holds no images; files must end in .jpg, .jpeg, .png"),
-        (["notes/readme.txt"], "holds no images"),
+        ([], "holds no images; files must end in .jpg, .jpeg, .jpe"),
+        (["notes/readme.txt", "a.CR2"], "holds no images (.cr2 files: 1, .txt files: 1, empty folders: 1); files"),
         (["cover.png", "ant/1.png"], "mixes class folders with images beside them (cover.png)"),
         (["val/ant/1.png"], "has a folder val/ but no train/"),
     ],
@@ -299,10 +311,14 @@ def test_what_is_no_file_is_skipped_and_counted(tmp_path: Path, caplog: pytest.L
     (tmp_path / "ant/null.png").symlink_to("/dev/null")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(tmp_path / "ant/socket.png"))
-        with caplog.at_level("WARNING", logger="dmjd"):
-            folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
+        folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
+    with caplog.at_level("INFO", logger="dmjd"):
+        folder.report()
     assert names(folder, tmp_path) == ["ant/1.png", "bee/2.png"]
-    kinds = "dangling link: 1, device: 1, link to a folder above it: 1, link to itself: 2, named pipe: 2, socket: 1"
+    kinds = (
+        "links to themselves: 2, named pipes: 2, dangling links: 1, devices: 1, links to a folder above them: 1, "
+        "sockets: 1"
+    )
     assert caplog.messages == [f"{tmp_path}: skipped 8 entries ({kinds})"]
 
 
@@ -315,3 +331,232 @@ def test_a_file_that_becomes_a_pipe_is_a_bad_image_and_nobody_waits(tmp_path: Pa
         with pytest.raises(BadImage, match=r"cannot be read as an image \(a named pipe\)") as caught:
             read()
         assert caught.value.kind == "unreadable"
+
+
+# Which files are found
+
+
+def encoded(kind: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(PHOTO).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+FILES = {
+    **{ending: ("JPEG", {}) for ending in ("jpe", "JFIF", "jif", "mpo")},
+    **{"gif": ("GIF", {}), "dib": ("BMP", {}), "apng": ("PNG", {}), "ppm": ("PPM", {}), "TGA": ("TGA", {"rle": True})},
+    **{"avif": ("AVIF", {"quality": 95}), "jp2": ("JPEG2000", {}), "j2k": ("JPEG2000", {"no_jp2": True})},
+}
+
+
+def test_files_of_all_common_formats_are_listed_and_read_by_content(tmp_path: Path) -> None:
+    for number, (ending, (kind, options)) in enumerate(FILES.items()):
+        (tmp_path / f"{number:02d}.{ending}").write_bytes(encoded(kind, **options))
+    (tmp_path / "98.jpg").write_bytes(encoded("PNG"))  # a wrong ending
+    (tmp_path / "99.png").write_bytes(encoded("GIF", save_all=True, append_images=[Image.new("RGB", (80, 64))]))
+    folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
+    assert len(folder) == len(FILES) + 2
+    assert folder.skipped == {}
+    for index in range(len(folder)):  # of the animation, the first picture
+        error = np.abs(folder.image(index).astype(int) - PHOTO).mean()
+        assert error < (8 if folder.name(index).endswith((".gif", "99.png")) else 4), folder.name(index)
+
+
+@pytest.mark.parametrize("name", ["photo.heic", "photo.HIF", "photo.jpg"])
+def test_heic_is_read_with_its_package_and_names_it_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    heif = pytest.importorskip("pillow_heif")
+    heif.register_heif_opener()
+    (tmp_path / name).write_bytes(encoded("HEIF", quality=95))
+    save(tmp_path / "other.png")
+    folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
+    (pixels,) = [folder.image(index) for index in (0, 1) if folder.name(index).endswith(name)]
+    assert np.abs(pixels.astype(int) - PHOTO).mean() < 4
+    monkeypatch.setattr(decode, "_missing", lambda kind: "pillow-heif" if kind == "HEIF" else None)
+    with pytest.raises(DataError, match="pip install pillow-heif") as caught:
+        ImageFolder(str(tmp_path), "train", 3)
+    assert "\n" not in str(caught.value)
+    config = DataConfig(name="folder", root=str(tmp_path), image_size=[8, 8], skip_undecodable=True)
+    stored = resolve_auto(config).endings
+    assert stored is not None
+    assert set(ENDINGS) - set(stored.split()) == {".heic", ".heif", ".hif"}
+    if name != "photo.jpg":
+        skipping = build_dataset(replace(config, endings=stored), "train")
+        assert (len(skipping), skipping.skipped) == (1, {f"{Path(name).suffix.lower()} files": 1})
+        monkeypatch.undo()  # the package is installed later
+        assert len(build_dataset(replace(config, endings=stored), "train")) == 1
+
+
+@pytest.mark.parametrize("ending", ["gif", "avif", "jp2", "ppm", "tga"])
+def test_a_file_of_another_format_cut_anywhere_is_a_bad_image(tmp_path: Path, ending: str) -> None:
+    whole = encoded(*FILES.get(ending, ("TGA", {}))[:1])
+    for length in np.linspace(0, len(whole) // 2, 6).astype(int):
+        (tmp_path / f"cut.{ending}").write_bytes(whole[:length])
+        with pytest.raises(BadImage) as caught:
+            ImageFolder(str(tmp_path), "train", channels=3, check="none").image(0)
+        assert caught.value.kind in ("truncated", "undecodable")
+
+
+def test_what_is_skipped_is_counted_by_kind_and_is_no_class(tmp_path: Path) -> None:
+    for name in ("bee/1.png", "ant/deep/2.PNG", "ant/@eaDir/3.png", "@eaDir/4.jpg", "__MACOSX/bee/._1.png", ".x/5.png"):
+        save(tmp_path / name.replace("._1", "5"))
+    (tmp_path / "__MACOSX/bee/5.png").rename(tmp_path / "__MACOSX/bee/._5.png")
+    for name in ("Empty/deep/deeper", "videos", "ant/none"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("videos/a.MP4", "videos/b.mp4", "notes", "Thumbs.db", "a.\x1b[31m", "bee/.DS_Store", "a.tar.gz"):
+        (tmp_path / name).touch()
+    folder = ImageFolder(str(tmp_path), "train", channels=3)
+    assert names(folder, tmp_path) == ["ant/deep/2.PNG", "bee/1.png"]
+    assert folder.classes == ("ant", "bee")
+    assert folder.skipped == {
+        **{".mp4 files": 2, ".db files": 1, ".gz files": 1, "files of other endings": 2, "hidden files": 1},
+        **{"empty folders": 3, "@eaDir folders": 2, "__MACOSX folders": 1, "hidden folders": 1},
+    }
+
+
+def test_classes_without_training_images_do_not_shift_the_labels_of_the_test_split(tmp_path: Path) -> None:
+    for name in ("train/ant/1.png", "train/cow/a/b/1.png", "val/cow/1.png"):
+        save(tmp_path / name)
+    (tmp_path / "train/bee/none").mkdir(parents=True)
+    (tmp_path / "extra").mkdir()
+    train, test = (ImageFolder(str(tmp_path), split, channels=3) for split in ("train", "test"))
+    assert train.classes == test.classes == ("ant", "cow")
+    assert (labels(train), labels(test)) == ([0, 1], [1])
+    assert train.skipped == {"empty folders": 1, "entries beside train": 1}
+
+
+def test_a_configuration_of_an_older_version_lists_what_that_version_did(tmp_path: Path) -> None:
+    for name in ("ant/1.png", "ant/2.gif", "bee/3.jpg", "bee/@eaDir/4.jpg", "cow/5.jfif"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    new = compose("pretrain", [f"data.root={tmp_path}", "data.check=none"])
+    stored = replace(new, data=resolve_auto(new.data))
+    text = to_yaml(stored)
+    assert ".jfif" in yaml.safe_load(text)["data"]["endings"]
+    assert from_yaml(PretrainConfig, text) == stored
+    assert first_difference(stored, new) is None
+    sections = yaml.safe_load(text)
+    for key in ("endings", "skipped_folders", "skip_undecodable", "val_percent", "val_seed"):
+        del sections["data"][key]
+    old = from_yaml(PretrainConfig, yaml.safe_dump(sections))
+    now, before = (build_dataset(config.data, "train") for config in (new, old))
+    assert isinstance(now, ImageFolder)
+    assert isinstance(before, ImageFolder)
+    assert names(now, tmp_path) == ["ant/1.png", "ant/2.gif", "bee/3.jpg", "cow/5.jfif"]
+    assert names(before, tmp_path) == ["ant/1.png", "bee/3.jpg", "bee/@eaDir/4.jpg"]
+    paths = b"ant/1.pngbee/3.jpgbee/@eaDir/4.jpg"  # the fingerprint of that version
+    ends = np.array([9, 18, 34], dtype=np.int64)
+    assert before.fingerprint == hashlib.sha256(paths + ends.tobytes()).hexdigest()
+
+
+# The held-out split
+
+
+def held_out(paths: list[str], percent: float, seed: int = 0) -> set[str]:
+    """The rule of docs/data.md, computed anew."""
+
+    def fraction(path: str) -> float:
+        return int(hashlib.sha256(f"{seed}/{path}".encode()).hexdigest()[:13], 16) / 16**13
+
+    return {path for path in paths if 100 * fraction(path) < percent}
+
+
+def split(root: Path, **values: object) -> tuple[ImageFolder, ImageFolder]:
+    config = replace(DataConfig(name="folder", root=str(root), check="none", val_percent=25.0), **values)  # type: ignore[arg-type]
+    train, test = build_dataset(config, "train"), build_dataset(config, "test")
+    assert isinstance(train, ImageFolder)
+    assert isinstance(test, ImageFolder)
+    return train, test
+
+
+def touch(root: Path, paths: list[str]) -> None:
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).touch()
+
+
+PATHS = [f"{kind}/{number}.jpg" for kind in ("ant", "bee", "ünï") for number in range(40)]
+
+
+def test_a_split_is_that_of_the_documented_rule_and_each_image_is_on_one_side(tmp_path: Path) -> None:
+    touch(tmp_path, PATHS)
+    for seed, percent in ((0, 25.0), (3, 7.5)):
+        train, test = split(tmp_path, val_percent=percent, val_seed=seed)
+        assert set(names(test, tmp_path)) == held_out(PATHS, percent, seed)
+        assert sorted(names(train, tmp_path) + names(test, tmp_path)) == sorted(PATHS)
+        assert train.classes == test.classes == ("ant", "bee", "ünï")
+        for side in (train, test):
+            assert [side.classes[label] for label in labels(side)] == [p.split("/")[0] for p in names(side, tmp_path)]
+    whole = split(tmp_path, val_percent=60, val_seed=3)[1]
+    assert set(names(test, tmp_path)) < set(names(whole, tmp_path))  # a larger percentage adds to the smaller one
+
+
+def test_no_image_changes_its_side_when_others_come_go_or_the_folder_moves(tmp_path: Path) -> None:
+    touch(tmp_path / "a", PATHS)
+    before = set(names(split(tmp_path / "a")[1], tmp_path / "a"))
+    added = [f"bee/x{number}.jpg" for number in range(30)] + ["cow/1.jpg"]
+    touch(tmp_path / "a", added)
+    for path in PATHS[::3]:
+        (tmp_path / "a" / path).unlink()
+    (tmp_path / "a").rename(tmp_path / "moved")
+    train, test = split(tmp_path / "moved")
+    left = set(PATHS) - set(PATHS[::3])
+    assert set(names(test, tmp_path / "moved")) & left == before & left
+    assert set(names(test, tmp_path / "moved")) == held_out([*left, *added], 25)
+    assert len({train.fingerprint, *(split(tmp_path / "moved", val_seed=seed)[0].fingerprint for seed in (1, 2))}) == 3
+    decomposed = unicodedata.normalize("NFD", "ünï")  # as some systems store the name
+    (tmp_path / "moved" / "ünï").rename(tmp_path / "moved" / decomposed)
+    other = {unicodedata.normalize("NFC", name) for name in names(split(tmp_path / "moved")[1], tmp_path / "moved")}
+    assert other == set(names(test, tmp_path / "moved"))
+
+
+def test_a_folder_train_alone_is_split_by_paths_below_the_root(tmp_path: Path) -> None:
+    inside = [f"train/{path}" for path in PATHS]
+    touch(tmp_path, inside)
+    assert set(names(split(tmp_path)[1], tmp_path)) == held_out(inside, 25)
+
+
+def test_classes_without_a_held_out_image_are_named_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    few = [f"{kind:02d}/{number}.jpg" for kind in range(12) for number in range(3)]
+    touch(tmp_path, [*few, "readme.txt"])
+    held = {path[:2] for path in held_out(few, 25)}
+    alone = [name for name in sorted({path[:2] for path in few}) if name not in held]
+    assert 5 < len(alone) < 12
+    config = DataConfig(name="folder", root=str(tmp_path), check="none", val_percent=25.0)
+    with caplog.at_level("INFO", logger="dmjd"):
+        training_source(config)
+    skipped, warning = caplog.messages
+    assert skipped == f"{tmp_path}: skipped 1 entries (.txt files: 1)"
+    assert f"{len(alone)} of 12 classes have no held-out or no training image ({', '.join(alone[:5])}, ...)" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "folders", "percent", "sentence"),
+    [
+        ("folder", ["ant"], 1e-6, "val_percent=1e-06 holds out 0 of the 40 images"),
+        ("folder", ["ant"], 99.999999, "val_percent=100 holds out 40 of the 40 images"),
+        ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
+        ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),
+        (
+            "digits",
+            ["ant"],
+            10,
+            "data.val_percent=10 is for data.name=folder, got data.name=digits; it has a test split",
+        ),
+        ("fashion_mnist", ["ant"], 10, "it has a test split of its own"),
+        ("shards", ["ant"], 10, "dmjd shards build SRC DST val_percent=10"),
+        ("stream", ["ant"], 10, "evaluate with data=folder or data=shards"),
+    ],
+)
+def test_a_split_that_cannot_be_made_is_one_line(
+    tmp_path: Path, name: str, folders: list[str], percent: float, sentence: str
+) -> None:
+    touch(tmp_path, [f"{folder}/{number}.jpg" for folder in folders for number in range(40)])
+    config = DataConfig(name=name, root=str(tmp_path), check="none", val_percent=percent, samples=None)
+    with pytest.raises(DataError if name == "folder" else ConfigError) as caught:
+        training_source(config)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)

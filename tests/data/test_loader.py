@@ -49,6 +49,7 @@ class Noise:
     num_classes = 5
     channels = 3
     bad: Mapping[int, BadImage] = MappingProxyType({})
+    skipped: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, count: int, broken: Mapping[int, str] = MappingProxyType({})) -> None:
         self.count = count

@@ -216,7 +216,8 @@ def images(root: Path, *folders: str) -> None:
 @pytest.mark.parametrize(
     ("folders", "sentence"),
     [
-        (("train/a", "train/b"), "every_epochs=1 needs test images: .* has no test split; put held-out images into"),
+        (("train/a", "train/b"), "every_epochs=1 needs test images: .* has no test split; set data.val_percent=10"),
+        (("train/a", "val/a"), "every_epochs=1 needs at least two classes, and the images have one"),
         (("train", "val"), "every_epochs=1 needs labels, and the training images have none; put them into class"),
         (("train/a", "train/b", "val"), "every_epochs=1 needs labels, and the test images have none; put them into"),
     ],

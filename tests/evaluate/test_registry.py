@@ -84,6 +84,10 @@ def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
         Context(None, frozen, needs).dataset("test")
     with pytest.raises(DataError, match="/x: the test images have no masks; data sets have labels at most"):
         Context(None, frozen, "masks").dataset("test")
+    one: Any = SimpleNamespace(source="/x", dataset=lambda split, count: SimpleNamespace(num_classes=1))
+    Context(None, one, "none").dataset("train")
+    with pytest.raises(DataError, match="/x: the images have one class, and a score needs two or more"):
+        Context(None, one, "labels").dataset("train")
 
 
 @pytest.mark.usefixtures("segmentation")

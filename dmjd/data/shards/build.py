@@ -15,6 +15,7 @@ import os
 import re
 import reprlib
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +23,14 @@ import PIL
 from PIL import features
 
 from dmjd import __version__
+from dmjd.config.data import ENDINGS
+from dmjd.data.held_out import HeldOut
 from dmjd.data.shards.encode import encode
 from dmjd.data.shards.index import MANIFEST, Shard, load
 from dmjd.data.shards.location import is_plain
 from dmjd.data.shards.part import Part, Saved, as_records, count_rejects, record, reject, save_parts
 from dmjd.data.shards.pool import available_workers, each
-from dmjd.data.shards.sources import Item, Source, find_source
+from dmjd.data.shards.sources import Item, Source, find_source, split_source
 from dmjd.data.shards.tar import TarWriter
 from dmjd.errors import BadImage, DataError, StorageError
 from dmjd.files import at_home, read_at_most, replace_file
@@ -41,7 +44,15 @@ _MOST_RECIPE_BYTES = 1 << 20
 _STEM_LENGTH = 80  # a key with number and ending has to fit 100 characters, the name field of a tar header
 
 
-def build_shards(src: str, dst: str, workers: int | None = None, shard_mb: int = 256, channels: int = 3) -> list[Saved]:
+def build_shards(
+    src: str,
+    dst: str,
+    workers: int | None = None,
+    shard_mb: int = 256,
+    channels: int = 3,
+    held_out: HeldOut | None = None,
+    endings: Sequence[str] = ENDINGS,
+) -> list[Saved]:
     """Build a shard set at ``dst``, or ``dst/train`` and ``dst/val`` if the source has splits; continue if begun.
 
     Args:
@@ -50,19 +61,25 @@ def build_shards(src: str, dst: str, workers: int | None = None, shard_mb: int =
         workers: number of processes; by default one per processor.
         shard_mb: megabytes of source images per tar.
         channels: 1 or 3, for readers; see :func:`dmjd.data.shards.encode.encode`.
+        held_out: images of a source without a held-out split to store as ``dst/val``.
+        endings: endings of image files in a folder.
 
     Raises:
-        DataError: if the source is missing or has no usable image, or the destination has other files.
+        DataError: if the source is missing, has no usable image or no image of one split, or the destination has
+            other files.
         StorageError: if the destination cannot be written; finished tars stay.
     """
     workers = workers or available_workers()
     src, folder = _resolved(src), Path(at_home(dst))
     _check_destination(Path(src), folder)
-    source = find_source(src, workers)
+    source = find_source(src, workers, endings)
+    kind = source.kind
+    if held_out is not None:
+        source, kind = split_source(source, src, held_out), f"{kind}, {held_out}:"
     odd = next((name for name in (src, *source.classes) if not is_plain(name)), None)
     if odd is not None:
         raise DataError(f"{odd!r} has control characters in its name; rename it")
-    recipe = _recipe(src, source, shard_mb, channels)
+    recipe = _recipe(f"{kind} {Path(src)}", source, shard_mb, channels)
     text = recipe["source"]
     divided = "val" in source.splits
     folders = {split: folder / split if divided else folder for split in source.splits}
@@ -190,7 +207,7 @@ def _jobs(split: str, items: list[Item], folder: Path, parts: Path, most_bytes: 
     ]
 
 
-def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str, Any]:
+def _recipe(text: str, source: Source, shard_mb: int, channels: int) -> dict[str, Any]:
     """Everything that determines the bytes of a set, versions of encoders included."""
     splits = {}
     for split, items in source.splits.items():
@@ -199,7 +216,7 @@ def _recipe(src: str, source: Source, shard_mb: int, channels: int) -> dict[str,
             digest.update(json.dumps([item.name, item.offset, item.size, item.label]).encode())
         splits[split] = {"images": len(items), "listing_sha256": digest.hexdigest()}
     encoders = {"pillow": PIL.__version__, "jpeg": features.version("libjpeg_turbo"), "zlib": features.version("zlib")}
-    options = {"source": f"{source.kind} {Path(src)}", "shard_mb": shard_mb, "channels": channels, "splits": splits}
+    options = {"source": text, "shard_mb": shard_mb, "channels": channels, "splits": splits}
     return {**options, "dmjd": __version__, **encoders}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.config.data import ENDINGS
+from dmjd.data.held_out import HeldOut
 from dmjd.errors import ConfigError, DataError, StorageError
 from dmjd.files import at_home, replace_file
 
@@ -30,10 +33,18 @@ class _Arguments(NamedTuple):
             raise ConfigError(f"channels must be 1 or 3, got {value}")
         return value
 
-    def number(self, key: str, default: int) -> int:
+    @property
+    def held_out(self) -> HeldOut | None:
+        text = self.options.get("val_percent", "0")
+        if not re.fullmatch(r"\d{1,2}(\.\d{1,9})?", text, re.ASCII):
+            raise ConfigError(f"val_percent must be a number from 0 to below 100, got {text}")
+        seed = self.number("val_seed", 0, least=0)
+        return HeldOut(float(text), seed) if float(text) else None
+
+    def number(self, key: str, default: int, least: int = 1) -> int:
         text = self.options.get(key, str(default))
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigError(f"{key} must be an integer above 0, got {text}")
+        if not text.isdecimal() or int(text) < least:
+            raise ConfigError(f"{key} must be an integer of at least {least}, got {text}")
         return int(text)
 
     def flag(self, key: str) -> bool:
@@ -47,7 +58,13 @@ def _build(arguments: _Arguments) -> Iterator[str]:
     from dmjd.data.shards.build import build_shards
 
     src, dst = arguments.positional
-    for saved in build_shards(src, dst, arguments.workers, arguments.number("shard_mb", 256), arguments.channels):
+    endings = ENDINGS
+    if arguments.flag("skip_undecodable"):
+        from dmjd.data.decode import decodable
+
+        endings = tuple(decodable(ENDINGS))
+    shard_mb = arguments.number("shard_mb", 256)
+    for saved in build_shards(src, dst, arguments.workers, shard_mb, arguments.channels, arguments.held_out, endings):
         yield saved.summary
 
 
@@ -118,9 +135,9 @@ COMMANDS = {
     "build": _Command(
         _build,
         "Write the images of SRC as tars of about shard_mb MB each, with manifest and index.",
-        "build SRC DST [workers=N] [shard_mb=256] [channels=3]",
+        "build SRC DST [workers=N] [shard_mb=256] [channels=3] [val_percent=0] [val_seed=0] [skip_undecodable=false]",
         (2, 2),
-        ("workers", "shard_mb", "channels"),
+        ("workers", "shard_mb", "channels", "val_percent", "val_seed", "skip_undecodable"),
     ),
     "index": _Command(
         _index,
@@ -154,6 +171,8 @@ _ARGUMENTS = {
     "N": "number of images",
     "workers": "processes; default: all cores",
     "channels": "1 (grey) or 3 (RGB)",
+    "val_percent": "percentage of the images to hold out as DST/val, by a hash of their paths and val_seed",
+    "skip_undecodable": "true: skip files whose decoder is not installed",
 }
 
 
@@ -161,7 +180,7 @@ def manual() -> Iterator[str]:
     """Lines of help: each command's usage and meaning, then the arguments."""
     for command in COMMANDS.values():
         yield from (f"  dmjd shards {command.usage}", f"      {command.meaning}")
-    yield from ("", *(f"  {name:12} {meaning}" for name, meaning in _ARGUMENTS.items()))
+    yield from ("", *(f"  {name:16} {meaning}" for name, meaning in _ARGUMENTS.items()))
 
 
 def run(arguments: Sequence[str]) -> Iterator[str]:

@@ -55,6 +55,7 @@ class ShardDataset:
         self._files = OpenFiles()
         self._min_size = min_size
         self.bad: Mapping[int, BadImage] = self._check(max_bad_percent)
+        self.skipped: Mapping[str, int] = {}  # the build lists them in rejects.jsonl
 
     def __len__(self) -> int:
         return len(self._records)

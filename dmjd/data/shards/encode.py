@@ -6,7 +6,7 @@ The format is detected by the first bytes of a file, never by its name. Every im
   orientation tag and others do not; MAE ignores it.
 - Other lossless images (PNG, GIF, BMP, TIFF, PPM) of up to 256 x 256 pixels: a PNG of the same pixels. An 8-bit grey or
   RGB PNG keeps its bytes.
-- Everything else (CMYK and RGB JPEG, WebP, AVIF, larger lossless images): a JPEG of quality 95 without chroma
+- Everything else (CMYK and RGB JPEG, WebP, AVIF, HEIC, larger lossless images): a JPEG of quality 95 without chroma
   subsampling.
 
 Pixels are those of ``data=folder``: alpha is dropped, an animation is its first frame, 16-bit grey keeps its high byte.
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from dmjd.data.decode import FORMATS, kind_of, read_whole, to_mode
+from dmjd.data.decode import identify, kind_of, read_whole, to_mode
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
@@ -91,7 +91,7 @@ def _decoded(name: str, data: bytes) -> Iterator[Image.Image]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about Exif blocks and large images
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            with identify(io.BytesIO(data), name) as image:
                 if max(image.size) > MOST_SIDE:
                     raise BadImage(name, "too large", f"has a side of {max(image.size)} pixels, more than {MOST_SIDE}")
                 read_whole(data, image)

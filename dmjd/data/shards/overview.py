@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
-from dmjd.data.decode import FORMATS, decode_errors, require_plausible
+from dmjd.data.decode import decode_errors, identify, require_plausible
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.sample import image_bytes
 
@@ -93,7 +93,7 @@ def contact_sheet(shards: ShardSet, count: int) -> bytes:
     for place, index in enumerate(chosen):
         left, top = place % columns * pitch + _GAP, place // columns * height + _GAP
         data = image_bytes(shards, index)
-        with decode_errors(shards.name(index)), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        with decode_errors(shards.name(index)), identify(io.BytesIO(data), "") as image:
             require_plausible(image.format, (image.height, image.width), len(data))
             size = f"{image.height}x{image.width}"
             image.draft("RGB", (_CELL, _CELL))

@@ -6,9 +6,9 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from PIL import Image, UnidentifiedImageError
+from PIL import UnidentifiedImageError
 
-from dmjd.data.decode import FORMATS
+from dmjd.data.decode import identify
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.location import is_remote
 from dmjd.data.shards.network import PATIENCE, read_range
@@ -63,7 +63,7 @@ def fault_of(data: bytes, size: int, crc: int) -> tuple[str, str] | None:
     if not any(data):
         return "empty", "has only zero bytes" if data else "has no bytes"
     try:
-        Image.open(io.BytesIO(data), formats=FORMATS).close()
+        identify(io.BytesIO(data), "").close()
     except UnidentifiedImageError:
         return "magic", f"is not an image: it begins with {data[:12]!r}"
     except Exception:  # other damage of the header

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from dmjd.config.data import ENDINGS
+from dmjd.data.held_out import HeldOut, one_sided, report_one_sided
 from dmjd.data.regular import only_files
 from dmjd.data.shards.index import MANIFEST, MOST_IMAGE_BYTES, load
 from dmjd.data.shards.location import check_below
@@ -40,6 +42,12 @@ class Item(NamedTuple):
     size: int
     label: int
 
+    def place(self, root: str) -> str:
+        """Its path below ``root``; of an image in a tar, the tar's name and the image's key."""
+        if self.name == self.path:
+            return Path(self.path).relative_to(root).as_posix()
+        return f"{Path(self.path).name}/{self.name.removeprefix(f'{self.path}: ')}"
+
     def read(self) -> bytes:
         """Read the bytes of the image.
 
@@ -47,9 +55,8 @@ class Item(NamedTuple):
             BadImage: if it is missing, unreadable, shorter than when it was listed, or has no valid label.
         """
         if self.label == _LEFT_OUT:
-            raise BadImage(
-                self.name, "extra", "is a link or not the first image of its key, which ends at the first dot"
-            )
+            fault = "is a link, or a further image of its key (up to the first dot) without a label of its own"
+            raise BadImage(self.name, "extra", fault)
         if self.size < 0:
             raise BadImage(self.name, "missing", "does not exist")
         if self.label == _BAD_LABEL:
@@ -73,7 +80,27 @@ class Source(NamedTuple):
     classes: tuple[str, ...]
 
 
-def find_source(src: str, workers: int = 1) -> Source:
+def split_source(source: Source, src: str, held_out: HeldOut) -> Source:
+    """``source`` with the images that are held out as its split "val"; their names are those below ``src``.
+
+    Raises:
+        DataError: if it has held-out images already, or one side would be empty.
+    """
+    if "val" in source.splits:
+        raise DataError(f"{src} has a held-out split, for which val_percent cannot be set; leave it out")
+    items = source.splits["train"]
+    sides = held_out.sides(item.place(src) for item in items)
+    held_out.require_both(sides, src)
+    names = one_sided((item.label for item in items), sides, source.classes)
+    report_one_sided(src, names, len(source.classes))
+    splits = {
+        split: [item for item, side in zip(items, sides, strict=True) if side == (split == "val")]
+        for split in ("train", "val")
+    }
+    return source._replace(splits=splits)
+
+
+def find_source(src: str, workers: int = 1, endings: Sequence[str] = ENDINGS) -> Source:
     """Detect the kind of source and list its images in a fixed order, without opening any.
 
     - ``*.tar`` in the folder, in its ``train`` and ``val`` or ``test``, or matched by ``src`` as a pattern: webdataset
@@ -87,6 +114,7 @@ def find_source(src: str, workers: int = 1) -> Source:
     Args:
         src: a folder, a tar, or a pattern of tars.
         workers: number of processes that read tars.
+        endings: endings of image files in a folder.
 
     Raises:
         DataError: if the source is none of these, or is damaged.
@@ -101,7 +129,7 @@ def find_source(src: str, workers: int = 1) -> Source:
         return _from_coco(root)
     if (root / "images" / "training").is_dir():
         return _from_ade(root)
-    return _from_folder(root)
+    return _from_folder(root, endings)
 
 
 def _find_tars(root: Path) -> dict[str, list[str]]:
@@ -162,13 +190,15 @@ def _from_tars(tars: dict[str, list[str]], workers: int) -> Source:
     return Source("tars", _filled(splits), names if len(names) >= len(numbers) else numbers)
 
 
-def _from_folder(root: Path) -> Source:
+def _from_folder(root: Path, endings: Sequence[str]) -> Source:
     from dmjd.data.folder import ImageFolder  # imports torch, which workers do not need
 
     divided = any((root / name).is_dir() for name in ("val", "test"))
-    folders = {"train": ImageFolder(str(root), "train", channels=3, check="none")}
+    folders = {"train": ImageFolder(str(root), "train", channels=3, check="none", endings=endings)}
     if divided:
-        folders["val"] = ImageFolder(str(root), "test", channels=3, check="none")
+        folders["val"] = ImageFolder(str(root), "test", channels=3, check="none", endings=endings)
+    for folder in folders.values():
+        folder.report()
     splits = {
         split: _stat([(folder.name(index), folder.label(index)) for index in range(len(folder))])
         for split, folder in folders.items()

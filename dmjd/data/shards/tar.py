@@ -1,5 +1,8 @@
 """Read and write webdataset tars: the members of a sample are adjacent and share a key, ``KEY.cls`` and ``KEY.jpg``.
 
+A key ends at the first dot of a file name, as in webdataset. Names with several dots, such as ``a.v0.jpg`` and
+``a.v0.cls``, are also written with keys that end at the last dot: :func:`images_of` finds out which.
+
 Tars are written with the standard library, since webdataset's writer does not return the offset of an image. Equal
 samples give equal bytes: no times, no owners, a fixed order.
 """
@@ -11,17 +14,22 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
 
+from dmjd.config.data import ENDINGS
 from dmjd.errors import DataError
 from dmjd.files import open_regular
 
-IMAGE_ENDINGS = ("jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm", "avif", "jp2", "img", "image")
+IMAGE_ENDINGS = (*(ending[1:] for ending in ENDINGS if ending != ".tga"), "img", "image")  # TGA has no signature
 
-_KEY = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")  # as in webdataset: up to the first dot after the last slash
+_KEY = re.compile(r"^((?:.*/|)[^./]+)[.]([^/]*)$")  # as in webdataset: up to the first dot after the last slash
+
+LABEL = "cls"
+"""Ending of a label."""
+
 _MOST_LABEL_BYTES = 64  # of a cls member
 _META = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -33,7 +41,7 @@ END_MARK = bytes(2 * tarfile.BLOCKSIZE)
 class TarSample(NamedTuple):
     """A sample. ``offset`` and ``size`` of its image, -1 for none; ``label``: content of its cls member.
 
-    ``left_out``: names of further members with an image's extension: links, and images after the first.
+    ``left_out``: names of members of the key that are images and belong to no sample: links, and further images.
     """
 
     key: str
@@ -140,7 +148,8 @@ def tar_samples(path: str) -> Iterator[TarSample]:
         file.seek(0)
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                yield from _group(_members(tar))
+                for key, found in group((member.name, member) for member in _members(tar)):
+                    yield from _samples(key, found)
                 end = tar.offset
         except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:  # of invalid headers
             raise DataError(f"{path} is truncated or not a tar ({error}); fetch it again") from error
@@ -178,23 +187,63 @@ def _members(tar: tarfile.TarFile) -> Iterator[_Member]:
         yield _Member(info.name, info.offset_data, info.size, content)
 
 
-def _group(members: Iterator[_Member]) -> Iterator[TarSample]:
-    sample: TarSample | None = None
-    for member in members:
-        match = _KEY.match(member.name)
+Content = TypeVar("Content")
+
+
+def group(members: Iterable[tuple[str, Content]]) -> Iterator[tuple[str, dict[str, list[Content]]]]:
+    """The keys of adjacent (name, content) of members, and the contents of each key by ending, in order.
+
+    An ending is what follows the key and its dot, in lower case: "jpg", "v0.jpg". Names without a dot are left out.
+    """
+    now, found = "", dict[str, list[Content]]()
+    for name, content in members:
+        match = _KEY.match(name)
         if match is None:
             continue
-        key, ending = match[1], match[2].lower()
-        if sample is None or sample.key != key:
-            if sample is not None:
-                yield sample
-            sample = TarSample(key, -1, -1, None)
-        if ending == "cls":
-            sample = sample._replace(label=member.content)
-        elif ending.rpartition(".")[2] in IMAGE_ENDINGS:
-            if sample.offset < 0 <= member.offset:
-                sample = sample._replace(offset=member.offset, size=member.size)
-            else:
-                sample = sample._replace(left_out=(*sample.left_out, member.name))
-    if sample is not None:
-        yield sample
+        if found and match[1] != now:
+            yield now, found
+            found = {}
+        now = match[1]
+        found.setdefault(match[2].lower(), []).append(content)
+    if found:
+        yield now, found
+
+
+def images_of(endings: Iterable[str]) -> dict[str, str | None]:
+    """The images among the ``endings`` of one key, each with the ending of its label; None for no label.
+
+    Without a dot in an image's ending, the key is one sample: that image, and the first one if there are several. An
+    image with a dot is a sample of its own if it has a label of its own (``v0.jpg`` and ``v0.cls``), or if no image
+    of the key is without a dot; the label of the key itself (``cls``) is then that of all such images without one.
+    """
+    known = list(endings)
+    images = [ending for ending in known if ending.rpartition(".")[2] in IMAGE_ENDINGS]
+    whole = next((ending for ending in images if "." not in ending), None)
+    found = {}
+    for ending in images:
+        stem = ending.rpartition(".")[0]
+        own = f"{stem}.{LABEL}" if stem else LABEL
+        if ending == whole or (stem and (own in known or whole is None)):
+            found[ending] = next((label for label in (own, LABEL) if label in known), None)
+    return found
+
+
+def _samples(key: str, members: dict[str, list[_Member]]) -> Iterator[TarSample]:
+    """The samples of one key; see :func:`images_of`."""
+    files = {ending: [each for each in found if each.offset >= 0] for ending, found in members.items()}
+    labels = images_of(ending for ending, found in files.items() if found)
+    for ending, label in labels.items():
+        stem = ending.rpartition(".")[0]
+        image = files[ending][0]
+        content = None if label is None else files[label][0].content
+        yield TarSample(f"{key}.{stem}" if stem else key, image.offset, image.size, content)
+    used = {files[ending][0] for ending in labels} | {files[label][0] for label in labels.values() if label}
+    others = [each for found in members.values() for each in found if each not in used]
+    images = tuple(each.name for each in others if each.name.lower().rpartition(".")[2] in IMAGE_ENDINGS)
+    alone = [each for each in others if each.name.lower().endswith(f".{LABEL}")]
+    if images:
+        yield TarSample(key, -1, -1, None, images)
+    for each in alone if labels else ():
+        yield TarSample(each.name.rpartition(".")[0], -1, -1, each.content)
+    if not labels and not images:
+        yield TarSample(key, -1, -1, None)

@@ -52,6 +52,7 @@ class TarStream:
     shuffle_buffer: int
     patience: Patience = STREAM_PATIENCE
     bad: Mapping[int, BadImage] = field(default_factory=dict)  # nothing is checked at the start
+    skipped: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.samples

@@ -1,4 +1,4 @@
-"""Read the images of a tar sequentially, grouped by webdataset.
+"""Read the images of a tar sequentially, grouped as in :mod:`dmjd.data.shards.tar`.
 
 A tar that is cut between two members, or has a damaged header, looks complete to tarfile and webdataset, which raise
 no error. A whole tar has its end mark, 1024 zeros, after the last member, and nothing but zeros after that.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 from dmjd.data.shards.index import MOST_IMAGE_BYTES
 from dmjd.data.shards.location import open_binary
-from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, is_content
+from dmjd.data.shards.tar import END_MARK, IMAGE_ENDINGS, compression, group, images_of, is_content
 from dmjd.data.stream.pipe import Pipe
 from dmjd.data.waiting import progress_mark
 from dmjd.errors import BadImage, DataError
@@ -39,18 +39,15 @@ def tar_images(location: str, stall: float) -> Iterator[TarImage]:
         BadImage: for the tar (missing, unreadable, truncated), after the images before the damage were yielded.
         DataError: if fsspec lacks what the URL needs.
     """
-    from webdataset.handlers import ignore_and_continue  # an optional dependency, for streams only
-    from webdataset.tariterators import group_by_keys
-
     try:
         with _open(location, stall) as file:
             stream = _Stream(file)
             with tarfile.open(fileobj=cast(BinaryIO, stream), mode="r|") as tar:
-                members = _members(tar, location)
-                for sample in group_by_keys(members, handler=ignore_and_continue):  # the first of equal names
-                    ending = next((key for key in sample if key.rpartition(".")[2] in IMAGE_ENDINGS), None)
-                    if ending is not None:
-                        yield TarImage(f"{redact(location)}: {sample['__key__']}", sample[ending])
+                for key, found in group(_members(tar)):
+                    for ending in images_of(found):
+                        stem = ending.rpartition(".")[0]
+                        name = f"{key}.{stem}" if stem else key
+                        yield TarImage(f"{redact(location)}: {name}", found[ending][0])  # the first of equal names
                 stream.finish(tar.offset)
     except DataError:
         raise
@@ -64,16 +61,17 @@ def _open(location: str, stall: float) -> BinaryIO:
     return open_binary(location)
 
 
-def _members(tar: tarfile.TarFile, location: str) -> Iterator[dict[str, Any]]:
-    """Members in the form that webdataset's ``group_by_keys`` takes."""
+def _members(tar: tarfile.TarFile) -> Iterator[tuple[str, bytes]]:
+    """Name and content of the members; without the content where it is no image."""
     for info in tar:
         tar.members = []  # type: ignore[attr-defined]  # else tarfile keeps all headers in memory
         if not is_content(info):
             continue
         if info.size > MOST_IMAGE_BYTES:
             raise _Damage("unreadable", f"has a member of {info.size} bytes, more than {MOST_IMAGE_BYTES}")
+        is_image = info.name.lower().rpartition(".")[2] in IMAGE_ENDINGS
         if file := tar.extractfile(info):
-            yield {"fname": info.name, "data": file.read(), "__url__": location}
+            yield info.name, file.read() if is_image else b""
 
 
 class _Damage(Exception):

@@ -19,6 +19,7 @@ import webdataset
 from PIL import Image
 
 from dmjd.data.folder import ImageFolder
+from dmjd.data.held_out import HeldOut
 from dmjd.data.shards.build import PARTS, build_shards
 from dmjd.data.shards.in_place import index_tars
 from dmjd.data.shards.index import load, load_splits
@@ -26,6 +27,7 @@ from dmjd.data.shards.part import REJECTS
 from dmjd.data.shards.sample import image_bytes
 from dmjd.data.shards.sources import find_source
 from dmjd.data.shards.tar import TarWriter
+from dmjd.data.stream.tars import tar_images
 from dmjd.errors import DataError, StorageError
 
 # webdataset leaves files to the garbage collector.
@@ -299,21 +301,75 @@ def test_tars_are_sharded_anew(photo: Photo, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("small_tars")
 def test_no_image_of_a_tar_is_left_out_in_silence(photo: Photo, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "dotted.tar", "w") as tar:
-        for number in range(3):  # one sample to webdataset, for keys end at the first dot
-            info = tarfile.TarInfo(f"img.{number}.jpg")
+        for number, name in enumerate(("img.jpg", "img.depth.png", "img.png")):  # one sample of one image
+            info = tarfile.TarInfo(name)
             info.size = len(photo(number))
             tar.addfile(info, io.BytesIO(photo(number)))
         for name, kind in (("hard.jpg", tarfile.LNKTYPE), ("soft.png", tarfile.SYMTYPE)):
             link = tarfile.TarInfo(name)
-            link.type, link.linkname = kind, "img.0.jpg"
+            link.type, link.linkname = kind, "img.jpg"
             tar.addfile(link)
     (built,) = build_shards(str(tmp_path / "dotted.tar"), str(tmp_path / "shards"), workers=1)
     (indexed,) = index_tars([str(tmp_path / "dotted.tar")], str(tmp_path / "index"), workers=1)
     for saved in (built, indexed):
         assert (saved.samples, dict(saved.rejects)) == (1, {"extra": 4})
         names = [json.loads(line)["name"] for line in (saved.folder / REJECTS).read_text().splitlines()]
-        members = ("img.1.jpg", "img.2.jpg", "hard.jpg", "soft.png")
+        members = ("img.depth.png", "img.png", "hard.jpg", "soft.png")
         assert names == [f"{tmp_path / 'dotted.tar'}: {member}" for member in members]
+
+
+def test_names_with_several_dots_keep_their_images_and_labels(photo: Photo, tmp_path: Path) -> None:
+    names = ["a/img.v0", "a/img.v1", "b/x.1.2", "b/x.1.3", "c/plain"]  # keys that end at the last dot
+    members = {}
+    for number, name in enumerate(names):
+        members |= {f"{name}.jpg": photo(number), f"{name}.cls": str(number).encode()}
+    members |= {"d/one.left.jpg": photo(5), "d/one.right.jpg": photo(6), "d/one.cls": b"7"}  # a label for both
+    members |= {"e/img.jpg": photo(7), "e/img.v1.jpg": photo(8), "e/img.v1.cls": b"2"}  # one has its own
+    members |= {"f/gone.v0.cls": b"1", "f/gone.v1.jpg": photo(9), "g/._1.jpg": b"of another system"}
+    foreign_tar(tmp_path / "dotted.tar", members)
+    (built,) = build_shards(str(tmp_path / "dotted.tar"), str(tmp_path / "shards"), workers=1)
+    (indexed,) = index_tars([str(tmp_path / "dotted.tar")], str(tmp_path / "index"), workers=1)
+    images = [content for name, content in members.items() if name.endswith("jpg") and "._" not in name]
+    for saved in (built, indexed):
+        shards = load(saved.folder)
+        assert dict(saved.rejects) == {"missing": 1}
+        assert labels(saved.folder) == [0, 1, 2, 3, 4, 7, 7, -1, 2, -1]
+        assert [image_bytes(shards, index) for index in range(10)] == images
+    streamed = list(tar_images(str(tmp_path / "dotted.tar"), stall=9))
+    assert [image.data for image in streamed] == images
+    assert [image.name.partition(": ")[2] for image in streamed[:7]] == [*names, "d/one.left", "d/one.right"]
+
+
+def test_a_build_holds_out_what_a_folder_does(photo: Photo, tmp_path: Path) -> None:
+    for name in ("ant", "bee"):
+        (tmp_path / "source" / name).mkdir(parents=True)
+        for number in range(12):
+            (tmp_path / "source" / name / f"{number}.jpg").write_bytes(photo(number + 12 * (name == "bee")))
+    rule = HeldOut(25, seed=4)
+    source = str(tmp_path / "source")
+    built = build_shards(source, str(tmp_path / "shards"), workers=1, held_out=rule)
+    for saved, split in zip(built, ("train", "test"), strict=True):
+        folder = ImageFolder(source, split, channels=3, held_out=rule)  # type: ignore[arg-type]
+        shards = load(saved.folder)
+        assert saved.folder.name == {"train": "train", "test": "val"}[split]
+        assert shards.manifest.classes == folder.classes == ("ant", "bee")
+        assert labels(saved.folder) == [folder.label(index) for index in range(len(folder))]
+        for index in range(len(folder)):
+            assert image_bytes(shards, index) == Path(folder.name(index)).read_bytes()
+    assert load(built[0].folder).manifest.source == f"folder, 25 % held out with val_seed=4: {source}"
+    assert build_shards(source, str(tmp_path / "shards"), workers=1, held_out=rule) == built
+    with pytest.raises(DataError, match="has another build: source was folder, 25 % held out with val_seed=4: "):
+        build_shards(source, str(tmp_path / "shards"), workers=1)
+    # The tars of a set can be split too, and a set that is split cannot be again.
+    whole = str(tmp_path / "whole")
+    build_shards(source, whole, workers=1)
+    train, val = build_shards(whole, str(tmp_path / "again"), workers=1, held_out=rule)
+    assert train.samples + val.samples == 24
+    assert val.samples > 0
+    with pytest.raises(DataError, match="has a held-out split"):
+        build_shards(str(tmp_path / "shards"), str(tmp_path / "more"), workers=1, held_out=rule)
+    with pytest.raises(DataError, match="holds out 0 of the 24 images"):
+        build_shards(source, str(tmp_path / "none"), workers=1, held_out=HeldOut(1e-7))
 
 
 def test_shards_are_sharded_anew_with_their_classes(finished: Path, tmp_path: Path) -> None:
