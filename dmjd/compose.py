@@ -59,6 +59,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         config.model = compose("pretrain", described)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
+        config.data_keys = _data_keys(overrides)
         config.check()
     return config
 
@@ -180,6 +181,12 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _data_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys of ``data`` that are given; ``data=NAME`` gives the key name."""
+    keys = [RENAMED.get(key, key) for key in (text.partition("=")[0] for text in overrides)]
+    return ["name" if key == "data" else key.removeprefix("data.") for key in keys if key.split(".")[0] == "data"]
+
+
 def groups_of(command: str) -> dict[str, list[str]]:
     """The groups that ``command`` takes, with their options."""
     names = {field.name for field in fields(SCHEMAS[command])}
@@ -191,11 +198,11 @@ def groups_of(command: str) -> dict[str, list[str]]:
 def _checked(command: str, overrides: Sequence[str]) -> list[str]:
     """The overrides for Hydra. Malformed overrides, unknown keys and unknown options raise ConfigError here."""
     schema, available = SCHEMAS[command], groups_of(command)
-    chosen: set[str] = set()
     checked = []
-    has_root = "root" in (field.name for field in fields(schema))
-    if has_root and not any(text.startswith("data=") for text in overrides):
-        overrides = [re.sub("^data.root=", "root=", text) for text in overrides]
+    if issubclass(schema, EvaluationConfig):
+        overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
+        if _data_keys(overrides) and "name" not in _data_keys(overrides):
+            overrides = ["data=folder", *overrides]  # any option: only the keys that are given count
     for text in overrides:
         know(text)
         former, equals, rest = text.partition("=")
@@ -224,12 +231,8 @@ def _checked(command: str, overrides: Sequence[str]) -> list[str]:
             value = override.value()
             if value not in available[key]:
                 raise ConfigError(f"{key} has no option {value!r}; choose from {', '.join(available[key])}")
-            chosen.add(key)
         else:
             leaf = _leaf_type(schema, key)
-            group = key.split(".")[0]
-            if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
-                raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
             if leaf in (str, str | None) and not isinstance(override.value(), str | None):
                 text = _quoted(text)  # a string stays as typed: 3.10 is a folder's name, not the number 3.1
         checked.append(text)
@@ -261,10 +264,6 @@ def _leaf_type(schema: type, key: str) -> Any:
             return annotation
         node = inner
     return node
-
-
-def _is_optional(annotation: Any) -> bool:
-    return type(None) in get_args(annotation)
 
 
 def dataclass_of(annotation: Any) -> type | None:

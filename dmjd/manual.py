@@ -75,6 +75,8 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when
     inherited = {item.name for item in fields(PretrainConfig)} if schema is PlanConfig else set()
     for item in sorted(fields(schema), key=lambda item: item.name in inherited):
         inner = dataclass_of(hints[item.name])
+        if "internal" in item.metadata:
+            continue
         if inner is None:
             key = f"  {prefix}{item.name}={_typed(now[item.name])}"
             yield from _hanging(f"({_type(item, hints[item.name])})", f"{key:{_COLUMN - 1}} ", _COLUMN, width)
