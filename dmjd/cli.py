@@ -16,7 +16,7 @@ from pathlib import Path
 from dmjd import __version__
 from dmjd.config import RENAMED, SCHEMAS
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
-from dmjd.evaluate import EVALUATIONS, evaluate
+from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
 from dmjd.progress import LogHandler, Progress, begin
 from dmjd.redact import redact, redact_output
@@ -83,10 +83,7 @@ def _of_checkpoint(command: str, arguments: Sequence[str]) -> list[str]:
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
     from dmjd.compose import compose
 
-    record = evaluate(command, compose(command, _of_checkpoint(command, arguments)))
-    for score, column in EVALUATIONS[command].columns.items():
-        value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
-        print(f"{command}: {column.meaning} {value}  ({record['weights']}, step {record['step']})")
+    print(*describe(evaluate(command, compose(command, _of_checkpoint(command, arguments)))), sep="\n")
 
 
 def _report(arguments: Sequence[str]) -> None:

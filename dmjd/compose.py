@@ -55,6 +55,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         config.model = compose("pretrain", described)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
+        config.data_keys = _data_keys(overrides)
         config.check()
     return config
 
@@ -185,6 +186,12 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _data_keys(overrides: Sequence[str]) -> list[str]:
+    """The keys of ``data`` that are given; ``data=NAME`` gives the key name."""
+    keys = [RENAMED.get(key, key) for key in (text.partition("=")[0] for text in overrides)]
+    return ["name" if key == "data" else key.removeprefix("data.") for key in keys if key.split(".")[0] == "data"]
+
+
 class _Checked(NamedTuple):
     """options: ``GROUP=OPTION`` for Hydra. given: key -> value, of the right type."""
 
@@ -197,7 +204,10 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     schema, available = SCHEMAS[command], groups_of(command)
     known = fields_of(command)
     checked = _Checked([], {})
-    chosen: set[str] = set()
+    if issubclass(schema, EvaluationConfig):
+        overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
+        if _data_keys(overrides) and "name" not in _data_keys(overrides):
+            overrides = ["data=folder", *overrides]  # any option: only the keys that are given count
     for override in overrides:
         know(override)
         key, equals, text = override.partition("=")
@@ -222,24 +232,13 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
                     hint = f"{hint or ';'} choose from {', '.join(available[key])}"
                 raise ConfigError(f"{key} has no option {redact(option)!r}{hint}")
             checked.options.append(f"{key}={option}")
-            chosen.add(key)
             continue
-        if key == "data.root" and "root" in known and "data" not in chosen | _named(overrides):
-            key = "root"
         if key not in known:
             raise ConfigError(f"{key} is not a key{near(key, command)}")
-        group = key.split(".")[0]
-        if group in available and group not in chosen and _is_optional(get_type_hints(schema)[group]):
-            raise ConfigError(f"{key} needs {group}=... before it; choose from {', '.join(available[group])}")
         item, annotation = known[key]
         value = parse(key, text if str in _kinds(annotation) else _filled(key, text), annotation, item.metadata)
         checked.given[key] = _interpolated(key, value, known) if isinstance(value, str) else value
     return checked
-
-
-def _named(overrides: Sequence[str]) -> set[str]:
-    """The keys before the first ``=`` of each override."""
-    return {override.partition("=")[0] for override in overrides}
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
@@ -276,10 +275,6 @@ def _filled(key: str, text: str) -> str:
         return text
     resolved = OmegaConf.create({"value": _interpolated(key, unquoted(text), ())}).value
     return str(resolved)
-
-
-def _is_optional(annotation: Any) -> bool:
-    return type(None) in get_args(annotation)
 
 
 def _reason(error: Exception) -> str:

@@ -45,6 +45,7 @@ def demo(overrides: Sequence[str]) -> None:
         print(f"{run.path}: stopped, {detail}; next: run the same command to continue")
         return
     common: dict[str, Any] = {"checkpoint": str(run.path), "workers": 0, "device": config.engine.device}
+    common["untrained"] = False  # a record of its own
     common["train_images"] = TRAIN_IMAGES.get(experiment)
     scores: list[tuple[str, Callable[[str], float]]] = [
         ("kNN", lambda weights: evaluate("knn", KnnConfig(**common, weights=weights))["top1"]),

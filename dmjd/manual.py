@@ -174,6 +174,8 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when
     inherited = {item.name for item in fields(PretrainConfig)} if schema is PlanConfig else set()
     for item in sorted(fields(schema), key=lambda item: item.name in inherited):
         inner = dataclass_of(hints[item.name])
+        if "internal" in item.metadata:
+            continue
         if inner is None:
             text = texts.get(item.name, "")
             yield from _entry(prefix + item.name, now[item.name], _type(item, hints[item.name]), text, width)

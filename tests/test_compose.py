@@ -285,12 +285,19 @@ def test_an_evaluation_needs_its_checkpoint() -> None:
             compose(command, [])
 
 
-def test_an_evaluation_takes_keys_of_data_only_with_a_data_set() -> None:
-    with pytest.raises(ConfigError, match=r"data\.pad needs data=.* auto, digits, fashion_mnist, folder"):
-        compose("knn", ["checkpoint=x", "data.pad=1"])
-    assert compose("knn", ["checkpoint=x", "data=folder", "data.root=y"]).data.root == "y"
-    moved = compose("knn", ["checkpoint=x", "data.root=y"])
-    assert (moved.data, moved.root) == (None, "y")
+def test_an_evaluation_knows_which_keys_of_data_are_given() -> None:
+    for words, keys in (
+        (["data.pad=1"], ["pad"]),
+        (["data=folder", "data.root=y"], ["name", "root"]),
+        (["data.root=y", "data=digits"], ["root", "name"]),
+    ):
+        config = compose("knn", ["checkpoint=x", *words])
+        assert config.data_keys == keys
+        if "root" in keys:
+            assert config.data.root == "y"
+    assert compose("knn", ["checkpoint=x"]).data is None
+    with pytest.raises(ConfigError, match=r"data\.rot is not a key; did you mean root"):
+        compose("knn", ["checkpoint=x", "data.rot=y"])
 
 
 @pytest.mark.parametrize("override", ["mask=block", "method=mae"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, number, path
+from dmjd.config.fields import choice, internal, number, path
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -35,18 +35,22 @@ class EvaluationConfig(EncoderConfig):
         file without its suffix.
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
     train_images: Maximum number of training images, evenly spaced. null: all.
-    root: Folder of the images, if they have moved since pre-training. data.root=DIR without data=NAME sets this key.
-    workers: DataLoader workers.
+    untrained: Also evaluate the initial weights, as a baseline beside the score (doubles the time). null: if that is
+        cheap (docs/evaluation.md).
+    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
     device: auto: CUDA if available, else CPU.
-    data: Only with data=NAME. Default: the data set of pre-training.
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
+        is another data set in the run's size and normalisation.
+    data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
-    root: str | None = path()
-    workers: int = number(8, least=0)
+    untrained: bool | None = None
+    workers: int | None = number(None, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
+    data_keys: list[str] | None = internal()
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""

@@ -74,6 +74,11 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
+def internal() -> Any:
+    """A field that the command line sets itself; it is None by default and is not listed in ``--help``."""
+    return field(default=None, metadata={"internal": True})
+
+
 def may_change(default: Any, where: str = "") -> Any:
     """A field that does not affect results: a run may be resumed with another value.
 

@@ -21,7 +21,7 @@ class OnlineKnnConfig:
 
     every_epochs: Epochs between evaluations. 0 disables them.
     train_images: Maximum number of training images, evenly spaced.
-    neighbours: Number of neighbours (k).
+    neighbours: Number of neighbours (k). null: 20, or fewer for few images per class (docs/evaluation.md).
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
     warn_drop: Warn if the accuracy falls this many percentage points below the best so far.
@@ -29,7 +29,7 @@ class OnlineKnnConfig:
 
     every_epochs: int = number(0, least=0)
     train_images: int = positive(20000)
-    neighbours: int = positive(20)
+    neighbours: int | None = positive(None)
     temperature: float = positive(0.07)
     pooling: str = choice("mean", "cls")
     warn_drop: float = number(2.0, least=0)

@@ -4,9 +4,9 @@ An evaluation is one module, listed below, and one file of defaults in configs/ 
 """
 
 from dmjd.evaluate import knn, linprobe
-from dmjd.evaluate.registry import EVALUATIONS, Column, Context, Evaluation, Scores, evaluate, register
+from dmjd.evaluate.registry import EVALUATIONS, Column, Context, Evaluation, Scores, describe, evaluate, register
 
 for module in (knn, linprobe):
     register(module.EVALUATION)
 
-__all__ = ["EVALUATIONS", "Column", "Context", "Evaluation", "Scores", "evaluate", "register"]
+__all__ = ["EVALUATIONS", "Column", "Context", "Evaluation", "Scores", "describe", "evaluate", "register"]

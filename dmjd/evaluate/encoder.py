@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,11 +16,11 @@ from dmjd.builders.average import ENCODER
 from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
-from dmjd.data.build import build_dataset, report, resolve_auto
+from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import ConfigError, config_section
+from dmjd.errors import ConfigError, DataError, config_section
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
@@ -38,6 +41,7 @@ class FrozenEncoder:
     """An encoder on its device, with its data.
 
     trained: the configuration of its pre-training; text: the same as YAML.
+    differs: settings of the images that differ from those of pre-training, for records (docs/evaluation.md).
     step: optimizer steps of the weights; 0 for untrained weights and for files, which do not record it.
     path: the checkpoint folder, or the file.
     run: the folder of the run that trained it; for a file, its name without the suffix, which may not exist; for a
@@ -48,6 +52,7 @@ class FrozenEncoder:
     trained: PretrainConfig
     text: str
     data: DataConfig
+    differs: dict[str, Any]
     size: tuple[int, int]
     device: torch.device
     step: int
@@ -63,14 +68,23 @@ class FrozenEncoder:
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
-        # Substitutes for bad images would make it another score.
-        dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
+        try:
+            # Substitutes for bad images would make it another score.
+            dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
+        except DataError as error:
+            if "has no test split" not in str(error) or self.path.is_file():
+                raise
+            raise DataError(
+                f"{error}. This encoder was trained on all of these images: with data.val_percent=10 it is tested on "
+                "images that it has seen, unless it is pre-trained again with data.val_percent=10"
+            ) from error
         if split == "train" or not self.data.val_percent:  # else both list the same folder
             report(dataset)
         return dataset if count is None else EvenSubset(dataset, count)
 
-    def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int) -> Features:
-        """One vector per image, in order, without augmentation."""
+    def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None) -> Features:
+        """One vector per image, in order, without augmentation. ``workers``: None as for :func:`loader_workers`."""
+        workers = loader_workers(len(dataset), batch_size) if workers is None else workers
         return extract_features(
             self.encoder,
             evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct, self.data.timeout),
@@ -80,6 +94,18 @@ class FrozenEncoder:
             device=self.device,
             total=len(dataset),
         )
+
+    def cost(self, images: int) -> int:
+        """Multiply-adds of ``images`` forward passes, estimated as parameters x tokens."""
+        height, width = self.encoder.grid_of(torch.empty(1, self.data.channels, *self.size, device="meta"))
+        return images * height * width * sum(each.numel() for each in self.encoder.parameters())
+
+
+def loader_workers(images: int, batch_size: int) -> int:
+    """DataLoader workers that pay for an evaluation: one per batch, at most 8 and one per core; 0 for a single batch,
+    which a worker would only delay."""
+    batches = -(-images // batch_size)
+    return min(8, len(os.sched_getaffinity(0)), batches) if batches > 1 else 0
 
 
 def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
@@ -93,7 +119,11 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint")
     trained, text = _model_of(path, config)
-    data = _evaluation_data(path, trained, config.data, config.root)
+    data = _evaluation_data(path, trained, config)
+    differs = _differences(trained.data, data)
+    if path.is_file() and config.data is not None:  # tables of positions are interpolated once, to this data's grid
+        trained = replace(trained, data=data)
+        text = to_yaml(trained)
     encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
     encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
@@ -102,7 +132,7 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
-    return FrozenEncoder(encoder, trained, text, data, size, device, step, path, RunFolder(_run_of(path)))
+    return FrozenEncoder(encoder, trained, text, data, differs, size, device, step, path, RunFolder(_run_of(path)))
 
 
 def _run_of(path: Path) -> Path:
@@ -153,9 +183,7 @@ def _model_of(path: Path, config: EvaluationConfig) -> tuple[PretrainConfig, str
                 f"checkpoint={path} is a file, which does not describe its model: add experiment=NAME, such as "
                 "mae_vit_base, and backbone.KEY=VALUE where it differs"
             )
-        # With the data of the evaluation, so that tables of positions are interpolated once, to its grid.
-        model = config.model if config.data is None else replace(config.model, data=config.data)
-        return model, to_yaml(model)
+        return config.model, to_yaml(config.model)
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
     content = read_file(path / CONFIG)
@@ -163,14 +191,19 @@ def _model_of(path: Path, config: EvaluationConfig) -> tuple[PretrainConfig, str
     return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()
 
 
-def _evaluation_data(path: Path, trained: PretrainConfig, other: DataConfig | None, root: str | None) -> DataConfig:
-    """The data of pre-training, or other data with as many channels and a size divisible by the patch; in ``root``."""
-    data = trained.data if other is None else other
-    if data is trained.data and data.name == "auto" and path.is_dir():
+_OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_percent", "val_seed")
+"""Keys that describe a data set: another ``data.name`` sets them. The others are the run's unless they are given."""
+
+
+def _evaluation_data(path: Path, trained: PretrainConfig, config: EvaluationConfig) -> DataConfig:
+    """The data of pre-training with the keys that are given, on which the encoder can run."""
+    other = config.data
+    data = trained.data if other is None else _with_given(trained.data, other, config.data_keys)
+    if other is None and data.name == "auto" and path.is_dir():
         raise ConfigError(
             f"{path} stores data=auto without the name of the data set; add data=fashion_mnist or data=digits"
         )
-    data = resolve_auto(data if root is None else replace(data, root=root))
+    data = resolve_auto(data)
     if other is not None and other.name == "auto" and path.is_dir() and data.name != trained.data.name:
         raise ConfigError(
             f"data=auto is {data.name} here, and {path} was trained on {trained.data.name}; leave data= out to "
@@ -181,3 +214,36 @@ def _evaluation_data(path: Path, trained: PretrainConfig, other: DataConfig | No
     token_grid(replace(trained, data=data))
     check_data(data)
     return replace(data, second_size=None)  # the size of a target's images, which evaluations do not use
+
+
+def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None) -> DataConfig:
+    """``own`` with the values that ``other`` has for ``keys`` (None: for all)."""
+    if keys is None:
+        return other
+    keys = set(keys)
+    if "name" in keys and other.name != own.name:
+        keys |= {item.name for item in fields(other)} & {*_OF_DATA_SET}
+        keys |= {"channels"} if other.name in ("auto", *AUTO) else set()  # a folder's images are converted to the run's
+    return replace(own, **{key: getattr(other, key) for key in keys})
+
+
+def _differences(trained: DataConfig, data: DataConfig) -> dict[str, Any]:
+    """Settings of a record where the images are prepared otherwise than in pre-training, or were part of it."""
+    found: dict[str, Any] = {}
+    if data.image_size != trained.image_size:
+        found["trained_size"] = "{}x{}".format(*trained.image_size)
+    for key in ("mean", "std"):
+        if getattr(data, key) != getattr(trained, key):
+            found[f"trained_{key}"] = getattr(trained, key)
+    (percent, seed), (trained_percent, trained_seed) = _held_out(data), _held_out(trained)
+    if percent and _place(data) == _place(trained) and not (seed == trained_seed and percent <= trained_percent):
+        found["seen_in_pretraining"] = True
+    return found
+
+
+def _held_out(data: DataConfig) -> tuple[float, int]:
+    return getattr(data, "val_percent", 0.0), getattr(data, "val_seed", 0)
+
+
+def _place(data: DataConfig) -> tuple[str, str | None]:
+    return data.name, data.root and os.path.realpath(data.root)

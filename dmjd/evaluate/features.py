@@ -98,6 +98,18 @@ def require_labels(labels: Tensor, num_classes: int | None = None) -> None:
         raise DataError(f"labels must be below num_classes={num_classes}, got {high}")
 
 
+def accuracies(hits: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Top-1 in per cent: of all images, and the mean over the classes that have any.
+
+    Args:
+        hits: bool ``[N]``, whether an image's class was predicted.
+        labels: int64 ``[N]``, on the same device.
+    """
+    counts, right = labels.bincount().cpu(), labels[hits].bincount(minlength=int(labels.max()) + 1).cpu()
+    present = counts > 0
+    return 100 * int(right.sum()) / len(labels), 100 * float((right[present] / counts[present].double()).mean())
+
+
 def extract_features(
     encoder: nn.Module,
     loader: Iterable[Batch],

@@ -7,6 +7,7 @@ The loss of masked image modelling may keep falling while features get worse. Th
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,8 @@ from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.evaluate.features import FEATURE_BATCH, Features, extract_features
-from dmjd.evaluate.knn import knn_accuracy
+from dmjd.evaluate.knn import knn_accuracy, neighbours_for
+from dmjd.evaluate.registry import references
 
 logger = logging.getLogger("dmjd")
 
@@ -32,7 +34,8 @@ class OnlineKnn:
     """Every ``online_knn.every_epochs`` epochs, the score that ``dmjd knn`` gives to the same weights and settings.
 
     It uses no global random generator and restores the encoder's training mode, so it does not change the weights of a
-    run. Data sets are opened and checked here, before training.
+    run. Data sets are opened and checked here, before training; ``online_knn.neighbours=null`` of ``config`` is
+    replaced by its value, and the accuracies that need no encoder are logged.
 
     Raises:
         ConfigError: if there are too few training images, or no cls token.
@@ -62,10 +65,19 @@ class OnlineKnn:
             )
         self._train = EvenSubset(train, settings.train_images)
         self._test = test
-        if settings.neighbours > len(self._train):
+        if settings.neighbours is None:
+            settings.neighbours = neighbours_for(len(self._train), train.num_classes)
+        self._neighbours = settings.neighbours
+        if self._neighbours > len(self._train):
             raise ConfigError(
                 f"online_knn.neighbours must be at most the {len(self._train)} images in the bank, "
-                f"got {settings.neighbours}"
+                f"got {self._neighbours}"
+            )
+        if os.environ.get("RANK", "0") == "0":
+            values = references(self._train, test)
+            logger.info(
+                "online kNN: k %d, %d training images, %d test images; majority %.2f %%, chance %.2f %%",
+                *(self._neighbours, len(self._train), len(test), values["majority"], values["chance"]),
             )
         self._settings, self._data = settings, data
         self._size, self._workers = image_size(config), config.workers
@@ -102,7 +114,7 @@ class OnlineKnn:
             queries,
             self._train.num_classes,
             device=next(encoder.parameters()).device,
-            k=self._settings.neighbours,
+            k=self._neighbours,
             temperature=self._settings.temperature,
         ).top1
         self._warn_of_fall(score, step)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dmjd.builders.schedules import REFERENCE_BATCH, cosine
 from dmjd.data.batch import Batch
-from dmjd.evaluate.features import Features, require_labels
+from dmjd.evaluate.features import Features, accuracies, require_labels
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 from dmjd.progress import Progress, track
 
@@ -23,11 +23,35 @@ _CHUNK = 4096
 
 
 class ProbeResult(NamedTuple):
-    """top1: per cent of the test images. final_loss: mean training cross-entropy of the last epoch. lr: the peak."""
+    """top1: per cent of the test images. balanced_top1: mean of the classes' top-1. final_loss: mean training
+    cross-entropy of the last epoch. lr: the peak."""
 
     top1: float
+    balanced_top1: float
     final_loss: float
     lr: float
+
+
+class Recipe(NamedTuple):
+    """Optimisation of a probe; ``base_lr`` is per 256 images."""
+
+    batch_size: int
+    base_lr: float
+    epochs: int
+    warmup_epochs: int
+
+
+def recipe_for(images: int) -> Recipe:
+    """The recipe for ``images`` per epoch: MAE's on ImageNet, and as many steps at the same peak rate on fewer images.
+
+    MAE's batch of 16384 divides ImageNet's epoch into 78 steps. Fewer images have the power of two that gives at least
+    as many, but no less than 64 images (or all there are), the same peak learning rate of 6.4, and at least 1000 steps.
+    """
+    least, greatest, steps_per_epoch, fewest_steps = 64, 16384, 78, 1000
+    fitting = 1 << max(images // steps_per_epoch, 1).bit_length() - 1
+    batch_size = min(max(fitting, least), greatest, images)
+    epochs = max(90, -(-fewest_steps // (images // batch_size)))
+    return Recipe(batch_size, 0.1 * greatest / batch_size, epochs, epochs // 9)
 
 
 def make_head(dim: int, num_classes: int, *, seed: int) -> nn.Sequential:
@@ -102,7 +126,8 @@ def linear_probe(
             epoch_loss += loss.detach()
             step += 1
         assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
-    return ProbeResult(_accuracy(head, test, batch_size, device), float(epoch_loss) / steps_per_epoch, peak)
+    top1, balanced = accuracies(_hits(head, test, batch_size, device), test.labels)
+    return ProbeResult(top1, balanced, float(epoch_loss) / steps_per_epoch, peak)
 
 
 class FeatureSource(Protocol):
@@ -180,10 +205,8 @@ def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tup
 
 
 @torch.no_grad()
-def _accuracy(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> float:
-    """Top-1 in percent, with the batch norm's running statistics."""
+def _hits(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> Tensor:
+    """Whether each test image's class is predicted, bool ``[N]``, with the batch norm's running statistics."""
     head.eval()
-    hits = torch.zeros((), dtype=torch.int64, device=device)
-    for values, labels in zip(test.values.split(batch_size), test.labels.split(batch_size), strict=True):
-        hits += (head(values.to(device)).argmax(dim=1) == labels.to(device)).sum()
-    return 100.0 * int(hits) / len(test)
+    predicted = [head(values.to(device)).argmax(dim=1).cpu() for values in test.values.split(batch_size)]
+    return torch.cat(predicted) == test.labels

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -51,14 +52,17 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class Context(Generic[Config]):
-    """An evaluation's configuration and the frozen encoder that it evaluates."""
+    """An evaluation's configuration and the frozen encoder that it evaluates. ``opened``: data sets opened so far."""
 
     config: Config
     frozen: FrozenEncoder
     needs: str
+    opened: dict[tuple[Split, int | None], ImageDataset] = field(default_factory=dict)
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The images of ``split``, or ``count`` of them. Raises DataError if they lack what is needed."""
+        if (split, count) in self.opened:
+            return self.opened[split, count]
         dataset = self.frozen.dataset(split, count)
         if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
             cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
@@ -68,12 +72,14 @@ class Context(Generic[Config]):
                 f"{self.frozen.source}: the images have one class, and a score needs two or more; put the images of "
                 "each class into a folder of its own"
             )
+        self.opened[split, count] = dataset
         return dataset
 
     def image_settings(self) -> dict[str, Any]:
         """Settings of the images: data set, size, crop, mean and std."""
         data = self.frozen.data
-        return {"data": self.frozen.source, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
+        settings = {"data": self.frozen.source, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
+        return settings | self.frozen.differs
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,19 @@ class Evaluation:
     script: str = "evaluate"
 
 
+def references(train: ImageDataset, test: ImageDataset) -> dict[str, float | None]:
+    """Values of a classification's record beside its accuracy: ``chance``, the accuracy of a uniform guess,
+    ``majority``, that of always the most frequent class of ``train``, both in per cent, and ``test_images``."""
+    counts = Counter(train.label(index) for index in range(len(train)))
+    frequent = max(sorted(counts), key=counts.__getitem__)
+    hits = sum(test.label(index) == frequent for index in range(len(test)))
+    return {"chance": 100 / train.num_classes, "majority": 100 * hits / len(test), "test_images": len(test)}
+
+
+BASELINES = ("untrained", "majority", "chance")
+"""Values of a record that are shown beside its main score, in its unit."""
+CHEAP = 5e12
+"""Multiply-adds: 300 images of 224 x 224 through a ViT-B, a minute on two CPU cores."""
 EVALUATIONS: dict[str, Evaluation] = {}
 """Name -> evaluation, in the order of a comparison's columns."""
 
@@ -112,8 +131,9 @@ def evaluate(name: str, config: Any) -> dict[str, Any]:
     """Run the evaluation ``name`` and write its record to RUN/evaluations/NAME-WEIGHTS-step########-DIGEST.json.
 
     Returns:
-        The record: ``verb`` (the name), ``weights``, ``step``, the scores, and ``settings``, of which DIGEST is a hash:
-        scores under other settings do not overwrite each other.
+        The record: ``verb`` (the name), ``weights``, ``step``, the scores, ``untrained`` if it was measured (the main
+        score of the initial weights), and ``settings``, of which DIGEST is a hash: scores under other settings do not
+        overwrite each other.
 
     Raises:
         CheckpointError, ConfigError: as :func:`~dmjd.evaluate.encoder.load_encoder`.
@@ -125,13 +145,48 @@ def evaluate(name: str, config: Any) -> dict[str, Any]:
     evaluation, frozen = EVALUATIONS[name], load_encoder(config)
     folder = frozen.run if config.output is None else RunPaths(Path(config.output))
     _check_writable(folder)
-    values, settings = evaluation.run(Context(config, frozen, evaluation.needs))
+    initial = load_encoder(replace(config, weights="untrained")) if config.untrained else None
+    context = Context(config, frozen, evaluation.needs)
+    values, settings = evaluation.run(context)
+    if config.untrained is None and _has_cheap_baseline(frozen, config.weights, values, settings):
+        initial = load_encoder(replace(config, weights="untrained"))
+    if initial is not None:
+        main = next(iter(evaluation.columns))
+        values["untrained"] = evaluation.run(replace(context, frozen=initial)).values[main]
     if frozen.path.is_file():
         settings |= {"checkpoint": frozen.path.name}
     record = {"verb": name, "weights": config.weights, "step": frozen.step, **values, "settings": settings}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     folder.write_evaluation(f"{name}-{config.weights}-step{frozen.step:08d}-{digest}", record)
     return record
+
+
+def describe(record: Mapping[str, Any]) -> list[str]:
+    """One line per score of an evaluation's record: the score, its baselines, and the conditions."""
+    name, settings, lines = record["verb"], record["settings"], []
+    for score, column in EVALUATIONS[name].columns.items():
+        value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
+        beside = {"balanced": record.get(f"balanced_{score}"), **{key: record.get(key) for key in BASELINES}}
+        if column.format(beside["balanced"] or 0) == column.format(record[score] or 0):  # classes of equal size
+            del beside["balanced"]
+        shown = [f"{key} {column.format(number)}" for key, number in beside.items() if number is not None]
+        conditions = [record["weights"], f"step {record['step']}", *filter(None, [settings.get("data")])]
+        conditions += [f"{key.replace('_', ' ')} {settings[key]}" for key in settings if key.startswith("trained_")]
+        conditions += ["the test images were part of pre-training"] if settings.get("seen_in_pretraining") else []
+        parts = [", ".join(part) for part in (shown, conditions) if part]
+        lines.append(f"{name}: {column.meaning} {value}  ({'; '.join(parts)})")
+    return lines
+
+
+def _has_cheap_baseline(
+    frozen: FrozenEncoder, weights: str, values: Mapping[str, Any], settings: Mapping[str, Any]
+) -> bool:
+    """Whether the untrained encoder is evaluated by default: that of a run with random initial weights, whose images
+    are encoded once, for at most :data:`CHEAP` multiply-adds."""
+    if weights == "untrained" or frozen.path.is_file() or frozen.trained.init is not None or settings.get("augment"):
+        return False
+    train, test = settings.get("train_images"), values.get("test_images")
+    return train is not None and test is not None and frozen.cost(train + test) <= CHEAP
 
 
 def _check_writable(folder: RunPaths) -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from dmjd.compose import compose
 from dmjd.data import build
 from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
+from dmjd.evaluate import EVALUATIONS, describe, registry
 from dmjd.evaluate import evaluate as run_evaluation
-from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.encoder import FrozenEncoder, _evaluation_data, load_encoder, loader_workers
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.runs import checkpoint
@@ -27,6 +29,7 @@ from dmjd.train import loop
 Words = Callable[..., list[str]]
 
 STEP = "step-00000011"
+UNTRAINED = "weights=untrained"
 PROBE = ("epochs=3", "warmup_epochs=1", "batch_size=256", "train_images=600")
 
 
@@ -36,7 +39,8 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
 
 
 def evaluate(verb: str, path: Path | str, *words: str) -> dict[str, Any]:
-    return run_evaluation(verb, compose(verb, [f"checkpoint={path}", "workers=0", "device=cpu", *words]))
+    quick = ("workers=0", "device=cpu", "untrained=false")
+    return run_evaluation(verb, compose(verb, [f"checkpoint={path}", *quick, *words]))
 
 
 def too_late(*arguments: Any) -> None:
@@ -210,7 +214,7 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
     for words in (("neighbours=5",), ("neighbours=10",), ("train_images=50",)):
         evaluate("knn", run, "train_images=100", *words)
     kept = [evaluation.settings for evaluation in read_run(run).evaluations]
-    assert sorted((settings["k"], settings["train_images"]) for settings in kept) == [(5, 100), (10, 100), (20, 50)]
+    assert sorted((settings["k"], settings["train_images"]) for settings in kept) == [(1, 50), (5, 100), (10, 100)]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +231,7 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
     ids=" ".join,
 )
 def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path, words: tuple[str, ...]) -> None:
-    first, other = (evaluate("linprobe", run, *PROBE, *more) for more in (("data=digits",), words))
+    first, other = (evaluate("linprobe", run, *PROBE, "augment=true", *more) for more in (("data=digits",), words))
     assert first["final_loss"] != other["final_loss"], "the words are to matter"
     assert len(evaluations(run)) == 2
 
@@ -326,8 +330,145 @@ def test_other_data_of_the_same_kind_may_be_judged(run: Path, image_folder: Path
     assert record["settings"]["train_images"] == 48
 
 
+# The data settings of the run
+
+
+def data_of(run: Path, *words: str) -> FrozenEncoder:
+    return load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu", *words]))
+
+
+def test_only_keys_that_are_given_differ_from_the_data_of_the_run(run: Path, image_folder: Path) -> None:
+    own = data_of(run).data
+    folder: dict[str, Any] = {"name": "folder", "root": str(image_folder), "pad": 0}
+    for words in (
+        ("data=folder", f"data.root={image_folder}"),
+        (f"data.root={image_folder}", "data=folder"),
+        (f"data.root={image_folder}", "data.name=folder"),
+    ):
+        assert data_of(run, *words).data == replace(own, **folder), "size, channels, crop, mean and std are the run's"
+        assert data_of(run, *words).differs == {}
+    assert data_of(run, f"data.root={image_folder}").data == replace(own, root=str(image_folder))
+    other = data_of(run, "data.image_size=[16,16]", "data.std=[0.5]")
+    assert other.data == replace(own, image_size=[16, 16], std=[0.5])
+    assert other.differs == {"trained_size": "32x32", "trained_std": [0.333]}
+
+
+def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
+    run: Path, image_folder: Path, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "write_pictures", lambda *arguments: None)
+    grey = ("data=folder", f"data.root={image_folder}", "data.channels=1", "data.mean=[0.4]", "data.std=[0.25]")
+    words = tiny(tmp_path / "folder", *grey, "data.image_size=[16,16]", "batch_size=16", "data.crop_pct=0.8")
+    trained = loop.pretrain(compose("pretrain", words)).path
+    digits = data_of(trained, "data=digits").data
+    assert (digits.name, digits.root, digits.image_size, digits.mean) == ("digits", None, [16, 16], [0.4])
+    assert digits.crop_pct == 0.8
+    assert 10 < evaluate("knn", trained, "data=digits", "train_images=400")["top1"] < 100
+    moved = Path(shutil.copytree(image_folder, tmp_path / "moved"))
+    record = evaluate("knn", trained, f"data.root={moved}", "data.image_size=[12,12]", "untrained=true")
+    assert record["settings"]["trained_size"] == "16x16"
+    assert "trained_mean" not in record["settings"]
+    assert (record["chance"], record["majority"], record["test_images"]) == (50.0, 50.0, 12)
+    assert (
+        record["untrained"]
+        == evaluate("knn", trained, f"data.root={moved}", "data.image_size=[12,12]", UNTRAINED)["top1"]
+    )
+    shutil.rmtree(moved / "val")
+    with pytest.raises(DataError, match=r"no test split; .*trained on all of these images: with data\.val_percent=10"):
+        evaluate("knn", trained, f"data.root={moved}")
+
+
+def test_an_experiment_gives_a_file_its_data_settings(image_folder: Path) -> None:
+    words = ["checkpoint=x.pth", "experiment=demo", "data=folder", f"data.root={image_folder}", "device=cpu"]
+    config = compose("knn", words)
+    data = _evaluation_data(Path("x.pth"), config.model, config)
+    assert (data.name, data.root, data.image_size, data.mean, data.channels) == (
+        *("folder", str(image_folder), [32, 32], [0.219], 1),
+    )
+
+
+# Baselines
+
+
+@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", (*PROBE, "base_lr=20"))])
+def test_the_untrained_score_stands_beside_the_trained_one(run: Path, verb: str, words: tuple[str, ...]) -> None:
+    untrained = evaluate(verb, run, "train_images=600", *words, UNTRAINED)
+    trained = evaluate(verb, run, "train_images=600", *words, "untrained=null")
+    assert trained["untrained"] == untrained["top1"] != trained["top1"]
+    assert "untrained" not in untrained
+    assert trained["settings"] == untrained["settings"]
+    labels = np.array([Digits("train").label(index * 1437 // 600) for index in range(600)])
+    test = np.array([Digits("test").label(index) for index in range(360)])
+    assert trained["chance"] == 10.0
+    assert trained["majority"] == pytest.approx(100 * (test == np.bincount(labels).argmax()).mean())
+    assert trained["test_images"] == 360
+    (line,) = describe(trained)
+    assert line.startswith(f"{verb}: {EVALUATIONS[verb].columns['top1'].meaning} {trained['top1']:.2f} %  (balanced ")
+    assert line.endswith(
+        f", untrained {untrained['top1']:.2f}, majority {trained['majority']:.2f}, chance 10.00; "
+        "trained, step 11, digits, 32x32)"
+    )
+
+
+def test_the_untrained_score_is_left_out_where_it_is_dear(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = data_of(run)
+    assert frozen.cost(100) == 100 * 64 * sum(each.numel() for each in frozen.encoder.parameters())
+    monkeypatch.setattr(registry, "CHEAP", frozen.cost(100 + 360) - 1)
+    assert "untrained" not in evaluate("knn", run, "train_images=100", "untrained=null")
+    assert "untrained" not in evaluate("linprobe", run, *PROBE, "augment=true", "untrained=null")
+    monkeypatch.setattr(registry, "CHEAP", frozen.cost(100 + 360))
+    assert "untrained" in evaluate("knn", run, "train_images=100", "untrained=null")
+
+
+# Few images
+
+
+def few(root: Path, train: dict[str, int], test: dict[str, int]) -> tuple[str, str, str]:
+    """Grey images of noise around a level per class, and the words for them."""
+    rng = np.random.default_rng(0)
+    for split, counts in (("train", train), ("val", test)):
+        for level, (name, count) in enumerate(counts.items()):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.clip(rng.normal(25 * (level + 1), 4, (32, 32)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{number}.png")
+    return "data=folder", f"data.root={root}", "untrained=null"
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ({"a": 1, "b": 1}, {"a": 1}),
+        ({"a": 65, "b": 1, "c": 1}, {"a": 2, "c": 1}),
+        (dict.fromkeys("abcdefghi", 1), {"b": 1, "c": 2}),
+    ],
+    ids=["two images", "one over a batch of 64", "classes of one image"],
+)
+@pytest.mark.parametrize("verb", ["knn", "linprobe"])
+def test_few_images_have_a_score(
+    run: Path, tmp_path: Path, verb: str, train: dict[str, int], test: dict[str, int]
+) -> None:
+    quick = ("epochs=20",) if verb == "linprobe" else ("workers=2",)
+    record = evaluate(verb, run, *few(tmp_path / "few", train, test), *quick)
+    assert 0 <= record["top1"] <= 100
+    assert record["chance"] == 100 / len(train)
+    assert record["settings"]["train_images"] == sum(train.values())
+
+
+def test_one_training_image_is_too_few_for_a_probe(run: Path) -> None:
+    with pytest.raises(ConfigError, match="a probe needs at least 2 training images, got 1"):
+        evaluate("linprobe", run, "train_images=1")
+
+
+def test_workers_follow_the_batches_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(64))
+    assert [loader_workers(images, 256) for images in (1, 256, 257, 1000, 10**6)] == [0, 0, 2, 4, 8]
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: range(2))
+    assert [loader_workers(images, 256) for images in (256, 10**6)] == [0, 2]
+
+
 def test_an_evaluation_sees_the_centre(run: Path, image_folder: Path) -> None:
-    grey = ("data=folder", f"data.root={image_folder}", "data.channels=1", "data.mean=[0.5]", "data.std=[0.25]")
+    grey = ("data=folder", f"data.root={image_folder}", "data.crop_pct=0.875", "data.mean=[0.5]", "data.std=[0.25]")
     size = "data.image_size=[16,16]"
     frozen = load_encoder(compose("knn", [f"checkpoint={run}", "device=cpu", *grey, size]))
     assert frozen.data.crop_pct == 0.875
@@ -346,8 +487,8 @@ def test_an_evaluation_sees_the_centre(run: Path, image_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["data=folder"], ["data.channels=3", "1"]),
-        (["data=folder", "data.root=.", "data.channels=1"], ["data.mean", "1 channels"]),
+        (["data=folder"], ["data.name=folder needs data.root"]),
+        (["data.channels=3"], ["data.channels=3", "1"]),
         (["data=digits", "data.image_size=[30,30]"], ["data.image_size 30x30", "patch_size=4"]),
         (["data=digits", "data.image_size=[32]"], ["data.image_size"]),
         (["data=digits", "data.mean=[1,2]"], ["data.mean", "1 channels"]),
@@ -398,10 +539,10 @@ def test_a_probe_that_cannot_be_is_refused_by_its_key(
     assert evaluations(run) == []
 
 
-@pytest.mark.parametrize("words", ["warmup_epochs=90", "crop_scale=[1,0.5]"])
+@pytest.mark.parametrize("words", ["warmup_epochs=90 epochs=90", "crop_scale=[1,0.5]"])
 def test_values_that_cannot_be_combined_are_rejected_before_the_checkpoint_is_loaded(words: str) -> None:
     with pytest.raises(ConfigError, match=words.partition("=")[0]):
-        compose("linprobe", ["checkpoint=nowhere", words])
+        compose("linprobe", ["checkpoint=nowhere", *words.split()])
 
 
 def test_images_without_labels_cannot_be_judged(run: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from dmjd.errors import DataError
 from dmjd.evaluate import knn
-from dmjd.evaluate.features import Features
-from dmjd.evaluate.knn import KnnResult, knn_accuracy
+from dmjd.evaluate.features import Features, accuracies
+from dmjd.evaluate.knn import KnnResult, knn_accuracy, neighbours_for
 
 CPU = torch.device("cpu")
 
@@ -63,6 +63,19 @@ def test_weights_decide_against_the_majority() -> None:
         assert knn_accuracy(train, test, 2, device=CPU, k=3, temperature=temperature).top1 == top1
 
 
+@pytest.mark.parametrize(
+    ("images", "classes", "k"), [(1_281_167, 1000, 20), (60_000, 10, 20), (240, 10, 6), (30, 10, 1), (5, 50, 1)]
+)
+def test_neighbours_follow_the_images_of_a_class_up_to_dinos(images: int, classes: int, k: int) -> None:
+    assert neighbours_for(images, classes) == k
+
+
+def test_the_balanced_score_counts_every_class_once() -> None:
+    """Class 0 has 3 of 4 right, class 2 has 0 of 1, and class 1 has no test images."""
+    hits, labels = torch.tensor([True, True, True, False, False]), torch.tensor([0, 0, 0, 0, 2])
+    assert accuracies(hits, labels) == (60.0, 37.5)
+
+
 def planted(count: int, *, seed: int) -> Features:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(count) % 8
@@ -72,14 +85,14 @@ def planted(count: int, *, seed: int) -> Features:
 def test_planted_clusters_are_found_at_any_scale() -> None:
     train, test = planted(400, seed=1), planted(80, seed=2)
     enlarged = Features(test.values * 1000, test.labels)
-    assert knn_accuracy(train, enlarged, 8, device=CPU) == KnnResult(100.0, 100.0)
+    assert knn_accuracy(train, enlarged, 8, device=CPU) == KnnResult(100.0, 100.0, 100.0)
 
 
 @pytest.mark.parametrize("count", [11, 22, 39])
 def test_all_hits_are_100_percent_exactly(count: int) -> None:
     """100 / 11 * 11 is not 100, and scores are compared unrounded."""
     data = planted(count, seed=1)
-    assert knn_accuracy(data, data, 8, device=CPU, k=1) == KnnResult(100.0, 100.0)
+    assert knn_accuracy(data, data, 8, device=CPU, k=1) == KnnResult(100.0, 100.0, 100.0)
 
 
 def test_permuted_labels_give_chance() -> None:
@@ -94,7 +107,7 @@ def test_top5_counts_only_classes_with_votes_and_needs_six_classes() -> None:
     train, test = planted(400, seed=1), planted(80, seed=2)
     # Every query's only neighbour is of its own cluster; a class nobody voted for must not fill up the five.
     wrong = Features(test.values, (test.labels + 1) % 8)
-    assert knn_accuracy(train, wrong, 8, device=CPU, k=1) == KnnResult(0.0, 0.0)
+    assert knn_accuracy(train, wrong, 8, device=CPU, k=1) == KnnResult(0.0, 0.0, 0.0)
     few = Features(train.values, train.labels % 5)
     assert knn_accuracy(few, few, 5, device=CPU, k=1).top5 is None
 

@@ -85,7 +85,7 @@ def test_it_is_due_at_the_end_of_every_interval(
 ) -> None:
     """Thirty epochs of 49 steps: no quotient of step and steps per epoch may round to a whole epoch."""
     monkeypatch.setattr(online, "extract_features", lambda *arguments, **options: None)
-    monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, **options: KnnResult(50.0, None))
+    monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, **options: KnnResult(50.0, None, 50.0))
     config = configure("online_knn.every_epochs=3")
     callback, encoder = OnlineKnn(config), encoder_of(config)
     done = [step for step in range(30 * 49 + 1) if callback.on_epoch_end(encoder, step, step / 49) is not None]
@@ -164,7 +164,7 @@ def warnings_at(
         found = []
         for epoch, score in enumerate(scores, start=1):
             caplog.clear()
-            result = KnnResult(score, None)
+            result = KnnResult(score, None, score)
             monkeypatch.setattr(online, "knn_accuracy", lambda *arguments, result=result, **options: result)
             with caplog.at_level(logging.WARNING, "dmjd"):
                 assert callback.on_epoch_end(encoder, 10 * epoch, float(epoch)) == {"knn_top1": score}
