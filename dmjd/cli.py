@@ -11,13 +11,17 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS
+from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, evaluate
 from dmjd.files import at_home
 from dmjd.redact import redact_output
+
+if TYPE_CHECKING:
+    from dmjd.train.callbacks import Callback
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -29,13 +33,11 @@ def _pretrain(arguments: Sequence[str]) -> None:
     config = compose("pretrain", arguments)
     from dmjd.train.loop import pretrain  # after compose: an unknown key is reported before torch is imported
 
-    callbacks = []
-    if config.online_knn.every_epochs:
-        from dmjd.data.build import resolve_auto
+    def callbacks(config: PretrainConfig) -> Sequence[Callback]:
         from dmjd.evaluate.online import OnlineKnn
 
-        config.data = resolve_auto(config.data)
-        callbacks.append(OnlineKnn(config))
+        return [OnlineKnn(config)] if config.online_knn.every_epochs else []
+
     atexit.register(gc.freeze)  # saves seconds of garbage collection at exit
     run = pretrain(config, callbacks)
     if _rank() != 0:

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, PretrainConfig, check_fields, expand_paths
+from dmjd.config.fields import keys
 from dmjd.errors import ConfigError
 from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
@@ -57,10 +58,24 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
+    if isinstance(config, PretrainConfig):
+        config.typed = typed_of(overrides)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
         config.check()
     return config
+
+
+def typed_of(overrides: Sequence[str]) -> list[str]:
+    """The names of ``overrides`` of pretrain, for ``PretrainConfig.typed``: groups with their option, keys without
+    their value, which may be a secret. Other arguments of a command line are left out."""
+    names, options = dict[str, str](), groups_of("pretrain")
+    for text in overrides:
+        former, equals, option = text.partition("=")
+        key = RENAMED.get(former, former)
+        if equals:
+            names[key] = f"{key}={option}" if key in options else key
+    return list(names.values())
 
 
 def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -247,7 +262,7 @@ def _leaf_type(schema: type, key: str) -> Any:
     node: type = schema
     path = key.split(".")
     for depth, name in enumerate(path):
-        names = [field.name for field in fields(node)]
+        names = [field.name for field in keys(node)]
         if name not in names:
             where = ".".join(path[:depth]) or "the top level"
             near = difflib.get_close_matches(name, names, n=1)

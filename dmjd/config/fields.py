@@ -80,6 +80,16 @@ def may_change(default: Any, where: str = "") -> Any:
     return item
 
 
+def recorded() -> Any:
+    """A field that the command line fills in, and that is stored; it is no key and not in ``--help``."""
+    return field(default=None, metadata={"recorded": True})
+
+
+def keys(schema: Any) -> list[Field[Any]]:
+    """The fields of a configuration class that are keys of the command line."""
+    return [item for item in fields(schema) if "recorded" not in item.metadata]
+
+
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
     """(key, old value, new value) of the first field that differs, except secrets and :func:`may_change` fields."""
     for item in fields(new):
