@@ -48,6 +48,8 @@ def _pretrain(arguments: Sequence[str]) -> None:
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
+    if not stop:
+        print(f"results in {run.path}: checkpoints/step-{ending['step']:08}, log.jsonl, pictures/")
 
 
 def _demo(arguments: Sequence[str]) -> None:

@@ -47,8 +47,8 @@ class Machine:
 
     size: largest image size, in pixels. grid: least tokens per side. large: training images from which the larger
     encoder is used. encoders: (embed_dim, depth, num_heads) below that number, and from it on. decoder: (dim, depth,
-    num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; they fall with the root of the
-    number of images, so the time grows with the root.
+    num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; fewer images have as many steps,
+    up to 10 times as many epochs; the epochs of more images fall with the root of their number.
     """
 
     size: int
@@ -63,7 +63,7 @@ class Machine:
 
 REFERENCE = 300
 MACHINES: Mapping[str, Machine] = {
-    "cpu": Machine(96, 8, 2000, ((192, 6, 3), (192, 12, 3)), (128, 2, 4), 32, 100, 5e-3),
+    "cpu": Machine(96, 8, 2000, ((192, 6, 3), (192, 6, 3)), (128, 2, 4), 32, 100, 5e-3),
     "cuda": Machine(224, 12, 2000, ((192, 12, 3), (384, 12, 6)), (256, 4, 8), 128, 800, 2e-3),
 }
 
@@ -158,7 +158,8 @@ class _Rules:
         share = (max(config.data.image_size) / images.median_side) ** 2
         self.set("data.crop_scale", [round(min(0.5, max(0.2, share)), 2), 1.0])
         self.set("batch_size", max(1, min(machine.batch, images.count // self.processes)) * self.processes)
-        self.set("epochs", max(10, round(machine.epochs * math.sqrt(REFERENCE / images.count))))
+        ratio = REFERENCE / images.count
+        self.set("epochs", max(10, round(machine.epochs * (min(10, ratio) if ratio > 1 else math.sqrt(ratio)))))
         self.set("optim.base_lr", machine.base_lr)
         self.set("workers", max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
         self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)

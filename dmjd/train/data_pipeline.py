@@ -39,13 +39,13 @@ class DataPipeline:
 
     def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
-        self._source = world.all_or_none(lambda: training_source(config.data))
-        self.identity = DataIdentity.of(self._source)
+        self.source = world.all_or_none(lambda: training_source(config.data))
+        self.identity = DataIdentity.of(self.source)
         first = world.on_main(lambda: str(self.identity))
         world.all_or_none(lambda: self._check_identity(first))
         self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
-            config.data, self._source, config.batch_size, config.seed, world.rank, world.size
+            config.data, self.source, config.batch_size, config.seed, world.rank, world.size
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
         self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
@@ -62,7 +62,7 @@ class DataPipeline:
 
     @cached_property
     def _quarantine(self) -> Quarantine:
-        return Quarantine(self._bad_images, len(self._source), self._config.data.max_bad_percent)
+        return Quarantine(self._bad_images, len(self.source), self._config.data.max_bad_percent)
 
     def list_bad(self) -> None:
         """List the bad images that the check of the data set found. For one rank, before batches are read.
@@ -70,7 +70,7 @@ class DataPipeline:
         Raises:
             DataError: if there are more than ``data.max_bad_percent``. StorageError: if the list cannot be written.
         """
-        self._quarantine.admit(self._source.bad)
+        self._quarantine.admit(self.source.bad)
 
     def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
         """The batches of the steps from ``position`` to ``stop``; empty batches once this rank cannot read any.
@@ -81,7 +81,7 @@ class DataPipeline:
         config, world, windows = self._config, self._world, position.passed_over
         ranks = world.rank, world.size, world.local_rank, world.local_size
         try:
-            ahead = fetch_ahead(self._source, config.batch_size, config.seed, *ranks)
+            ahead = fetch_ahead(self.source, config.batch_size, config.seed, *ranks)
             yield from make_loader(
                 SkippedBatches(self._batches, windows),
                 position.step,

@@ -36,6 +36,7 @@ from dmjd.train.preview import PictureThread, predict, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.summary import end_detail, next_steps, start_lines
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
@@ -145,6 +146,9 @@ class Trainer:
             self.load_checkpoint(newest)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", newest, self.position.step, self.total_steps)
+        if self.world.is_main:
+            for line in start_lines(self.config, self.data, self.step, self.world):
+                logger.info("%s", line)
         stack.enter_context(self.exit_record)
         self.world.on_main(lambda: self._prepare_folder(is_new=newest is None))
         self.world.on_main(self._open_logs)
@@ -185,7 +189,8 @@ class Trainer:
         self.saver.wait()
         self.pictures.collect(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
-            self.exit_record.write("finished", "all steps are done")
+            if self.world.is_main:  # the data is read again, for what can be done with the run
+                self.exit_record.write("finished", end_detail(self.run, self.total_steps), next_steps(self.config))
         else:
             self.exit_record.write(*self.requests.stopping())
 
