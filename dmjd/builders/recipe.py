@@ -37,6 +37,7 @@ MEASURED = 1000
 """Images whose size is read."""
 SMALLEST = 0.01
 """Share of the images that may be smaller than the crop, as data.max_bad_percent."""
+WARMUP_PERCENT = 10.0
 MEMORY = 0.8
 """Share of a GPU's free memory that a step may take."""
 
@@ -46,15 +47,15 @@ class Machine:
     """Constants of the rules for one kind of device.
 
     size: largest image size, in pixels. grid: least tokens per side. large: training images from which the larger
-    encoder is used. encoders: (embed_dim, depth, num_heads) below that number, and from it on. decoder: (dim, depth,
-    num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; fewer images have as many steps,
+    encoder is used. encoders: (embed_dim, depth) below that number, and from it on; a head has 64 dimensions. decoder:
+    (dim, depth, num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; fewer images have as many steps,
     up to 10 times as many epochs; the epochs of more images fall with the root of their number.
     """
 
     size: int
     grid: int
     large: int
-    encoders: tuple[tuple[int, int, int], tuple[int, int, int]]
+    encoders: tuple[tuple[int, int], tuple[int, int]]
     decoder: tuple[int, int, int]
     batch: int
     epochs: int
@@ -63,8 +64,8 @@ class Machine:
 
 REFERENCE = 300
 MACHINES: Mapping[str, Machine] = {
-    "cpu": Machine(96, 8, 2000, ((192, 6, 3), (192, 6, 3)), (128, 2, 4), 32, 100, 5e-3),
-    "cuda": Machine(224, 12, 2000, ((192, 12, 3), (384, 12, 6)), (256, 4, 8), 128, 800, 2e-3),
+    "cpu": Machine(96, 8, 2000, ((192, 6), (192, 6)), (128, 2, 4), 32, 100, 5e-3),
+    "cuda": Machine(224, 12, 2000, ((192, 12), (384, 12)), (256, 4, 8), 128, 800, 2e-3),
 }
 
 
@@ -131,7 +132,11 @@ class _Rules:
         if "method" in self._typed:  # its published values
             self._typed |= {"optim.base_lr", "data.crop_scale"}
         if config.backbone.name != "vit":
+            if "backbone.class_token" not in self._typed:
+                config.backbone.class_token = False
             self._typed.add("backbone")
+        if "backbone" in self._typed:  # its preset has a decoder
+            self._typed |= {f"method.decoder.{name}" for name in ("dim", "depth", "num_heads")}
 
     def is_typed(self, key: str) -> bool:
         """Whether ``key`` or its group was typed."""
@@ -150,9 +155,11 @@ class _Rules:
         """All rules but that of the memory."""
         config, images, machine = self.config, self.images, self.machine
         self._set_sizes()
-        width, depth, heads = machine.encoders[images.count >= machine.large]
-        for key, value in (("embed_dim", width), ("depth", depth), ("num_heads", heads)):
-            self.set(f"backbone.{key}", value)
+        width, depth = machine.encoders[images.count >= machine.large]
+        self.set("backbone.embed_dim", width)
+        self.set("backbone.depth", depth)
+        width = config.backbone.embed_dim
+        self.set("backbone.num_heads", next(heads for heads in range(-(-width // 64), 0, -1) if not width % heads))
         for key, value in zip(("dim", "depth", "num_heads"), machine.decoder, strict=True):
             self.set(f"method.decoder.{key}", value)
         share = (max(config.data.image_size) / images.median_side) ** 2
@@ -161,6 +168,8 @@ class _Rules:
         ratio = REFERENCE / images.count
         self.set("epochs", max(10, round(machine.epochs * (min(10, ratio) if ratio > 1 else math.sqrt(ratio)))))
         self.set("optim.base_lr", machine.base_lr)
+        if config.optim.warmup_epochs is None:
+            self.set("optim.warmup_percent", WARMUP_PERCENT)
         self.set("workers", max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
         self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
         self.set("online_knn.neighbours", min(config.online_knn.neighbours, images.count))

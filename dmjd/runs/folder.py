@@ -23,6 +23,7 @@ import dmjd
 from dmjd.compose import from_yaml, to_yaml, typed_of
 from dmjd.config import PretrainConfig, first_difference
 from dmjd.data.build import AUTO
+from dmjd.data.listed import FILE as IMAGES
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -41,7 +42,7 @@ from dmjd.source import source_state
 
 REPLACED = (CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
 """Files that each launch replaces."""
-FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json")
+FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json", IMAGES)
 FOLDERS = (
     *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
     *("profile", "out_of_memory", "tensorboard", "wandb"),

@@ -34,6 +34,11 @@ ROWS, MOST_STEPS = 200, 100
 logger = logging.getLogger("dmjd")
 
 
+def steps_per_row(total_steps: int) -> int:
+    """Steps of a row for ``log_every=null``."""
+    return max(1, min(total_steps // ROWS, MOST_STEPS))
+
+
 class _Outputs(NamedTuple):
     """The outputs of rank 0."""
 
@@ -56,7 +61,7 @@ class Journal:
         self.clock = Stopwatch()
         self._config, self._world = config, world
         self._total_steps = total_steps
-        self._every = config.log_every or max(1, min(total_steps // ROWS, MOST_STEPS))
+        self._every = config.log_every or steps_per_row(total_steps)
         self._steps_per_epoch = steps_per_epoch
         self._window = StepMeans()
         self._offsets = {"log": 0, "timing": 0}

@@ -94,7 +94,8 @@ class Trainer:
         self.engine, self.prepare = self.step.engine, self.step.prepare
         if self.step.began_from and world.is_main:
             logger.info("beginning from %s", self.step.began_from)
-        self.data = DataPipeline(config, run.quarantine, world)
+        resumed = world.on_main(lambda: run.has_checkpoint)
+        self.data = DataPipeline(config, run.quarantine, world, resumed)
         self.upload = Uploader(self.engine.device)
         self.steps_per_epoch = self.data.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
@@ -166,7 +167,7 @@ class Trainer:
         if is_new:  # a launch that wrote no checkpoint may have read another data set
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
-        self.data.list_bad()
+        self.data.list_images(is_new)
         self.run.record(self.config, self.world, self.initial)
 
     def _open_logs(self) -> None:

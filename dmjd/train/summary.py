@@ -57,8 +57,9 @@ def _images(config: PretrainConfig, data: DataPipeline) -> str:
     source = data.source
     classes = "" if config.data.name == STREAM else f" in {source.num_classes} classes" if source.num_classes else ""
     unreadable = f", {len(source.bad)} unreadable" if source.bad else ""
+    added = f", without {data.added} added since the first start" if data.added else ""
     height, width = config.data.image_size
-    return f"{len(data.source)}{classes or ', without labels'}{unreadable}; crops of {height}x{width} pixels"
+    return f"{len(data.source)}{classes or ', without labels'}{unreadable}{added}; crops of {height}x{width} pixels"
 
 
 def end_detail(run: RunFolder, total_steps: int) -> str:
@@ -67,14 +68,14 @@ def end_detail(run: RunFolder, total_steps: int) -> str:
     skipped = len({row.get("step") for row in events if row.get("event") == "skipped"})
     rollbacks = sum(row.get("event") == "rollback" for row in events)
     replaced = sum(row.get("substitute") is not None for row in run.read_rows(run.quarantine))
-    losses = [row["loss"] for row in run.read_log() if isinstance(row.get("loss"), float)]
+    losses = [row.get("loss") for row in run.read_log() if "lr" in row][-1:]
     parts = ["all steps are done"]
     if skipped:
         parts.append(f"{skipped} of {total_steps} were skipped for a loss or gradient that is not finite (guard.jsonl)")
     if rollbacks:
         parts.append(f"{rollbacks} rollback(s) (guard.jsonl)")
-    if losses and not math.isfinite(losses[-1]):
-        parts.append(f"the last logged loss is {losses[-1]}: use a lower optim.base_lr in a new run")
+    if any(not isinstance(loss, float) or not math.isfinite(loss) for loss in losses):
+        parts.append("none was applied at the end: the run has diverged; start a new one with a lower optim.base_lr")
     if replaced:
         parts.append(f"{replaced} bad image(s) were substituted (quarantine.jsonl)")
     return ", ".join(parts)
