@@ -12,14 +12,18 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS
+from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
 from dmjd.progress import LogHandler, Progress, begin
 from dmjd.redact import redact, redact_output
+
+if TYPE_CHECKING:
+    from dmjd.train.callbacks import Callback
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
 
@@ -31,13 +35,11 @@ def _pretrain(arguments: Sequence[str]) -> None:
     config = compose("pretrain", arguments)
     from dmjd.train.loop import pretrain  # after compose: an unknown key is reported before torch is imported
 
-    callbacks = []
-    if config.online_knn.every_epochs:
-        from dmjd.data.build import resolve_auto
+    def callbacks(config: PretrainConfig) -> Sequence[Callback]:
         from dmjd.evaluate.online import OnlineKnn
 
-        config.data = resolve_auto(config.data)
-        callbacks.append(OnlineKnn(config))
+        return [OnlineKnn(config)] if config.online_knn.every_epochs else []
+
     atexit.register(gc.freeze)  # saves seconds of garbage collection at exit
     run = pretrain(config, callbacks)
     if _rank() != 0:
@@ -48,6 +50,8 @@ def _pretrain(arguments: Sequence[str]) -> None:
         return
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
+    if not stop:
+        print(f"results in {run.path}: checkpoints/step-{ending['step']:08}, log.jsonl, pictures/")
 
 
 def _demo(arguments: Sequence[str]) -> None:

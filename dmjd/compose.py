@@ -22,7 +22,15 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dmjd.config import FORMER_VALUES, RENAMED, SCHEMAS, EvaluationConfig, check_fields, expand_paths
+from dmjd.config import (
+    FORMER_VALUES,
+    RENAMED,
+    SCHEMAS,
+    EvaluationConfig,
+    PretrainConfig,
+    check_fields,
+    expand_paths,
+)
 from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
@@ -53,11 +61,25 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
+    if isinstance(config, PretrainConfig):
+        config.typed = typed_of(overrides)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
         config.data_keys = _data_keys(overrides)
         config.check()
     return config
+
+
+def typed_of(overrides: Sequence[str]) -> list[str]:
+    """The names of ``overrides`` of pretrain, for ``PretrainConfig.typed``: groups with their option, keys without
+    their value, which may be a secret. Other arguments of a command line are left out."""
+    names, options = dict[str, str](), groups_of("pretrain")
+    for text in overrides:
+        former, equals, option = text.partition("=")
+        key = RENAMED.get(former, former)
+        if equals:
+            names[key] = f"{key}={option}" if key in options else key
+    return list(names.values())
 
 
 def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -32,11 +32,7 @@ def fields_of(command: str) -> dict[str, tuple[Field[Any], Any]]:
     """Dotted key -> (field, annotation), of all single values that ``command`` takes."""
     # A file's model is described by groups of pre-training.
     found = leaves(SCHEMAS[command])
-    return {
-        key: (item, annotation)
-        for key, item, annotation in found
-        if not key.startswith("model.") and "internal" not in item.metadata
-    }
+    return {key: (item, annotation) for key, item, annotation in found if not key.startswith("model.")}
 
 
 def takes_files(schema: type) -> bool:

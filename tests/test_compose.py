@@ -321,7 +321,7 @@ def test_overrides_of_pretraining_describe_the_model_of_a_file(command: str) -> 
 def test_fields_that_do_not_affect_results_are_marked() -> None:
     free = {"run", "engine", "workers", "resume", "log_every", "checkpoint_every", "keep_checkpoints", "lock_wait"}
     free |= {"keep_every", "online_knn", "tensorboard", "wandb", "guard", "time_budget", "time_margin"}
-    free |= {"checkpoint_async", "profile", "profile_ranks", "memory_history"}
+    free |= {"checkpoint_async", "checkpoint_minutes", "profile", "profile_ranks", "memory_history", "typed"}
     assert {field.name for field in fields(PretrainConfig) if "may_change" in field.metadata} == free
     free = {"root", "max_bad_percent", "timeout", "cache", "cache_gib", "crop_pct", "skip_undecodable"}
     assert {field.name for field in fields(DataConfig) if "may_change" in field.metadata} == free

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from dmjd.config import PretrainConfig
+from dmjd.config import OptimConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.masking import MaskSpec
 
@@ -55,6 +55,19 @@ def peak_lr(config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int]) -> fl
     return adaptive_lr(optim.base_lr, config.batch_size, rates.m_corr, rates.m_pred)
 
 
+def warmup_steps(config: PretrainConfig, steps_per_epoch: int) -> int:
+    """Steps of warm-up."""
+    optim = config.optim
+    if optim.warmup_epochs is None:
+        return round(optim.warmup_percent / 100 * config.epochs * steps_per_epoch)
+    if optim.warmup_percent != OptimConfig().warmup_percent:
+        raise ConfigError(
+            f"optim.warmup_epochs={optim.warmup_epochs:g} and optim.warmup_percent={optim.warmup_percent:g} are both "
+            "set; set optim.warmup_epochs=null to use the percentage"
+        )
+    return round(optim.warmup_epochs * steps_per_epoch)
+
+
 def build_schedule(
     config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int], steps_per_epoch: int
 ) -> Callable[[int], float]:
@@ -64,7 +77,7 @@ def build_schedule(
         ConfigError: if milestones are missing, unused or beyond the epochs of the run.
     """
     optim = config.optim
-    peak, warmup = peak_lr(config, spec, grid), round(optim.warmup_epochs * steps_per_epoch)
+    peak, warmup = peak_lr(config, spec, grid), warmup_steps(config, steps_per_epoch)
     if optim.schedule == "cosine":
         if optim.milestones:
             raise ConfigError("optim.milestones belongs to optim.schedule=multistep, and the schedule is cosine")

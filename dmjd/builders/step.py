@@ -39,6 +39,7 @@ class Step:
     engine: owns parameters, gradients and optimizer state; ``engine.objective`` is the model with its losses.
     prepare: batch to inputs of the objective; ``prepare.tokenizer`` makes the targets.
     ema: moving average of the encoder; None without ``ema_decay``.
+    parameters: of the encoder, and of the whole model, on all processes together.
     began_from: the initial weights that were read, and those that were not; empty without any.
     """
 
@@ -46,6 +47,7 @@ class Step:
     engine: Engine
     prepare: Preparation
     ema: EncoderEma | None
+    parameters: tuple[int, int]
     began_from: str = ""
 
     @property
@@ -109,13 +111,15 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     check_batch(config.batch_size, parts, world.size)
     tokenizer = build_tokenizer(config)
     objective = build_objective(config, tokenizer.dim)
+    parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
     began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     encoder = engine.objective.model.encoder
     ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
     if ema is not None and isinstance(tokenizer, TeacherTarget):
         tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-    return Step(config, engine, _preparation(config, tokenizer, len(encoder.blocks)), ema, began_from)
+    prepare = _preparation(config, tokenizer, len(encoder.blocks))
+    return Step(config, engine, prepare, ema, (parameters[0], parameters[1]), began_from)
 
 
 def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:

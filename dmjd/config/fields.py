@@ -74,11 +74,6 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
-def internal() -> Any:
-    """A field that the command line sets itself; it is None by default and is not listed in ``--help``."""
-    return field(default=None, metadata={"internal": True})
-
-
 def may_change(default: Any, where: str = "") -> Any:
     """A field that does not affect results: a run may be resumed with another value.
 
@@ -96,6 +91,16 @@ def found_at_start(default: Any) -> Any:
     item = default if isinstance(default, Field) else field(default=default)
     item.metadata = MappingProxyType({**item.metadata, "found_at_start": True})
     return item
+
+
+def recorded() -> Any:
+    """A field that the command line fills in; it is no key and not in ``--help``."""
+    return field(default=None, metadata={"recorded": True})
+
+
+def keys(schema: Any) -> list[Field[Any]]:
+    """The fields of a configuration class that are keys of the command line."""
+    return [item for item in fields(schema) if "recorded" not in item.metadata]
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
@@ -210,7 +215,7 @@ def dataclass_of(annotation: Any) -> type | None:
 def leaves(schema: type, prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
     """(dotted key, field, annotation) of every single value of a configuration class and its sections."""
     hints = get_type_hints(schema)
-    for item in fields(schema):
+    for item in keys(schema):
         inner = dataclass_of(hints[item.name])
         if inner is None:
             yield prefix + item.name, item, hints[item.name]

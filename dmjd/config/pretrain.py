@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dmjd.accelerators import ACCELERATORS
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, may_change, naming, number, path, positive
+from dmjd.config.fields import choice, may_change, naming, number, path, positive, recorded
 from dmjd.config.model import BackboneConfig, MaskConfig, MethodConfig, TargetConfig
 from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
 from dmjd.errors import ConfigError
@@ -39,7 +39,7 @@ class OnlineKnnConfig:
 class PretrainConfig:
     """Pre-training.
 
-    run: Run folder. If it holds a run, that run is resumed.
+    run: Run folder. If it has checkpoints, that run is resumed, and keys that are not typed keep its values.
     seed: Random seed.
     epochs: Passes over the training images.
     batch_size: Images per step over all processes; each gives mask.views masked views.
@@ -47,8 +47,9 @@ class PretrainConfig:
     workers: DataLoader workers per process.
     resume: auto: continue from the newest checkpoint in the run folder. never: stop with an error if there is one.
     init: Checkpoint or file of weights (any known code base) to initialise from. Ignored when resuming.
-    log_every: Steps between log lines.
+    log_every: Steps between log lines. null: about 200 lines in a run, and at least one in 100 steps.
     checkpoint_every: Steps between checkpoints.
+    checkpoint_minutes: Also save a checkpoint this many minutes after the last one. 0: off. Does not affect results.
     keep_checkpoints: Number of newest checkpoints to keep.
     keep_every: Also keep every checkpoint whose step is a multiple of this. null: none.
     checkpoint_async: Write checkpoints in the background, from a copy in host memory.
@@ -62,6 +63,8 @@ class PretrainConfig:
     profile: Steps to record with torch.profiler, as steps:FIRST-LAST, for example steps:10-14. null: off.
     profile_ranks: Ranks to profile. main: rank 0. all: every rank.
     memory_history: Record allocation stack traces for the memory snapshot that a CUDA out-of-memory error writes.
+    recipe: none: keys that are not typed have the presets' values. small_data: at the first start, sizes of the model,
+        the crops and the schedule follow the training images and the device (docs/own_photos.md).
     """
 
     run: str = may_change(path("runs/pretrain", of="a folder"))
@@ -79,8 +82,9 @@ class PretrainConfig:
     workers: int = may_change(number(8, least=0))
     resume: str = may_change(choice("auto", "never"))
     init: str | None = path()
-    log_every: int = may_change(positive(20))
+    log_every: int | None = may_change(number(None, least=1))
     checkpoint_every: int = may_change(positive(1000))
+    checkpoint_minutes: float = may_change(number(15.0, least=0))
     keep_checkpoints: int = may_change(positive(2))
     keep_every: int | None = may_change(number(None, least=1))
     checkpoint_async: bool = may_change(True)
@@ -94,6 +98,8 @@ class PretrainConfig:
     profile: str | None = may_change(None)
     profile_ranks: str = may_change(choice("main", "all"))
     memory_history: bool = may_change(False)
+    recipe: str = choice("none", "small_data")
+    typed: list[str] | None = may_change(recorded())  # overrides: groups with their option, keys without their value
 
 
 @dataclass

@@ -23,7 +23,8 @@ class OptimConfig:
     milestones: (schedule=multistep) Epochs at which the learning rate is multiplied by 0.1.
     min_lr: (schedule=cosine) Final learning rate; not scaled by lr_rule.
     warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
-    warmup_epochs: Epochs of warm-up.
+    warmup_percent: Warm-up in percent of the run's steps.
+    warmup_epochs: Warm-up in epochs, in place of warmup_percent. null: use warmup_percent.
     weight_decay: Weight decay of matrices, convolutions and token embeddings; not of biases and norms.
     betas: AdamW betas.
     eps: AdamW epsilon.
@@ -38,7 +39,8 @@ class OptimConfig:
     milestones: list[float] = numbers(above=0)
     min_lr: float = number(0.0, least=0)
     warmup_lr: float = number(0.0, least=0)
-    warmup_epochs: float = number(40.0, least=0)
+    warmup_percent: float = number(5.0, least=0, below=100)
+    warmup_epochs: float | None = number(None, least=0)
     weight_decay: float = number(0.05, least=0)
     betas: list[float] = numbers(0.9, 0.95, length=2, least=0, below=1)
     eps: float = positive(1e-8)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from dmjd.config.data import ENDINGS, SKIPPED_FOLDERS
 from dmjd.data.dataset import OpenImage, Pixels, Split
@@ -121,6 +122,20 @@ class ImageFolder:
     def image(self, index: int) -> Pixels:
         opened = self.open(index)
         return opened.region((0, 0, *opened.size))
+
+    def paths(self) -> Iterator[bytes]:
+        """The path of each image below the split's folder."""
+        start = 0
+        for end in self._ends:
+            yield self._paths[start:end].tobytes()
+            start = end
+
+    def restrict(self, keep: npt.NDArray[np.bool_]) -> None:
+        """Leave out the images for which ``keep``, bool ``[N]``, is false; the index of later ones decreases."""
+        lengths, index = np.diff(self._ends, prepend=0), np.cumsum(keep) - 1
+        self._paths = self._paths[np.repeat(keep, lengths)]
+        self._ends, self._labels = np.cumsum(lengths[keep]), self._labels[keep]
+        self.bad = {int(index[old]): error for old, error in self.bad.items() if keep[old]}
 
     def label(self, index: int) -> int:
         return int(self._labels[index])

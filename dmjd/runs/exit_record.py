@@ -20,7 +20,7 @@ from dmjd.redact import redact_message
 
 RESUME = "run the same command to continue from this step"
 NEXT = {
-    "finished": "dmjd knn checkpoint=RUN, dmjd report RUN",
+    "finished": "dmjd report RUN",
     "signal": RESUME,
     "time": RESUME,
     "file": RESUME,
@@ -78,13 +78,13 @@ class ExitRecord:
             return
         self._write(*exit_reason(error, self._rank))
 
-    def write(self, reason: str, detail: str) -> None:
-        """Record the end of the run that all ranks agreed on."""
+    def write(self, reason: str, detail: str, advice: str = "") -> None:
+        """Record the end of the run that all ranks agreed on. ``advice``: in place of that of :data:`NEXT`."""
         if self._rank == 0:
-            self._write(reason, detail)
+            self._write(reason, detail, advice)
 
-    def _write(self, reason: str, detail: str) -> None:
-        advice = NEXT[reason].replace("RUN", shlex.quote(str(self._path.parent)))
+    def _write(self, reason: str, detail: str, advice: str = "") -> None:
+        advice = (advice or NEXT[reason]).replace("RUN", shlex.quote(str(self._path.parent)))
         write_launch_record(reason, detail, advice)
         record = {
             "reason": reason,

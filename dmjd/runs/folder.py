@@ -9,8 +9,10 @@ import platform
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from typing import Any
 import torch
 
 import dmjd
-from dmjd.compose import from_yaml, to_yaml
+from dmjd.compose import from_yaml, to_yaml, typed_of
 from dmjd.config import PretrainConfig, first_difference
 from dmjd.data.build import AUTO
+from dmjd.data.listed import FILE as IMAGES
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -39,11 +42,14 @@ from dmjd.source import source_state
 
 REPLACED = (CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
 """Files that each launch replaces."""
-FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json")
+FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json", IMAGES)
 FOLDERS = (
     *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
     *("profile", "out_of_memory", "tensorboard", "wandb"),
 )
+
+OF_A_LAUNCH = ("run", "resume", "engine", "time_budget", "profile", "profile_ranks", "memory_history")
+"""Keys and sections that are always those of the launch: its machine, its time, its diagnostics."""
 
 logger = logging.getLogger("dmjd")
 
@@ -54,8 +60,12 @@ _ROW_BYTES = 1 << 16
 class RunFolder(RunPaths):
     """The run folder of a run that writes it."""
 
-    def check(self, config: PretrainConfig) -> None:
-        """Check that ``config`` can start or continue in this folder; writes nothing.
+    def check(self, config: PretrainConfig) -> PretrainConfig:
+        """The configuration with which ``config`` starts or continues in this folder; writes nothing.
+
+        Without a checkpoint it is ``config``. With one it is the stored configuration with what was typed now: keys,
+        and groups whose option was not typed at the first start. :data:`OF_A_LAUNCH` is never taken from it. A
+        ``config`` that was not made from overrides has to equal the stored one in all that may not change.
 
         Raises:
             ConfigError: for the first key that differs from the stored configuration and may not, for a path that is
@@ -73,19 +83,46 @@ class RunFolder(RunPaths):
         # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
         records = (self.config, *(path / CONFIG for path in reversed(committed)))
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
-        if recorded is None:
-            return
+        if recorded is None or not committed:
+            return config
         before = self.with_stored_data(from_yaml(PretrainConfig, _content(recorded), recorded))
-        if "auto" in (before.data.name, config.data.name):  # submit resolves it on the node
+        config = self._with_stored_values(config, before)
+        if before.data.name == "auto":
             before.data.name, before.data.pad = config.data.name, config.data.pad
+        elif config.data.name == "auto":
+            config.data.name, config.data.pad = before.data.name, before.data.pad
         # A difference in the data is reported first: it causes differences in other settings.
         difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
-        if difference and committed:
+        if difference:
             key, old, new = difference
             raise ConfigError(
                 f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
                 "keep the value, or name another folder"
             )
+        return config
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a run can be continued here."""
+        return bool(checkpoint.committed(self.checkpoints))
+
+    def _with_stored_values(self, config: PretrainConfig, before: PretrainConfig) -> PretrainConfig:
+        """``before``, with the values of ``config`` that were typed; see :meth:`check`."""
+        if config.typed is None:
+            return deepcopy(config)
+        first = before.typed
+        if first is None:  # of an older version, which recorded the whole command of each launch
+            launches = self._provenance().get("launches") or [{}]
+            first = typed_of([str(text) for text in launches[0].get("command", ())])
+        groups = [name.partition("=")[0] for name in config.typed if "=" in name and name not in first]
+        if {"experiment", "method"} & set(groups):  # they set keys of all sections
+            merged = deepcopy(config)
+        else:
+            merged = deepcopy(before)
+            for key in (*OF_A_LAUNCH, *groups, *(name for name in config.typed if "=" not in name)):
+                _set(merged, key, config)
+        merged.typed = first
+        return merged
 
     def _check_places(self) -> None:
         """Check that every path that the run will write is free and writable."""
@@ -223,6 +260,13 @@ class RunFolder(RunPaths):
             logger.warning("%s cannot be read (%s) and is replaced", self.provenance, error)
             return {}
         return record
+
+
+def _set(config: PretrainConfig, key: str, source: PretrainConfig) -> None:
+    """Set ``key``, a dotted name of a value or section, to its value in ``source``."""
+    *sections, name = key.split(".")
+    to, origin = reduce(getattr, sections, config), reduce(getattr, sections, source)
+    setattr(to, name, deepcopy(getattr(origin, name)))
 
 
 def _content(config: Path) -> bytes:

@@ -32,13 +32,18 @@ class RunPaths:
 
     def read_log(self) -> list[dict[str, Any]]:
         """The rows of ``log.jsonl``; damaged lines are skipped."""
+        return [row for row in self.read_rows(self.log) if isinstance(row.get("step"), int)]
+
+    @staticmethod
+    def read_rows(file: Path) -> list[dict[str, Any]]:
+        """The objects in a file of one JSON object per line; damaged lines are skipped, a missing file has none."""
         rows, lines = [], list[bytes]()
         with suppress(OSError):
-            lines = read_file(self.log).splitlines()
+            lines = read_file(file).splitlines()
         for line in lines:
             with suppress(ValueError):
                 rows.append(parse_json(line))
-        return [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+        return [row for row in rows if isinstance(row, dict)]
 
     def read_stop_reason(self) -> dict[str, Any]:
         """The exit record of the last launch; empty if it was killed, has not ended, or could not write it."""

@@ -12,6 +12,8 @@ import torch
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
+from dmjd.data import listed
+from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import check_shared_memory, make_loader
 from dmjd.data.quarantine import Quarantine
@@ -32,20 +34,25 @@ class DataPipeline:
 
     Args:
         bad_images: path of the run's list of bad images.
+        resumed: whether the run has a checkpoint; then images that were added to a folder since are left out.
 
     Raises:
         UserError: on all ranks, if the data cannot be read or differ between ranks.
     """
 
-    def __init__(self, config: PretrainConfig, bad_images: Path, world: World) -> None:
+    def __init__(self, config: PretrainConfig, bad_images: Path, world: World, resumed: bool = False) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
-        self._source = world.all_or_none(lambda: training_source(config.data))
-        self.identity = DataIdentity.of(self._source)
+        self.source = world.all_or_none(lambda: training_source(config.data))
+        self._list = bad_images.parent / listed.FILE
+        self.added = 0
+        if resumed and isinstance(self.source, ImageFolder):
+            self.added = listed.leave_out_added(self.source, self._list)
+        self.identity = DataIdentity.of(self.source)
         first = world.on_main(lambda: str(self.identity))
         world.all_or_none(lambda: self._check_identity(first))
         self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
-            config.data, self._source, config.batch_size, config.seed, world.rank, world.size
+            config.data, self.source, config.batch_size, config.seed, world.rank, world.size
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
         self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
@@ -62,15 +69,17 @@ class DataPipeline:
 
     @cached_property
     def _quarantine(self) -> Quarantine:
-        return Quarantine(self._bad_images, len(self._source), self._config.data.max_bad_percent)
+        return Quarantine(self._bad_images, len(self.source), self._config.data.max_bad_percent)
 
-    def list_bad(self) -> None:
-        """List the bad images that the check of the data set found. For one rank, before batches are read.
+    def list_images(self, is_new: bool) -> None:
+        """List the images of a new run, and the bad ones that the check found. For one rank, before batches are read.
 
         Raises:
             DataError: if there are more than ``data.max_bad_percent``. StorageError: if the list cannot be written.
         """
-        self._quarantine.admit(self._source.bad)
+        self._quarantine.admit(self.source.bad)
+        if is_new and isinstance(self.source, ImageFolder):
+            listed.write_list(self.source, self._list)
 
     def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
         """The batches of the steps from ``position`` to ``stop``; empty batches once this rank cannot read any.
@@ -81,7 +90,7 @@ class DataPipeline:
         config, world, windows = self._config, self._world, position.passed_over
         ranks = world.rank, world.size, world.local_rank, world.local_size
         try:
-            ahead = fetch_ahead(self._source, config.batch_size, config.seed, *ranks)
+            ahead = fetch_ahead(self.source, config.batch_size, config.seed, *ranks)
             yield from make_loader(
                 SkippedBatches(self._batches, windows),
                 position.step,

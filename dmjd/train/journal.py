@@ -28,7 +28,15 @@ from dmjd.train.trackers import Trackers
 WAIT_WARNING = 0.1
 """Fraction of a lap spent waiting for data from which a warning is logged."""
 
+ROWS, MOST_STEPS = 200, 100
+"""Rows of a log for ``log_every=null``, and the largest number of steps of a row then."""
+
 logger = logging.getLogger("dmjd")
+
+
+def steps_per_row(total_steps: int) -> int:
+    """Steps of a row for ``log_every=null``."""
+    return max(1, min(total_steps // ROWS, MOST_STEPS))
 
 
 class _Outputs(NamedTuple):
@@ -53,6 +61,7 @@ class Journal:
         self.clock = Stopwatch()
         self._config, self._world = config, world
         self._total_steps = total_steps
+        self._every = config.log_every or steps_per_row(total_steps)
         self._steps_per_epoch = steps_per_epoch
         self._window = StepMeans()
         self._offsets = {"log": 0, "timing": 0}
@@ -106,14 +115,14 @@ class Journal:
                 self.clock.enter("stop")
 
     def log_step(self, step: int, numbers: StepNumbers, lr: float) -> None:
-        """Add the numbers of ``step``, counted from 1; every ``log_every`` steps their means become a row."""
+        """Add the numbers of ``step``, counted from 1; their means over some steps become a row (``log_every``)."""
         self._window.add(numbers)
         if self._outputs is not None:
             epoch = -(-step // self._steps_per_epoch)
             self._outputs.progress.advance(
                 loss=f"{numbers.loss:.4f}", epoch=f"{epoch}/{self._config.epochs}", lr=f"{lr:.1e}"
             )
-        if step % self._config.log_every and step != self._total_steps:
+        if step % self._every and step != self._total_steps:
             return
         images = (step - self._lap_step) * self._config.batch_size
         self._lap_step = step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from dmjd.builders import build_schedule, check_data_timeout
+from dmjd.builders.recipe import apply_recipe
 from dmjd.builders.step import build_step
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
@@ -35,15 +36,22 @@ from dmjd.train.preview import PictureThread, predict, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.summary import end_detail, next_steps, start_lines
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
 
 
-def pretrain(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> RunFolder:
+def pretrain(
+    config: PretrainConfig, callbacks: Sequence[Callback] | Callable[[PretrainConfig], Sequence[Callback]] = ()
+) -> RunFolder:
     """Train ``config`` from the newest checkpoint in its run folder to the end, or until the run is asked to stop.
 
     STOP_REASON in the run folder says which.
+
+    Args:
+        callbacks: or a function that makes them from the configuration that the run uses: see :meth:`RunFolder.check`
+            and :func:`~dmjd.builders.recipe.apply_recipe`.
 
     Raises:
         UserError: before training, if the configuration, the data or the run folder are not valid.
@@ -52,8 +60,8 @@ def pretrain(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> RunF
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
-    config = replace(config, data=world.on_main(lambda: resolve_auto(config.data)))
-    world.on_main(lambda: run.check(config))
+    config = world.on_main(lambda: _resolved(run, config, world))
+    callbacks = callbacks(config) if callable(callbacks) else callbacks
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
         trainer = Trainer(config, run, world, callbacks)
@@ -65,12 +73,20 @@ def pretrain(config: PretrainConfig, callbacks: Sequence[Callback] = ()) -> RunF
     return run
 
 
+def _resolved(run: RunFolder, config: PretrainConfig, world: World) -> PretrainConfig:
+    """The configuration that the run uses: the stored one in a folder with checkpoints, else after all rules."""
+    config = run.check(config)
+    config = replace(config, data=resolve_auto(config.data))
+    return config if run.has_checkpoint else apply_recipe(config, world.device, world.size)
+
+
 class Trainer:
     """The objects of one run. Configuration errors are raised here, before the run folder is written."""
 
     def __init__(self, config: PretrainConfig, run: RunFolder, world: World, callbacks: Sequence[Callback]) -> None:
         self.config, self.run, self.world, self.callbacks = config, run, world, callbacks
-        self.requests = Requests(run.path, world, deadline_of(config.time_budget, config.time_margin))
+        deadline = deadline_of(config.time_budget, config.time_margin)
+        self.requests = Requests(run.path, world, deadline, config.checkpoint_minutes)
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
@@ -78,14 +94,16 @@ class Trainer:
         self.engine, self.prepare = self.step.engine, self.step.prepare
         if self.step.began_from and world.is_main:
             logger.info("beginning from %s", self.step.began_from)
-        self.data = DataPipeline(config, run.quarantine, world)
+        resumed = world.on_main(lambda: run.has_checkpoint)
+        self.data = DataPipeline(config, run.quarantine, world, resumed)
         self.upload = Uploader(self.engine.device)
         self.steps_per_epoch = self.data.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
         self.schedule = build_schedule(config, self.prepare.mask_spec, self.prepare.grid, self.steps_per_epoch)
-        if world.is_main and config.optim.warmup_epochs >= config.epochs:
+        warmup = config.optim.warmup_epochs
+        if world.is_main and warmup is not None and warmup >= config.epochs:
             message = "optim.warmup_epochs=%g is not below epochs=%d: the learning rate does not reach its peak"
-            logger.warning(message, config.optim.warmup_epochs, config.epochs)
+            logger.warning(message, warmup, config.epochs)
 
         self.lock = RunLock(run.path, world.cap_timeout(config.lock_wait))
         self.saver = Saver(
@@ -129,6 +147,9 @@ class Trainer:
             self.load_checkpoint(newest)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", newest, self.position.step, self.total_steps)
+        if self.world.is_main:
+            for line in start_lines(self.config, self.data, self.step, self.world):
+                logger.info("%s", line)
         stack.enter_context(self.exit_record)
         self.world.on_main(lambda: self._prepare_folder(is_new=newest is None))
         self.world.on_main(self._open_logs)
@@ -146,7 +167,7 @@ class Trainer:
         if is_new:  # a launch that wrote no checkpoint may have read another data set
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
-        self.data.list_bad()
+        self.data.list_images(is_new)
         self.run.record(self.config, self.world, self.initial)
 
     def _open_logs(self) -> None:
@@ -169,7 +190,8 @@ class Trainer:
         self.saver.wait()
         self.pictures.collect(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
-            self.exit_record.write("finished", "all steps are done")
+            if self.world.is_main:  # the data is read again, for what can be done with the run
+                self.exit_record.write("finished", end_detail(self.run, self.total_steps), next_steps(self.config))
         else:
             self.exit_record.write(*self.requests.stopping())
 
@@ -264,7 +286,7 @@ class Trainer:
     def is_checkpoint_due(self) -> bool:
         step = self.position.step
         planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
-        return planned or self.requests.saving or self.requests.reason is not None
+        return planned or self.requests.saving or self.requests.save_due or self.requests.reason is not None
 
     def save_checkpoint(self) -> None:
         """Save the state after the steps done. Collective."""
@@ -279,6 +301,7 @@ class Trainer:
             self.registry.files(self.config),
             spare=int(self.guard.in_doubt),  # one from before the bad steps has to stay
         )
+        self.requests.restart_timer()
         if self.requests.saving or self.requests.reason is not None:
             self.saver.wait()
             self.requests.saved()

@@ -7,6 +7,7 @@ save at the same step and end together; a rank that ended alone would leave the 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import signal
 import time
@@ -26,7 +27,7 @@ from dmjd.train.signals import default_action, handling
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOPS = ("signal", "time", "file")
-ASKS = (*STOPS, "save", "error", "no batch")
+ASKS = (*STOPS, "save", "minutes", "error", "no batch")
 POLL_STEPS = 10
 """Rank 0 checks for the files every so many steps, since a check on a network disk may take milliseconds."""
 OUT_OF_TIME = "the time limit was reached: time_budget, or SLURM_JOB_END_TIME minus time_margin"
@@ -87,15 +88,20 @@ class Requests:
     Args:
         run: the run folder, in which the files ``stop`` and ``save`` are requests; it may be created later.
         deadline: see :func:`deadline_of`.
+        save_minutes: minutes after a checkpoint at which rank 0 asks for the next one; 0 for never.
     """
 
-    def __init__(self, run: Path, world: World, deadline: float | None) -> None:
+    def __init__(self, run: Path, world: World, deadline: float | None, save_minutes: float = 0.0) -> None:
         self.reason: str | None = None
         """Why all ranks stop after this step, one of :data:`STOPS`; None if they continue."""
         self.saving = False
         """Whether all ranks save after this step and continue."""
+        self.save_due = False
+        """Whether all ranks save after this step because the last checkpoint is ``save_minutes`` old."""
         self._world = world
         self._deadline = deadline
+        self._save_seconds = 60 * save_minutes or math.inf
+        self._saved_at = time.monotonic()
         self._stop, self._save = run / "stop", run / "save"
         self._asked: set[str] = set()
         self._folders: set[Path] = set()  # folders in place of these files; a warning was logged for each
@@ -162,6 +168,8 @@ class Requests:
     def _poll(self, step: int) -> None:
         if self._deadline is not None and time.time() > self._deadline:
             self._asked.add("time")
+        if time.monotonic() - self._saved_at > self._save_seconds:
+            self._asked.add("minutes")
         if step % POLL_STEPS == 0:
             files = ("file", self._stop), ("save", self._save)
             self._asked.update(name for name, path in files if self._file_at(path))
@@ -188,6 +196,7 @@ class Requests:
         if "error" in agreed:
             self.compare()
         self.saving = self.saving or "save" in agreed
+        self.save_due = self.save_due or "minutes" in agreed
         self.reason = self.reason or next((name for name in agreed if name in STOPS), None)
         if "no batch" in agreed:
             raise StoppedBefore(step)
@@ -199,6 +208,11 @@ class Requests:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+    def restart_timer(self) -> None:
+        """Count the minutes to the next checkpoint from now."""
+        self.save_due, self._saved_at = False, time.monotonic()
+        self._asked.discard("minutes")
 
     def saved(self) -> None:
         """Remove the files whose requests are done."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dmjd.builders import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
+from dmjd.builders.schedules import warmup_steps
 from dmjd.builders.step import build_step
 from dmjd.resources import configs_dir
 from tests.train.shrunken import CODES, configure, gradient, shrink, smooth_batch, write_clip, write_dvae
@@ -88,6 +89,7 @@ SIZES = {
     "components_jd": DMJD_B,
     "demo": None,
     "demo_digits": None,
+    "own_photos": None,
 }
 
 EFFECTIVE_EPOCHS = {
@@ -101,6 +103,7 @@ EFFECTIVE_EPOCHS = {
     "mvp_vit_base": 300,
     "demo": 2,
     "demo_digits": 80,
+    "own_photos": 200,
 }
 """ETE by the paper; 800 for all others."""
 
@@ -130,7 +133,7 @@ def test_an_experiment_is_the_published_model(experiment: str) -> None:
         expected = PREDICTED.get(experiment, 1.0) if rate is None else round(rate * 196) / 196
         assert spec.true_rates(grid).m_pred == pytest.approx(expected)
     schedule = build_schedule(config, spec, grid, steps_per_epoch=10)
-    assert 0 <= schedule(0) <= schedule(round(10 * config.optim.warmup_epochs) + 1)
+    assert 0 <= schedule(0) <= schedule(warmup_steps(config, steps_per_epoch=10) + 1)
 
 
 def test_learning_rates_are_the_published_ones() -> None:
@@ -146,7 +149,7 @@ def test_learning_rates_are_the_published_ones() -> None:
         config = configure(experiment)
         grid = token_grid(config)
         schedule = build_schedule(config, build_mask_spec(config.mask, grid), grid, steps_per_epoch=10)
-        assert schedule(round(10 * config.optim.warmup_epochs)) == pytest.approx(rate), experiment
+        assert schedule(warmup_steps(config, steps_per_epoch=10)) == pytest.approx(rate), experiment
 
 
 @pytest.fixture(scope="module")

@@ -153,6 +153,60 @@ def test_another_experiment_may_not_move_in(tmp_path: Path, words: list[str], pa
     assert (files(tmp_path), run.config.read_text()) == before
 
 
+def stored(run: RunFolder, old: str, new: str) -> RunFolder:
+    """``run`` with a stored configuration that an older version, or other rules, gave it."""
+    text = run.config.read_text()
+    assert text.count(old) == 1, text
+    run.config.write_text(text.replace(old, new))
+    return run
+
+
+def test_keys_that_are_not_typed_are_the_stored_ones(tmp_path: Path) -> None:
+    """A preset, a default and a resolved value have changed since; groups and keys are typed as they were."""
+    run = stored(stored(started(tmp_path), "weight_decay: 0.05", "weight_decay: 0.01"), "pad: 0", "pad: 3")
+    kept = run.check(configure())
+    assert (kept.optim.weight_decay, kept.data.pad, kept.epochs) == (0.01, 3, 8)
+    assert kept.typed == configure().typed
+    fewer = run.check(compose("pretrain", [f"run={tmp_path}"]))
+    assert (fewer.epochs, fewer.data.name, fewer.backbone.depth) == (8, "digits", 4)
+
+
+def test_typed_keys_and_groups_apply_or_are_an_error(tmp_path: Path) -> None:
+    run = stored(stored(started(tmp_path), "weight_decay: 0.05", "weight_decay: 0.01"), "workers: 1", "workers: 5")
+    again = run.check(configure("log_every=3", "resume=auto"))
+    assert (again.log_every, again.workers) == (3, 5)
+    assert run.check(configure("workers=0")).workers == 0
+    for words, difference in (
+        (["optim.weight_decay=0.05"], "optim.weight_decay=0.01 and now optim.weight_decay=0.05"),
+        (["method=mae"], "was started with"),
+        (["experiment=mae_vit_base"], "was started with"),
+        (["mask=uniform"], "mask.views=2 and now mask.views=1"),
+        (["data=fashion_mnist"], "data.name=digits and now data.name=fashion_mnist"),
+    ):
+        with pytest.raises(ConfigError, match=difference):
+            run.check(configure(*words))
+
+
+def test_the_engine_is_that_of_each_launch(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    run.create()
+    run.record(configure("engine.device=cpu", "engine.grad_accum_steps=2", "time_budget=1:00:00"), alone(CPU))
+    checkpoint.commit(checkpoint.begin(run.checkpoints, 1), list, keep=1)
+    now = run.check(configure("engine.device=cuda"))
+    assert (now.engine.device, now.engine.grad_accum_steps, now.time_budget) == ("cuda", 1, "auto")
+
+
+def test_a_run_of_a_version_that_stored_no_overrides_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["dmjd", "pretrain", "experiment=demo", "data=digits", *START]
+    monkeypatch.setattr("sys.argv", command)
+    run = stored(started(tmp_path), "weight_decay: 0.05", "weight_decay: 0.01")
+    text = run.config.read_text()
+    run.config.write_text(text[: text.index("typed:")])
+    assert run.check(configure()).optim.weight_decay == 0.01
+    with pytest.raises(ConfigError, match=r"data\.name=digits and now data\.name=fashion_mnist"):
+        run.check(configure("data=fashion_mnist"))
+
+
 @pytest.mark.parametrize(
     "word",
     ["log_every=3", "checkpoint_every=9", "keep_checkpoints=1", "workers=0", "engine.grad_accum_steps=2", "run=x"],

@@ -13,7 +13,7 @@ from dmjd.compose import compose
 from dmjd.parallel.world import alone
 from dmjd.runs.folder import RunFolder
 from dmjd.train.guard import StepNumbers
-from dmjd.train.journal import Journal
+from dmjd.train.journal import Journal, steps_per_row
 from dmjd.train.stopwatch import Stopwatch
 
 Laps = list[tuple[float, float]]
@@ -67,3 +67,8 @@ def test_the_start_of_the_workers_and_a_short_wait_are_no_news(warnings_of: Call
 def test_more_workers_than_processors_are_no_advice(warnings_of: Callable[..., list[str]]) -> None:
     (sentence,) = warnings_of([(10.0, 0.0), (10.0, 9.0)], workers=4)
     assert "workers=40 would hide it, but this process may use 16 processor(s) only" in sentence
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (399, 1), (900, 4), (20_000, 100), (10**6, 100)])
+def test_rows_are_about_200_and_at_most_100_steps(steps: int, every: int) -> None:
+    assert steps_per_row(steps) == every

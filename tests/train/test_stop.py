@@ -101,7 +101,7 @@ def test_a_signal_asks_and_handlers_are_put_back(requests: Requests, number: sig
         os.kill(os.getpid(), number)
         until(lambda: heard(requests) == ["signal"])
         os.kill(os.getpid(), number)  # a launcher's echo
-        requests.agree(1, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+        requests.agree(1, [float(name == "signal") for name in ASKS])
         assert requests.stopping() == ("signal", f"{number.name} at rank 0")
     after = signal.getsignal(number), signal.pthread_sigmask(signal.SIG_BLOCK, []), threading.active_count()
     assert after == before
@@ -115,7 +115,7 @@ def test_a_job_in_the_background_does_not_hear_its_terminal(requests: Requests, 
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), signal.SIGUSR1)
             until(lambda: heard(requests) == ["signal"])
-            requests.agree(1, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+            requests.agree(1, [float(name == "signal") for name in ASKS])
             assert requests.stopping() == ("signal", "SIGUSR1 at rank 0")
     finally:
         signal.signal(number, before)
@@ -135,7 +135,8 @@ def test_a_folder_is_no_request_and_stays(requests: Requests, tmp_path: Path, ca
     assert [record.getMessage().partition(" and is ignored")[0] for record in caplog.records] == [
         f"{tmp_path / name} is a folder" for name in ("stop", "save")
     ]
-    requests.agree(10, [1.0, 0.0, 0.0, 1.0, 0.0, 0.0])  # a signal, and a file that has become a folder meanwhile
+    # a signal, and a file that has become a folder meanwhile
+    requests.agree(10, [float(name in ("signal", "save")) for name in ASKS])
     requests.saved()
     assert (tmp_path / "stop").is_dir()
     assert (tmp_path / "save" / "mine").is_dir()
@@ -151,6 +152,23 @@ def test_a_save_is_done_once_for_each_file(requests: Requests, tmp_path: Path) -
     requests.saved()
     assert (requests.saving, (tmp_path / "save").exists()) == (False, False)
     assert heard(requests, 20) == []
+
+
+def test_a_checkpoint_is_due_some_minutes_after_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("dmjd.train.stop.time.monotonic", lambda: now)
+    requests = Requests(tmp_path, alone(CPU), None, save_minutes=2)
+    for seconds, due in ((119.0, False), (2.0, True)):
+        now += seconds
+        requests.agree(1, requests.asks(1).tolist())
+        assert (requests.save_due, requests.saving, requests.reason) == (due, False, None)
+    requests.restart_timer()
+    assert not requests.save_due
+    assert heard(requests) == []
+    now += 121
+    assert heard(requests) == ["minutes"]
+    now += 1e9
+    assert heard(Requests(tmp_path, alone(CPU), None)) == []
 
 
 def test_alone_an_error_is_raised_at_once(requests: Requests) -> None:

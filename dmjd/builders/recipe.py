@@ -1,0 +1,223 @@
+"""``recipe=small_data``: sizes of a run that follow the training images and the device (docs/own_photos.md).
+
+The rules are applied once, at the first start. Keys that were typed keep their value, and the other rules follow it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import textwrap
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import reduce
+from statistics import median
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode
+
+from dmjd.builders.step import objective_and_inputs
+from dmjd.config import PretrainConfig
+from dmjd.data.build import build_dataset
+from dmjd.data.dataset import EvenSubset, ImageDataset
+from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.parallel.build import select_precision
+from dmjd.parallel.engines import state_bytes
+from dmjd.parallel.memory import trace_step
+
+logger = logging.getLogger("dmjd")
+
+SIZES = (224, 128, 96, 64, 48, 32, 24, 16)
+"""Image sizes in pixels that the rules select from."""
+LEAST_PATCH = 4
+MEASURED = 1000
+"""Images whose size is read."""
+SMALLEST = 0.01
+"""Share of the images that may be smaller than the crop, as data.max_bad_percent."""
+WARMUP_PERCENT = 10.0
+MEMORY = 0.8
+"""Share of a GPU's free memory that a step may take."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Constants of the rules for one kind of device.
+
+    size: largest image size, in pixels. grid: least tokens per side. large: training images from which the larger
+    encoder is used. encoders: (embed_dim, depth) below that number, and from it on; a head has 64 dimensions. decoder:
+    (dim, depth, num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; fewer images have as many steps,
+    up to 10 times as many epochs; the epochs of more images fall with the root of their number.
+    """
+
+    size: int
+    grid: int
+    large: int
+    encoders: tuple[tuple[int, int], tuple[int, int]]
+    decoder: tuple[int, int, int]
+    batch: int
+    epochs: int
+    base_lr: float
+
+
+REFERENCE = 300
+MACHINES: Mapping[str, Machine] = {
+    "cpu": Machine(96, 8, 2000, ((192, 6), (192, 6)), (128, 2, 4), 32, 100, 5e-3),
+    "cuda": Machine(224, 12, 2000, ((192, 12), (384, 12)), (256, 4, 8), 128, 800, 2e-3),
+}
+
+
+@dataclass(frozen=True)
+class Images:
+    """The training images: number, classes (0 without labels), and the shorter side in pixels that all but
+    :data:`SMALLEST` of them reach, and that half of them reach."""
+
+    count: int
+    classes: int
+    least_side: int
+    median_side: int
+
+
+def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 1) -> PretrainConfig:
+    """``config`` with the values of its recipe in all keys that were not typed; logs them.
+
+    A typed group counts as all keys of its section. Reads the training images' names, and sizes of some of them.
+
+    Raises:
+        UserError: as :func:`~dmjd.data.build.build_dataset`.
+        ConfigError: if the images are too small.
+    """
+    if config.recipe == "none":
+        return config
+    config = deepcopy(config)
+    held = _labels_held_out(config)
+    images = measure(build_dataset(replace(config.data, check="none"), "train"))
+    rules = _Rules(config, images, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
+    rules.apply(held)
+    if device.type == "cuda":
+        _fit_memory(rules, device)
+    values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
+    logger.info(
+        "recipe=small_data: %d training images, shorter side %d pixels, %s\n  %s",
+        *(images.count, images.median_side, device.type, "\n  ".join(values)),
+    )
+    return config
+
+
+def measure(dataset: ImageDataset) -> Images:
+    """Count the images and read the sizes of at most :data:`MEASURED` of them, evenly spaced."""
+    sides = []
+    subset = EvenSubset(dataset, min(MEASURED, len(dataset)))
+    for index in range(len(subset)):
+        try:
+            sides.append(min(subset.open(index).size))
+        except BadImage:
+            continue  # the run counts and reports it
+    if not sides:
+        raise DataError(f"none of the first {len(subset)} images of data.root can be read; see data.check=decode")
+    sides.sort()
+    return Images(len(dataset), dataset.num_classes, sides[int(SMALLEST * len(sides))], int(median(sides)))
+
+
+class _Rules:
+    """Sets keys of ``config`` in order; a later rule reads what an earlier one set, or what was typed."""
+
+    def __init__(self, config: PretrainConfig, images: Images, machine: Machine, processes: int) -> None:
+        self.config, self.images, self.machine, self.processes = config, images, machine, processes
+        self.resolved: list[str] = []
+        """``KEY=VALUE`` of each rule."""
+        self._typed = {name.partition("=")[0] for name in config.typed or ()} - {"data"}
+        if "method" in self._typed:  # its published values
+            self._typed |= {"optim.base_lr", "data.crop_scale"}
+        if config.backbone.name != "vit":
+            if "backbone.class_token" not in self._typed:
+                config.backbone.class_token = False
+            self._typed.add("backbone")
+        if "backbone" in self._typed:  # its preset has a decoder
+            self._typed |= {f"method.decoder.{name}" for name in ("dim", "depth", "num_heads")}
+
+    def is_typed(self, key: str) -> bool:
+        """Whether ``key`` or its group was typed."""
+        return key in self._typed or key.partition(".")[0] in self._typed
+
+    def set(self, key: str, value: Any) -> None:
+        """Set ``key`` unless it was typed."""
+        if self.is_typed(key):
+            return
+        *sections, name = key.split(".")
+        setattr(reduce(getattr, sections, self.config), name, value)
+        shown = f"[{','.join(f'{item:g}' for item in value)}]" if isinstance(value, list) else f"{value:g}"
+        self.resolved = [text for text in self.resolved if not text.startswith(f"{key}=")] + [f"{key}={shown}"]
+
+    def apply(self, held_out: bool) -> None:
+        """All rules but that of the memory."""
+        config, images, machine = self.config, self.images, self.machine
+        self._set_sizes()
+        width, depth = machine.encoders[images.count >= machine.large]
+        self.set("backbone.embed_dim", width)
+        self.set("backbone.depth", depth)
+        width = config.backbone.embed_dim
+        self.set("backbone.num_heads", next(heads for heads in range(-(-width // 64), 0, -1) if not width % heads))
+        for key, value in zip(("dim", "depth", "num_heads"), machine.decoder, strict=True):
+            self.set(f"method.decoder.{key}", value)
+        share = (max(config.data.image_size) / images.median_side) ** 2
+        self.set("data.crop_scale", [round(min(0.5, max(0.2, share)), 2), 1.0])
+        self.set("batch_size", max(1, min(machine.batch, images.count // self.processes)) * self.processes)
+        ratio = REFERENCE / images.count
+        self.set("epochs", max(10, round(machine.epochs * (min(10, ratio) if ratio > 1 else math.sqrt(ratio)))))
+        self.set("optim.base_lr", machine.base_lr)
+        if config.optim.warmup_epochs is None:
+            self.set("optim.warmup_percent", WARMUP_PERCENT)
+        self.set("workers", max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
+        self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
+        self.set("online_knn.neighbours", min(config.online_knn.neighbours, images.count))
+
+    def _set_sizes(self) -> None:
+        """Image size: the largest that nearly all images reach. Patch: the largest that gives enough tokens."""
+        data, backbone, grid = self.config.data, self.config.backbone, self.machine.grid
+        least = self.images.least_side
+        if self.is_typed("backbone.patch_size"):
+            unit = 2 * backbone.patch_size  # an even number of tokens, for masked units of 2 x 2
+            side = min(least, max(self.machine.size, 8 * backbone.patch_size)) // unit * unit
+        else:
+            side = next((size for size in SIZES if size <= min(least, self.machine.size)), 0)
+        if not side and not self.is_typed("data.image_size"):
+            raise ConfigError(
+                f"recipe=small_data needs images of at least {SIZES[-1]} pixels per side; 1 in 100 of data.root is "
+                f"below {least + 1}; remove the small ones, or set data.image_size"
+            )
+        self.set("data.image_size", [side, side])
+        common = math.gcd(*data.image_size)
+        patches = [patch for patch in range(LEAST_PATCH, common + 1, 2) if not common % (2 * patch)]
+        enough = [patch for patch in patches if min(data.image_size) // patch >= grid]
+        self.set("backbone.patch_size", max(enough, default=min(patches, default=backbone.patch_size)))
+
+
+def _labels_held_out(config: PretrainConfig) -> bool:
+    """Whether there are held-out images with labels."""
+    try:
+        return build_dataset(replace(config.data, check="none"), "test").num_classes > 1
+    except DataError:
+        return False
+
+
+def _fit_memory(rules: _Rules, device: torch.device) -> None:
+    """Halve the batch until the estimate of a step's memory fits into the free memory of the GPU."""
+    config, free = rules.config, torch.cuda.mem_get_info(device)[0]
+    while config.batch_size > 2 * rules.processes and not rules.is_typed("batch_size"):
+        if step_bytes(config, config.batch_size // rules.processes, device) <= MEMORY * free:
+            break
+        rules.set("batch_size", config.batch_size // 2 // rules.processes * rules.processes)
+
+
+def step_bytes(config: PretrainConfig, images: int, device: torch.device) -> float:
+    """Estimated peak bytes of a step of ``images`` on one GPU: weights, gradients, AdamW's state and activations."""
+    with FakeTensorMode():
+        objective, prepared = objective_and_inputs(config, images)
+        precision = select_precision(config.engine.precision, device)
+        step = trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True)
+        parameters = sum(parameter.numel() for parameter in objective.parameters())
+    state = state_bytes("single", parameters, 0, 1)
+    return state.weights + state.optimizer + step.with_gradients

@@ -1,0 +1,149 @@
+"""``recipe=small_data``: sizes that follow the images and the device, and typed keys that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dmjd.builders import build_mask_spec, recipe, token_grid
+from dmjd.builders.model import build_encoder
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
+from dmjd.data.dataset import ArrayDataset, EvenSubset
+from dmjd.errors import ConfigError, DataError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+Resolve = Callable[..., PretrainConfig]
+
+
+@pytest.fixture(scope="module")
+def preset() -> PretrainConfig:
+    config: PretrainConfig = compose("pretrain", ["experiment=own_photos"])
+    return config
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch, preset: PretrainConfig) -> Resolve:
+    """``resolve(images, side, *overrides)``: the configuration for so many square images, in ``classes`` classes."""
+
+    def run(
+        images: int,
+        side: int,
+        *overrides: str,
+        device: torch.device = CPU,
+        classes: int = 3,
+        free_gib: float | None = None,
+    ) -> PretrainConfig:
+        pixels = np.zeros((1, side, side, 3), dtype=np.uint8)
+        one = ArrayDataset(pixels, np.zeros(1, dtype=np.int64), classes, "test")
+
+        class Repeated(EvenSubset):
+            def __init__(self) -> None:
+                self._dataset, self._count = one, images
+
+            def open(self, index: int) -> Any:
+                return one.open(0)
+
+        def build(data: object, split: str) -> Any:
+            if split == "test" and not classes:
+                raise DataError("no test split")
+            return Repeated()
+
+        monkeypatch.setattr(recipe, "build_dataset", build)
+        if free_gib is None:
+            monkeypatch.setattr(recipe, "_fit_memory", lambda rules, device: None)
+        else:
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 0))
+            monkeypatch.setattr(recipe, "select_precision", lambda precision, device: torch.bfloat16)
+        config = compose("pretrain", ["experiment=own_photos", *overrides]) if overrides else preset
+        return recipe.apply_recipe(config, device)
+
+    return run
+
+
+def test_the_preset_holds_the_values_of_its_rules(resolve: Resolve, preset: PretrainConfig) -> None:
+    """For 300 photos on a CPU, so that the docs show what a run does; all but the workers and the learning rate."""
+    resolved = resolve(300, 480, classes=0)
+    assert (resolved.optim.base_lr, resolved.optim.warmup_percent) == (5e-3, 10)
+    resolved.workers, resolved.optim = preset.workers, preset.optim
+    assert resolved == preset
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+@pytest.mark.parametrize("side", [16, 28, 32, 50, 64, 100, 150, 480, 4000])
+def test_every_size_gives_a_model_whose_masks_exist(resolve: Resolve, side: int, device: torch.device) -> None:
+    config = resolve(300, side, device=device)
+    grid = token_grid(config)
+    assert max(config.data.image_size) <= side
+    assert 4 <= grid[0] == grid[1] <= 16
+    assert config.data.crop_scale[0] >= 0.2
+    plan = build_mask_spec(config.mask, grid).plan(grid)
+    assert 0.5 < plan.m_corr <= 0.75
+    with torch.device("meta"):
+        encoder = build_encoder(config)
+    assert encoder.num_prefix_tokens == 1, "files for others need the class token"
+
+
+def test_epochs_and_batch_follow_the_number_of_images(resolve: Resolve) -> None:
+    runs = {images: resolve(images, 480) for images in (1, 27, 300, 3000, 30000)}
+    assert [config.batch_size for config in runs.values()] == [1, 27, 32, 32, 32]
+    epochs = [config.epochs for config in runs.values()]
+    assert epochs == sorted(epochs, reverse=True)
+    assert epochs[2] == 100
+    seen = [images * config.epochs for images, config in runs.items()]
+    assert seen == sorted(seen)
+    assert resolve(3000, 480).epochs == round(100 / 10**0.5)
+    assert [resolve(n, 480, device=CUDA).backbone.embed_dim for n in (300, 3000)] == [192, 384]
+
+
+def test_a_batch_fits_the_memory_of_the_gpu(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, estimate = dict[int, float](), recipe.step_bytes
+
+    def spy(config: PretrainConfig, images: int, device: torch.device) -> float:
+        return sizes.setdefault(images, estimate(config, images, device))
+
+    monkeypatch.setattr(recipe, "step_bytes", spy)
+    small = resolve(300, 480, device=CUDA, free_gib=2.5)
+    assert resolve(300, 480, device=CUDA).batch_size == 128
+    assert 2 <= small.batch_size < 128
+    assert sizes[small.batch_size] <= 0.8 * 2.5 * 2**30 < sizes[2 * small.batch_size]
+    print(sizes)
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (("epochs=3", "batch_size=8"), {"epochs": 3, "batch_size": 8, "online_knn.every_epochs": 1}),
+        (("data.image_size=[64,64]",), {"data.image_size": [64, 64], "backbone.patch_size": 8}),
+        (
+            ("backbone=vit_small",),
+            {"backbone.embed_dim": 384, "backbone.patch_size": 16, "data.image_size": [128, 128]},
+        ),
+        (("backbone.patch_size=8",), {"backbone.patch_size": 8, "data.image_size": [96, 96], "backbone.depth": 6}),
+        (("method.decoder.dim=64", "workers=0"), {"method.decoder.dim": 64, "method.decoder.depth": 2, "workers": 0}),
+        (("method=mae",), {"optim.base_lr": 1.5e-4, "method.visible_branch.enabled": False, "mask.views": 1}),
+        (("optim.base_lr=1e-3", "optim.warmup_percent=2"), {"optim.base_lr": 1e-3, "optim.warmup_percent": 2}),
+        (("backbone=convvit_base",), {"backbone.class_token": False, "data.image_size": [128, 128]}),
+        (("recipe=none",), {"epochs": 100}),
+    ],
+)
+def test_typed_keys_stay_and_other_rules_follow_them(
+    resolve: Resolve, typed: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    config = resolve(300, 480, *typed)
+    for key, value in expected.items():
+        found: Any = config
+        for name in key.split("."):
+            found = getattr(found, name)
+        assert found == value, key
+
+
+def test_images_that_are_too_small_are_an_error_with_the_cure(resolve: Resolve) -> None:
+    with pytest.raises(
+        ConfigError, match=r"at least 16 pixels per side.*remove the small ones, or set data.image_size"
+    ):
+        resolve(300, 15)
