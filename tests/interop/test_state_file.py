@@ -19,7 +19,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.interop.state_file import GRID, grid_noted, read_state, write_state
 
-STATE = {"norm.weight": torch.arange(3.0), "blocks.0.module.weight": torch.zeros(2).bfloat16()}
+STATE = {"norm.weight": torch.arange(3.0), "blocks.0.weight": torch.zeros(2).bfloat16()}
 
 
 def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -34,7 +34,7 @@ def same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | None) -> None:
     path = tmp_path / f"weights{suffix}"
     write_state(path, STATE, container, {"layout": "mae"})
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
     assert [item.name for item in tmp_path.iterdir()] == [path.name], "no draft stays"
 
 
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(tmp_path: Path, suffix: str, container: str | N
 def test_containers_and_wrappers_are_taken_off(tmp_path: Path, container: str, prefix: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({"epoch": 3, container: {prefix + name: value for name, value in STATE.items()}}, path)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
 
 
 class Options(dict[str, Any]):
@@ -67,7 +67,7 @@ def test_options_of_a_training_run_do_not_hinder(tmp_path: Path) -> None:
     torch.save({"model": STATE, "args": argparse.Namespace(lr=0.1, out=Path("runs")), "config": config}, path)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path, weights_only=True)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
 
 
 class Slotted:
@@ -84,13 +84,13 @@ def test_objects_that_are_no_dicts_do_not_hinder(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pth"
     extras = {"max_accuracy": np.float64(81.5), "history": np.arange(3.0), "date": datetime(2020, 1, 1), "s": Slotted()}
     torch.save({"model": STATE, **extras}, path)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
 
 
 def test_no_code_that_a_file_names_is_run(tmp_path: Path) -> None:
     path, trace = tmp_path / "checkpoint.pth", tmp_path / "trace"
     torch.save({"model": STATE, "args": Trap(shutil.copyfile, path, trace)}, path)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
     assert not trace.exists()
     torch.load(path, weights_only=False)
     assert trace.exists(), "the trap works"
@@ -117,7 +117,7 @@ def test_an_old_file_is_read_as_a_new_one(tmp_path: Path) -> None:
     trap = Trap(shutil.copyfile, path, trace)
     for content in ({"model": STATE}, {"model": STATE, "args": argparse.Namespace(lr=0.1), "trap": trap}):
         torch.save(content, path, _use_new_zipfile_serialization=False)
-        same_bits(read_state(path), STATE)
+        same_bits(read_state(path).tensors, STATE)
     assert not trace.exists()
 
 
@@ -165,11 +165,11 @@ def test_other_archives_are_one_sentence(tmp_path: Path) -> None:
 def test_a_file_is_what_its_bytes_say_whatever_it_is_called(tmp_path: Path) -> None:
     write_state(tmp_path / "a.safetensors", STATE, None, {GRID: "7x28"})
     (tmp_path / "a.safetensors").rename(tmp_path / "a.pth")
-    same_bits(read_state(tmp_path / "a.pth"), STATE)
+    same_bits(read_state(tmp_path / "a.pth").tensors, STATE)
     assert grid_noted(tmp_path / "a.pth") == (7, 28)
     for old in (False, True):
         torch.save(STATE, tmp_path / "b.safetensors", _use_new_zipfile_serialization=old)
-        same_bits(read_state(tmp_path / "b.safetensors"), STATE)
+        same_bits(read_state(tmp_path / "b.safetensors").tensors, STATE)
         assert grid_noted(tmp_path / "b.safetensors") is None
 
 
@@ -227,16 +227,16 @@ def test_counters_options_and_buffers_beside_weights_do_not_hinder(tmp_path: Pat
     path = tmp_path / "theirs.pth"
     beside = {"bn.num_batches_tracked": torch.tensor(7), "graph": torch.eye(3).to_sparse()}
     torch.save(STATE | beside | {"epoch": 3, "mean": [0.5], "attn._extra_state": None}, path)
-    assert read_state(path).keys() == STATE.keys() | beside.keys()
+    assert read_state(path).tensors.keys() == STATE.keys() | beside.keys()
 
 
 def test_the_container_is_the_one_with_tensors(tmp_path: Path) -> None:
     """Some code bases keep the pickled module, or its options, under the name that others have for the weights."""
     path = tmp_path / "theirs.pth"
     torch.save({"model": {"name": "vit", "depth": 12}, "state_dict": STATE}, path)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
     torch.save({"model": torch.nn.Linear(2, 2), "state_dict": STATE}, path)
-    same_bits(read_state(path), STATE)
+    same_bits(read_state(path).tensors, STATE)
 
 
 def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_tied_weights_and_views_are_written_as_what_they_hold(tmp_path: Path, su
     state = {"a.weight": large[3], "b.weight": large[3], "c.weight": large[:2].T}
     path = tmp_path / f"weights{suffix}"
     write_state(path, state, None, {})
-    same_bits(read_state(path), state)
+    same_bits(read_state(path).tensors, state)
     assert path.stat().st_size < large.nbytes / 10
 
 

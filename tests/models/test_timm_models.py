@@ -8,7 +8,7 @@ import torch
 from timm.models import group_parameters
 from torch import Tensor, nn
 
-import dmjd.models.convit  # noqa: F401  # registers the models
+import dmjd.models.timm_models  # noqa: F401  # registers the models
 from dmjd.models.convvit import ConvViTEncoder
 
 DIMS, DEPTHS = (8, 12, 24), (1, 1, 2)
