@@ -173,16 +173,16 @@ def _write_timm(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> st
     # One entry, so that the order is fixed; not save_file, whose file only its owner can read.
     draft.write_bytes(save(made.state, metadata={"dmjd": json.dumps(card)}))
     sidecar(draft).write_text(json.dumps(card, indent=1))
-    _verify(_timm_model(made, checkpoint_path=str(draft)), encoder)
+    _verify(_timm_model(made, checkpoint_path=str(draft)), encoder, _shape(made))
     return made.call.line(str(path))
 
 
 def _write_onnx(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
-    model = _rebuilt(made, encoder)
-    channels, height, width = model.pretrained_cfg["input_size"]
+    channels, height, width = shape = _shape(made)
     card = {key: value for key, value in made.card.items() if key not in ("architecture", "arguments")}
     card |= {"input": {"images": ["batch", channels, height, width]}, "load": _onnx_line(path.name)}
-    write_onnx(model, (channels, height, width), draft, card)
+    _sample(encoder, shape)
+    write_onnx(encoder, shape, draft, card)
     sidecar(draft).write_text(json.dumps(card, indent=1))
     return _onnx_line(str(path))
 
@@ -193,14 +193,14 @@ def _onnx_line(path: str) -> str:
 
 
 def _write_huggingface(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
-    _rebuilt(made, encoder)
+    _verify_rebuilt(made, encoder)
     trained = made.frozen.trained
     config = huggingface.vit_config(trained.backbone, trained.data)
     return _write_folder(made, draft, path, config, huggingface.vit_state(made.state), "AutoModel")
 
 
 def _write_mae(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
-    _rebuilt(made, encoder)
+    _verify_rebuilt(made, encoder)
     trained = made.frozen.trained
     objective = build_objective(trained, target_dim(trained))
     load_weights(objective, made.frozen.path)
@@ -220,7 +220,7 @@ def _write_folder(
     preprocessing = huggingface.preprocessor_config(made.frozen.trained.data)
     for name, content in (("config.json", config), ("preprocessor_config.json", preprocessing)):
         (draft / name).write_text(json.dumps(content, indent=2))
-    (draft / CARD).write_text(_model_card(made, _transformers_line(model, path.name)))
+    (draft / CARD).write_text(_model_card(made, _transformers_line(model, path.name), _USE[model]))
     return _transformers_line(model, str(path))
 
 
@@ -237,7 +237,16 @@ _WRITERS = {
 """``format`` -> writer of a draft; returns the line that loads the export from its final path."""
 
 
-def _model_card(made: _Encoder, line: str) -> str:
+_USE = {
+    "AutoModel": "`last_hidden_state[:, 1:]` are the patch tokens; their mean is dmjd's `pooling=mean`, and "
+    "`pooler_output`,\nthe class token, is `pooling=cls`.",
+    "ViTMAEForPreTraining": "`model(pixel_values, noise=noise).logits` are the predicted patches; tokens with small "
+    "`noise` are visible.",
+}
+"""transformers' class -> what its outputs are."""
+
+
+def _model_card(made: _Encoder, line: str, use: str) -> str:
     """README.md of a folder: method, data without paths, scores, licence to fill in, the line that loads it."""
     trained, frozen = made.frozen.trained, made.frozen
     height, width = trained.data.image_size
@@ -259,7 +268,7 @@ def _model_card(made: _Encoder, line: str) -> str:
             "tags: [masked-image-modeling, self-supervised-learning, dmjd]",
             "---",
             "",
-            f"# {method} encoder, pre-trained with dmjd {dmjd.__version__}",
+            f"# {method}, pre-trained with dmjd {dmjd.__version__}",
             "",
             "| | |",
             "|---|---|",
@@ -269,8 +278,7 @@ def _model_card(made: _Encoder, line: str) -> str:
             "",
             f"    {line}",
             "",
-            "`last_hidden_state[:, 1:]` are the patch tokens; their mean is dmjd's `pooling=mean`, and",
-            "`last_hidden_state[:, 0]` (`pooler_output` of `ViTModel`) is `pooling=cls`.",
+            use,
             "",
         ]
     )
@@ -296,24 +304,37 @@ def _timm_model(made: _Encoder, **options: Any) -> Any:
     return timm.create_model(made.call.architecture, **options, **made.call.arguments).eval()
 
 
-def _rebuilt(made: _Encoder, encoder: Encoder) -> Any:
-    """timm's model with the weights of the export in float32, verified."""
-    model = _timm_model(made)
-    model.load_state_dict({name: value.float() for name, value in made.state.items()})
-    _verify(model, encoder)
-    return model
+def _shape(made: _Encoder) -> tuple[int, int, int]:
+    """(channels, height, width) of an image."""
+    height, width = made.frozen.trained.data.image_size
+    return made.frozen.trained.data.channels, height, width
 
 
-def _verify(model: Any, encoder: Encoder) -> None:
-    """Compare timm's tokens and pooled features of a fixed batch with the encoder's."""
-    images = torch.randn((2, *model.pretrained_cfg["input_size"]), generator=torch.Generator().manual_seed(0))
+def _sample(encoder: Encoder, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """A fixed batch of images and the encoder's tokens. Raises UserError if these are not finite."""
+    images = torch.randn((2, *shape), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, found = encoder(images), model.forward_features(images)
-        pooled = (model(images), expected[:, encoder.num_prefix_tokens :].mean(1))
-    if not bool(expected.isfinite().all()):
+        tokens = encoder(images)
+    if not bool(tokens.isfinite().all()):
         raise UserError(
             "the encoder's features hold NaN or infinity: export an earlier checkpoint, or with dtype=fp32 or bf16"
         )
+    return images, tokens
+
+
+def _verify_rebuilt(made: _Encoder, encoder: Encoder) -> None:
+    """Verify a format that is made from the state of timm's model."""
+    model = _timm_model(made)
+    model.load_state_dict({name: value.float() for name, value in made.state.items()})
+    _verify(model, encoder, _shape(made))
+
+
+def _verify(model: Any, encoder: Encoder, shape: tuple[int, int, int]) -> None:
+    """Compare timm's tokens and pooled features of a fixed batch with the encoder's."""
+    images, expected = _sample(encoder, shape)
+    with torch.no_grad():
+        found = model.forward_features(images)
+        pooled = (model(images), expected[:, encoder.num_prefix_tokens :].mean(1))
     tokens = (found.flatten(1, 2) if found.ndim == 4 else found, expected)
     difference = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in (tokens, pooled))
     if not difference <= TOLERANCE:  # true for NaN

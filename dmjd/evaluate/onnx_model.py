@@ -1,4 +1,4 @@
-"""A timm model as an ONNX file, checked in onnxruntime against torch."""
+"""An encoder as an ONNX file, checked in onnxruntime against torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError, UserError
+from dmjd.models.masked_image_model import Encoder
 
 TOLERANCE = 1e-4
 """Largest difference of an output in onnxruntime from torch's, relative to the largest value; float32."""
@@ -31,26 +32,25 @@ def check_onnx() -> None:
 
 
 class Features(nn.Module):
-    """Outputs of a timm model: ``pooled [B, D]``, ``patch_tokens [B, N, D]``, and ``class_token [B, D]`` if it has one.
+    """Outputs of an encoder: ``pooled [B, D]``, ``patch_tokens [B, N, D]``, and ``class_token [B, D]`` if it has one.
 
     Images are normalised float32 ``[B, C, H, W]``.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         super().__init__()
-        self.model = model
-        self.prefix = int(getattr(model, "num_prefix_tokens", 0))
-        self.outputs = ["pooled", "patch_tokens", *["class_token"] * bool(self.prefix)]
+        self.encoder = encoder
+        self.outputs = ["pooled", "patch_tokens", *["class_token"] * encoder.num_prefix_tokens]
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        features = self.model.forward_features(images)
-        tokens = features.flatten(1, 2) if features.ndim == 4 else features
-        outputs = (self.model.forward_head(features), tokens[:, self.prefix :])
-        return (*outputs, tokens[:, 0]) if self.prefix else outputs
+        tokens = self.encoder(images)
+        patches = tokens[:, self.encoder.num_prefix_tokens :]
+        outputs = (patches.mean(1), patches)
+        return (*outputs, tokens[:, 0]) if self.encoder.num_prefix_tokens else outputs
 
 
-def write_onnx(model: Any, shape: tuple[int, int, int], path: Path, metadata: Mapping[str, Any]) -> None:
-    """Write ``model`` with a dynamic batch to ``path``.
+def write_onnx(encoder: Encoder, shape: tuple[int, int, int], path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write ``encoder`` with a dynamic batch to ``path``.
 
     Args:
         shape: (channels, height, width) of an image.
@@ -61,10 +61,10 @@ def write_onnx(model: Any, shape: tuple[int, int, int], path: Path, metadata: Ma
     """
     import onnxruntime
 
-    size = sum(value.numel() * value.element_size() for value in model.parameters())
+    size = sum(value.numel() * value.element_size() for value in encoder.parameters())
     if size >= _MOST_BYTES:
         raise UserError(f"the weights have {size >> 20} MiB, and an ONNX file holds less than 2048; use format=timm")
-    features = Features(model).eval()
+    features = Features(encoder).eval()
     program: Any = torch.onnx.export(
         features,
         (torch.zeros(2, *shape),),

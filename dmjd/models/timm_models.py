@@ -33,7 +33,6 @@ from dmjd.models.masked_image_model import token_grid
 from dmjd.models.mlp import Pointwise
 from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.recompute import recompute
-from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
 POOLS = ("avg", "")
@@ -80,7 +79,7 @@ class ConvViT(ConvViTEncoder):
                 multi_scale=False,
             )
             head_norm = layer_norm(self.embed_dim)
-        self.in_chans = in_chans
+        self.in_chans, self.stages = in_chans, len(embed_dims)
         self.num_features = self.head_hidden_size = self.embed_dim
         self.feature_info = [
             {"num_chs": width, "reduction": reduction, "module": f"blocks{stage}"}
@@ -101,8 +100,25 @@ class ConvViT(ConvViTEncoder):
 
     def forward_features(self, images: Tensor) -> Tensor:
         """``[B, C, H, W]`` -> the map of tokens ``[B, h, w, D]``."""
+        return self.norm(self._maps(images, self.stages)[-1])
+
+    def _maps(self, images: Tensor, stages: int) -> list[Tensor]:
+        """Outputs ``[B, h, w, D]`` of the first ``stages`` stages, without the last norm."""
         scales = self._draw_branch_scales(images)
-        return super().forward(images, branch_scales=scales).unflatten(1, self.grid_of(images))
+        drawn = iter([None] * len(self.blocks) if scales is None else scales)
+        x, maps = images.permute(0, 2, 3, 1), []
+        for embedding, blocks in ((self.patch_embed1, self.blocks1), (self.patch_embed2, self.blocks2))[:stages]:
+            x = embedding(x)
+            for block in blocks:
+                x = block(x, None, next(drawn))
+            maps.append(x)
+        grid = image_grid(images)
+        if stages > 2:
+            x = self.patch_embed4(self.patch_embed3(x)).flatten(1, 2) + positions_on(grid, self.grid, self.positions)
+            for block in self.blocks3:
+                x = block(x, next(drawn))
+            maps.append(x.unflatten(1, grid))
+        return maps
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
         """``[B, h, w, D]`` -> ``[B, num_classes]``; pooled features with ``pre_logits``."""
@@ -122,18 +138,16 @@ class ConvViT(ConvViTEncoder):
         """Maps of the three stages at strides 4, 8 and 16, ``[B, C, h, w]``, of which ``indices`` names some.
 
         Returns:
-            The maps, or (map of :meth:`forward_features`, maps). ``stop_early`` is there for timm and changes nothing.
+            The maps, or (map of :meth:`forward_features`, maps). ``stop_early`` leaves out stages after the last map.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be NCHW, got {output_fmt!r}")
         taken = _stages(indices)
-        height, width = self.grid_of(x)
-        stage1, stage2, tokens = self.forward_stages(x, None, self._draw_branch_scales(x))
-        tokens = tokens.unflatten(1, (height, width))
-        normed = self.norm(tokens)
-        last = normed if norm else tokens
-        maps = [stage.permute(0, 3, 1, 2).contiguous() for stage in (stage1, stage2, last)]
-        chosen = [maps[index] for index in taken]
+        maps = self._maps(x, max(taken) + 1 if stop_early else self.stages)
+        normed = self.norm(maps[-1])
+        if norm and len(maps) == 3:
+            maps[2] = normed
+        chosen = [maps[index].permute(0, 3, 1, 2).contiguous() for index in taken]
         return chosen if intermediates_only else (normed, chosen)
 
     def get_classifier(self) -> nn.Module:
@@ -146,19 +160,25 @@ class ConvViT(ConvViTEncoder):
                 raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
             self.global_pool = global_pool
         self.num_classes = num_classes
-        like = self.patch_embed4.weight
+        like = next(self.parameters())
         head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype) if num_classes else None
-        self.head = nn.Identity() if head is None else head
-        self.head.train(self.training)
+        self.head = (nn.Identity() if head is None else head).train(self.training)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Keep what the maps ``indices`` need; every stage feeds the next, so only the last norm and the head go."""
+        """Keep the stages that the maps ``indices`` need, and of the last norm and the head what they leave."""
         taken = _stages(indices)
-        if prune_norm:
+        self.stages = max(taken) + 1
+        for stage in range(self.stages + 1, 4):
+            setattr(self, f"patch_embed{stage}", nn.Identity())
+            setattr(self, f"blocks{stage}", nn.ModuleList())
+        if self.stages < 3:
+            self.patch_embed4 = nn.Identity()
+            self.embed_dim = self.num_features = self.head_hidden_size = self.embed_dims[max(taken)]
+        if prune_norm or self.stages < 3:
             self.norm = nn.Identity()
-        if prune_head:
+        if prune_head or self.stages < 3:
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
         return taken
@@ -175,13 +195,6 @@ class ConvViT(ConvViTEncoder):
 
     def no_weight_decay(self) -> set[str]:
         return set()
-
-    def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
-        return image_grid(images)
-
-    def _positions(self, grid: tuple[int, int], views: Views | None, device: torch.device) -> Tensor:
-        assert views is None
-        return positions_on(grid, self.grid, self.positions)
 
     def _draw_branch_scales(self, images: Tensor) -> Tensor | None:
         if not self.training or not self.drop_path_rate:
