@@ -128,7 +128,7 @@ def read_state(path: Path, average: bool = False) -> State:
         within, average_within = _split(average_key, averaged)
         if average_within[1] is not None:
             (key, entries), (average_key, averaged) = within, average_within
-    if isinstance(averaged, Sequence):
+    if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")

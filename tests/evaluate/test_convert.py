@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -235,6 +237,51 @@ def test_a_consolidated_file_is_read_as_its_checkpoint_is(tmp_path: Path, finish
     run(file, tmp_path / "file.pth", "to=ours")
     run(finished_run, tmp_path / "folder.pth", "to=ours")
     same_bits(read_state(tmp_path / "file.pth").tensors, read_state(tmp_path / "folder.pth").tensors)
+
+
+def test_the_average_is_converted_on_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = draw(states.mae())
+    average = {name: value + 1 for name, value in state.items()}
+    path = tmp_path / "both.pth"
+    torch.save({"model": state, "model_ema": average}, path)
+    with caplog.at_level("INFO", "dmjd"):
+        run(path, tmp_path / "trained.pth", "to=mae")
+    assert "weights=ema reads its average model_ema" in caplog.text
+    same_bits(read_state(tmp_path / "trained.pth").tensors, state)
+    run(path, tmp_path / "ema.pth", "to=mae", "weights=ema")
+    same_bits(read_state(tmp_path / "ema.pth").tensors, average)
+
+
+def test_weights_that_are_not_finite_are_converted_on_demand_alone(tmp_path: Path) -> None:
+    state = draw(states.mae())
+    state["norm.weight"][0] = float("nan")
+    path = stored(tmp_path / "mae.pth", state)
+    with pytest.raises(CheckpointError, match=r"mae\.pth: NaN or infinity in norm\.weight"):
+        run(path, tmp_path / "out.pth", "to=timm")
+    assert run(path, tmp_path / "out.pth", "to=timm", "nonfinite=keep").tensors == len(states.timm_vit())
+
+
+@pytest.mark.parametrize("rows_of_class_token", [True, False])
+def test_registers_stay_where_the_layout_has_them(tmp_path: Path, rows_of_class_token: bool) -> None:
+    """timm's own ViT with registers, resized by timm, is the oracle."""
+    options = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 0, "reg_tokens": 4, "init_values": 0.1}
+    options |= {"no_embed_class": not rows_of_class_token, "global_pool": "token", "patch_size": 16}
+    model: Any = timm.create_model("vit_tiny_patch16_224", img_size=64, **options).eval()
+    path = stored(tmp_path / "reg.pth", model.state_dict())
+    run(path, tmp_path / "out.safetensors", "to=timm", "grid=[6,6]")
+    large: Any = timm.create_model("vit_tiny_patch16_224", img_size=96, **options).eval()
+    large.load_state_dict(read_state(tmp_path / "out.safetensors").tensors)
+    model.set_input_size((96, 96))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(large.state_dict()[name], value, atol=0.02, rtol=0)  # timm's is antialiased
+    with pytest.raises(CheckpointError, match=r"no place for .*encoder\.reg_token, which the encoder's features depend"):
+        run(path, tmp_path / "out.pth", "to=mae")
+
+
+def test_the_timm_call_that_keeps_the_norm_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "dmjd"):
+        run(stored(tmp_path / "mae.pth", draw(states.mae())), tmp_path / "out.pth", "to=timm")
+    assert "global_pool='token'" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_work(
