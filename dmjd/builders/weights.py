@@ -125,7 +125,10 @@ def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
     except CheckpointError as error:
         hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
         raise CheckpointError(f"{path}: {error}{hint}") from error
-    own, description = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}{held.note}"
+    own, description = (
+        {_ENCODER + name for name in encoder.state_dict()},
+        f"{path} in the layout of {layout.name}{held.note}",
+    )
     if beside:
         description += f", without {summary(beside)}"
     try:

@@ -52,9 +52,7 @@ def convert(config: ConvertConfig) -> Converted:
     check_output(output, SUFFIXES, Path(config.input))
     with _naming(config.input):
         state, source, grid = _read(config)
-        weights = source.read(
-            state, drop_unknown=config.unknown == "drop", keep_nonfinite=config.nonfinite == "keep"
-        )
+        weights = source.read(state, drop_unknown=config.unknown == "drop", keep_nonfinite=config.nonfinite == "keep")
         target, new = LAYOUTS[config.to], _pair(config.grid)
         if new is not None and any(name.startswith("encoder.layers.") for name in weights):
             raise ConfigError("grid=[h,w] is for ViTs; timm resizes the windows of a Swin when it loads the file")

@@ -130,7 +130,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
         huggingface.check_mae(trained)
         if frozen.path.is_file():
             raise ConfigError(
-                f"format=huggingface_mae needs a run, and {frozen.path} is a file; use format=huggingface for its encoder"
+                f"format=huggingface_mae needs a run, and {frozen.path} is a file; use format=huggingface"
             )
     encoder = frozen.encoder.to(DTYPES[config.dtype])
     weights, call = encoder.state_dict(), timm_call(trained.backbone, trained.data)

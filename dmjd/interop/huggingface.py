@@ -47,8 +47,8 @@ def check_vit(backbone: BackboneConfig) -> None:
     ):
         if found != wanted:
             raise ConfigError(
-                f"{key}={found}, and Hugging Face's ViT needs {key}={wanted}: export with format=timm or onnx, or train "
-                "a ViT with a class token (experiment=own_photos does)"
+                f"{key}={found}, and Hugging Face's ViT needs {key}={wanted}: use format=timm or onnx, or train a ViT "
+                "with a class token (experiment=own_photos does)"
             )
 
 
@@ -114,9 +114,7 @@ def vit_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return _encoder_state(state) | pooler
 
 
-def mae_state(
-    state: Mapping[str, Tensor], model: Mapping[str, Tensor], decoder_positions: Tensor
-) -> dict[str, Tensor]:
+def mae_state(state: Mapping[str, Tensor], model: Mapping[str, Tensor], decoder_positions: Tensor) -> dict[str, Tensor]:
     """The state of ``ViTMAEForPreTraining``.
 
     Args:

@@ -73,9 +73,7 @@ class Layout:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
-    def read(
-        self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False
-    ) -> dict[str, Tensor]:
+    def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
 
         Raises:
@@ -396,16 +394,19 @@ def detect(state: State) -> tuple[Layout, list[str]]:
 _PREFIXES = ("encoder.", "backbone.", "base_encoder.", "visual.", "vit.", "model.", "net.")
 
 
-def peel(state: State) -> tuple[dict[str, Tensor], list[str]]:
+_MOST_PREFIXES = 4
+
+
+def peel(state: State, most: int = _MOST_PREFIXES) -> tuple[dict[str, Tensor], list[str]]:
     """``state`` without a prefix such as ``backbone.`` in front of a layout's names, and the names beside it.
 
-    Prefixes may be stacked. A state that a layout has as it is, is returned unchanged, as is one that has none.
+    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged.
     """
-    for prefix in _PREFIXES:
+    for prefix in _PREFIXES if most else ():
         inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
             continue
-        inner, left_out = peel(inner)
+        inner, left_out = peel(inner, most - 1)
         if any(not layout.unknown(inner) for layout in LAYOUTS.values()):
             return inner, left_out + [name for name in state if not name.startswith(prefix)]
     return dict(state), []

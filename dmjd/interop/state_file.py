@@ -51,6 +51,8 @@ _WRAPPERS = frozenset(
 _OUTER = ("model", "student", "teacher", "net", "network", "ema_model", "online_model")
 """First parts of every name, from the attribute that holds the model. No layout has them."""
 
+_MOST_OUTER = 4
+
 _COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
 """Names of counters that averages keep beside the weights."""
 
@@ -203,7 +205,7 @@ def _clean(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
         before[name] = str(original)
         if isinstance(entries[original], Tensor) and not _COUNTERS.search(name):
             state[name] = entries[original]
-    while state:
+    for _ in range(_MOST_OUTER):
         outer = next((part for part in _OUTER if all(name.startswith(f"{part}.") for name in state)), None)
         if outer is None:
             break

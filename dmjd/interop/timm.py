@@ -64,7 +64,6 @@ class TimmCall(NamedTuple):
     architecture: str
     arguments: dict[str, Any]
 
-
     @property
     def imports(self) -> list[str]:
         """Modules to import before the call."""

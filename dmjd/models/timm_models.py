@@ -209,6 +209,7 @@ class ConvViT(ConvViTEncoder):
 
 @register_notrace_function
 def image_grid(images: Tensor) -> tuple[int, int]:
+    """(h, w) tokens of ``images [B, C, H, W]``."""
     return token_grid(images.shape[-2], images.shape[-1], PATCH_SIZE)
 
 

@@ -156,7 +156,8 @@ def test_rows_of_two_grids_are_not_guessed(tmp_path: Path) -> None:
     torch.testing.assert_close(read_state(out).tensors["pos_embed"], torch.cat((table[:, :1], resized), dim=1))
     assert grid_noted(out) == (2, 8)
     run(out, tmp_path / "again.safetensors", "grid=[2,8]")
-    assert torch.equal(read_state(tmp_path / "again.safetensors").tensors["pos_embed"], read_state(out).tensors["pos_embed"])
+    again = read_state(tmp_path / "again.safetensors").tensors
+    assert torch.equal(again["pos_embed"], read_state(out).tensors["pos_embed"])
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (2, 8)])
@@ -274,7 +275,7 @@ def test_registers_stay_where_the_layout_has_them(tmp_path: Path, rows_of_class_
     model.set_input_size((96, 96))
     for name, value in model.state_dict().items():
         torch.testing.assert_close(large.state_dict()[name], value, atol=0.02, rtol=0)  # timm's is antialiased
-    with pytest.raises(CheckpointError, match=r"no place for .*encoder\.reg_token, which the encoder's features depend"):
+    with pytest.raises(CheckpointError, match=r"no place for .*encoder\.reg_token, which .* features depend"):
         run(path, tmp_path / "out.pth", "to=mae")
 
 
