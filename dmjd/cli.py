@@ -129,14 +129,14 @@ def _ops(arguments: Sequence[str]) -> None:
 
 
 def _export(arguments: Sequence[str]) -> None:
-    """Export the encoder as safetensors for timm.create_model"""
+    """Export the encoder for timm, ONNX or Hugging Face: dmjd export RUN [format=timm|onnx|huggingface]"""
     from dmjd.compose import compose
 
     config = compose("export", _of_checkpoint("export", arguments))
-    from dmjd.evaluate.export import export, sidecar
+    from dmjd.evaluate.export import export
 
-    path = export(config)
-    print(f"{path}: encoder for timm; {sidecar(path)} has the timm.create_model call")
+    path, line = export(config)
+    print(f"{path}: encoder for {config.format}; load it with\n{line}")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ that report and doctor may import it. Errors continue a line that begins with th
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -115,6 +116,8 @@ def one_line(error: BaseException) -> str:
     """The line of an error with the cause, without torch's advice to load the file by its unsafe loader."""
     if isinstance(error, LookupError | TypeError | AttributeError | AssertionError):  # raised by damaged bytes
         return "it is damaged"
+    if "persistent_load of storage is allowed" in str(error):  # files from before torch 1.6
+        return "it holds a module with its class; save the state_dict() alone"
     text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
     lines = (" ".join(line.split()) for line in text.splitlines())
     telling = (line for line in lines if line and not _ADVICE.search(line))
@@ -234,6 +237,12 @@ TENSORS = frozenset(
 """Names in files of tensors, numbers, text and containers, such as those that dmjd writes."""
 
 _CONTAINERS = {b"PK": "zip", b"\x80\x02": "pickles"}
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""The first value in files of torch.save before torch 1.6."""
+_OTHER_PICKLE = (
+    "it is a pickle that torch.save's default protocol did not write, and pickles can run code; save the state_dict() "
+    "with safetensors, or with torch.save without pickle_protocol"
+)
 
 
 def _other_names(file: IO[bytes], allowed: Collection[str] | None) -> list[str]:
@@ -253,7 +262,8 @@ def _names(file: IO[bytes]) -> set[str]:
     Raises:
         ValueError: if torch.save did not write it.
     """
-    kind = _CONTAINERS.get(file.read(2))
+    start = file.read(2)
+    kind = _CONTAINERS.get(start)
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if kind == "zip":
@@ -270,11 +280,17 @@ def _names(file: IO[bytes]) -> set[str]:
                 raise ValueError(f"it has {size} bytes and declares more content")
             found = _names_in_pickle(io.BytesIO(archive.read(entries[parts.index("data.pkl")])))
     elif kind == "pickles":  # before torch 1.6: magic number, version, system, content
+        first = next(itertools.islice(_opcodes(file), 1, None), None)
+        file.seek(0)
+        if first is None or first[1] != _MAGIC:
+            raise ValueError(_OTHER_PICKLE)
         found = {name for _ in range(4) for name in _names_in_pickle(file)}
+    elif start[:1] == b"\x80":
+        raise ValueError(_OTHER_PICKLE)
     else:
         raise ValueError("torch.save did not write it" if size else "it is cut off")
     if "builtins.bytearray" in found:  # torch allows it, and it allocates as many bytes as its argument
-        raise ValueError("it names builtins.bytearray, which is not allowed")
+        raise ValueError("it names builtins.bytearray, which is not allowed; save the state_dict() alone")
     return found
 
 
@@ -288,7 +304,7 @@ def _names_in_pickle(stream: IO[bytes]) -> set[str]:
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
             found.add(f"{module}.{name}")
         elif opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
-            raise ValueError("torch.save did not write it")
+            raise ValueError(_OTHER_PICKLE)
     return found
 
 

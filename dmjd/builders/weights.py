@@ -13,8 +13,8 @@ from dmjd.builders import build_objective, target_dim
 from dmjd.builders.average import ENCODER
 from dmjd.builders.model import BACKBONES
 from dmjd.config import PretrainConfig
-from dmjd.errors import CheckpointError
-from dmjd.interop.layouts import detect, needed_by_encoder
+from dmjd.errors import CheckpointError, ConfigError
+from dmjd.interop.layouts import check_finite, detect, needed_by_encoder, peel
 from dmjd.interop.names import POSITIONS, SHARED_TABLE, summary
 from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tables import with_bias_tables, with_positions
@@ -68,7 +68,9 @@ def load_weights(objective: Objective, path: Path) -> str:
         CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
     """
     if path.is_dir() or native_files.is_consolidated(path):
-        store.load_strictly(objective, store.read_model(path), path)
+        parameters = store.read_model(path)
+        _check_finite(parameters, path)
+        store.load_strictly(objective, parameters, path)
         return str(path)
     model = objective.model
     file = _read(path, model.encoder)
@@ -84,36 +86,51 @@ def load_weights(objective: Objective, path: Path) -> str:
     return f"{file.description}; {summary(left)} as initialised" if left else file.description
 
 
-def load_encoder_weights(encoder: Encoder, path: Path) -> str:
-    """Load the weights in the file ``path`` into ``encoder``; all or nothing.
+def load_encoder_weights(encoder: Encoder, path: Path, average: bool = False) -> str:
+    """Load the weights in the file ``path``, or their average, into ``encoder``; all or nothing.
 
     The file must hold every parameter that features of whole images depend on, and no other of that kind; a mask token
     may be missing. Biases of q and v and tables of positions are converted to the form that the encoder has.
 
     Returns, Raises:
-        As :func:`load_weights`.
+        As :func:`load_weights`; ConfigError if ``average`` and the file has none.
     """
     if native_files.is_consolidated(path):
-        parameters = store.read_model(path)
+        parameters = store.read_average(path) if average else store.read_model(path)
+        if not parameters:
+            raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
         own = {name.removeprefix(ENCODER): value for name, value in parameters.items() if name.startswith(ENCODER)}
+        _check_finite(own, path)
         store.load_strictly(encoder, own, path)
         return str(path)
-    file = _read(path, encoder)
+    file = _read(path, encoder, average)
     taken, _ = _of_encoder(encoder, file)
     encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
     return file.description
 
 
-def _read(path: Path, encoder: Encoder) -> _File:
-    """Read a file; biases of q and v, positions and bias tables become those of ``encoder``."""
-    state = read_state(path)
+def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
     try:
+        check_finite(parameters)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
+    """Read a file; biases of q and v, positions and bias tables become those of ``encoder``."""
+    held = read_state(path, average)
+    try:
+        state, beside = peel(held.tensors)
         layout, _ = detect(state)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{path}: {error}; dmjd convert takes these arguments, and its output is read here"
-        ) from error
-    own, description = {_ENCODER + name for name in encoder.state_dict()}, f"{path} in the layout of {layout.name}"
+        hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
+        raise CheckpointError(f"{path}: {error}{hint}") from error
+    own, description = (
+        {_ENCODER + name for name in encoder.state_dict()},
+        f"{path} in the layout of {layout.name}{held.note}",
+    )
+    if beside:
+        description += f", without {summary(beside)}"
     try:
         weights = layout.read(state)
         if any(name.endswith(".q_bias") for name in own):

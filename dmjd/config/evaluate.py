@@ -58,12 +58,16 @@ class EvaluationConfig(EncoderConfig):
 
 @dataclass
 class ExportConfig(EncoderConfig):
-    """Export an encoder to safetensors for timm.
+    """Export an encoder for timm, ONNX or Hugging Face.
 
-    output: Output file. Default: RUN/export/encoder-....safetensors.
-    dtype: Data type of the exported tensors.
+    format: timm: .safetensors file for timm.create_model. onnx: .onnx file with a dynamic batch (needs the extra
+        dmjd[onnx]). huggingface: folder for transformers' ViTModel (ViT with a class token). huggingface_mae: folder
+        for ViTMAEForPreTraining, with the decoder (target pixels and square images).
+    output: Output file or folder. Default: RUN/export/encoder-....
+    dtype: Data type of the exported tensors. onnx: fp32 only.
     """
 
+    format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
 
 
@@ -99,6 +103,8 @@ class ConvertConfig:
     bias_tables: Relative position biases. shared: one table for all blocks. per_block: one table per block. auto: the
         output's usual form.
     unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave them out.
+    nonfinite: Weights that hold NaN or infinity. refuse: stop with an error. keep: convert them.
+    weights: trained: weights of the last step. ema: exponential moving average, if the input has one.
     """
 
     input: str = path("???")
@@ -109,3 +115,5 @@ class ConvertConfig:
     source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
     bias_tables: str = choice("auto", "shared", "per_block")
     unknown: str = choice("refuse", "drop")
+    nonfinite: str = choice("refuse", "keep")
+    weights: str = choice("trained", "ema")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +15,15 @@ from dmjd.builders import token_grid
 from dmjd.compose import from_yaml
 from dmjd.config import ConvertConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
+from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
-from dmjd.interop.layouts import LAYOUTS, Layout, detect
+from dmjd.interop.layouts import LAYOUTS, Layout, detect, peel
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
 from dmjd.parallel.native_files import is_consolidated
-from dmjd.parallel.store import read_model
+from dmjd.parallel.store import read_average, read_model
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.paths import CONFIG
 
@@ -49,10 +49,10 @@ def convert(config: ConvertConfig) -> Converted:
         CheckpointError: if the input cannot be read, has unknown or missing names, or does not fit the target.
     """
     output = Path(config.output)
-    _check_output(output, Path(config.input))
+    check_output(output, SUFFIXES, Path(config.input))
     with _naming(config.input):
         state, source, grid = _read(config)
-        weights = source.read(state, drop_unknown=config.unknown == "drop")
+        weights = source.read(state, drop_unknown=config.unknown == "drop", keep_nonfinite=config.nonfinite == "keep")
         target, new = LAYOUTS[config.to], _pair(config.grid)
         if new is not None and any(name.startswith("encoder.layers.") for name in weights):
             raise ConfigError("grid=[h,w] is for ViTs; timm resizes the windows of a Swin when it loads the file")
@@ -68,6 +68,11 @@ def convert(config: ConvertConfig) -> Converted:
     if at := new or grid:
         header[GRID] = f"{at[0]}x{at[1]}"
     write_state(output, written, target.container, header)
+    if target.name == "timm" and "norm.weight" in written:
+        logger.info(
+            "timm normalises after pooling by default, these weights before: create the model with "
+            "global_pool='token', or with 'avg' and fc_norm=False (of BEiT use_fc_norm=False)"
+        )
     return Converted(output, source.name, target.name, len(written), left_out)
 
 
@@ -90,42 +95,38 @@ def _branches(names: list[str]) -> str:
     return ", ".join(branches + ([summary(encoder)] if encoder else []))
 
 
-def _check_output(output: Path, source: Path) -> None:
-    if output.suffix not in SUFFIXES:
-        raise ConfigError(f"output={output} must end in one of {', '.join(SUFFIXES)}, which sets the format")
-    if not output.parent.is_dir():
-        raise ConfigError(f"output={output}: {output.parent} is not a folder; create it, or set another")
-    if not os.access(output.parent, os.W_OK):
-        raise ConfigError(f"output={output}: {output.parent} is not writable; set another folder")
-    if output.is_dir():
-        raise ConfigError(f"output={output} is a folder; set a file")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise ConfigError(f"output={output} is the input; set another file")
-
-
 def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None]:
     """The state, its layout, and the grid of its positions if it is known."""
     path = Path(config.input)
     grid = _pair(config.source_grid)
+    average = config.weights == "ema"
     if path.is_dir():
         folder = weights_at(config.input, "input")
         source = folder / CONFIG
         trained = from_yaml(PretrainConfig, read_file(source), source)
-        return _model_in(folder), LAYOUTS["ours"], token_grid(trained)
+        return _model_in(folder, average), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
-        return _model_in(path), LAYOUTS["ours"], grid
-    state, grid = read_state(path), grid or grid_noted(path)
+        return _model_in(path, average), LAYOUTS["ours"], grid
+    held, grid = read_state(path, average), grid or grid_noted(path)
+    state, beside = peel(held.tensors)
+    if beside:
+        logger.info("%s: not of the encoder, and left out: %s", path, summary(beside))
     if config.source != "auto":
+        if held.note:
+            logger.info("%s%s", path, held.note)
         return state, LAYOUTS[config.source], grid
     layout, fitting = detect(state)
     same = f"; {', '.join(fitting[1:])} would give the same weights" if len(fitting) > 1 else ""
-    logger.info("%s: layout %s, detected from all of its %d names%s", path, layout.name, len(state), same)
+    logger.info("%s%s: layout %s, detected from all of its %d names%s", path, held.note, layout.name, len(state), same)
     return state, layout, grid
 
 
-def _model_in(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint of ours under our names."""
-    return {name.removeprefix("model."): value for name, value in read_model(path).items()}
+def _model_in(path: Path, average: bool) -> dict[str, Tensor]:
+    """Weights of a checkpoint of ours under our names; of an average the encoder alone, since no other part has one."""
+    weights = read_average(path) if average else read_model(path)
+    if not weights:
+        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
+    return {name.removeprefix("model."): value for name, value in weights.items()}
 
 
 def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:

@@ -25,7 +25,6 @@ from dmjd.evaluate.features import Features, extract_features
 from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
 from dmjd.parallel.build import select_device
-from dmjd.parallel.native_files import is_consolidated
 from dmjd.parallel.store import read_average
 from dmjd.redact import shown
 from dmjd.runs import checkpoint
@@ -162,14 +161,12 @@ def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
         raise ConfigError(f"weights=untrained needs a run, which records its initial weights, and {path} is a file")
     with config_section("backbone"):
         encoder = build_encoder(model)
-    logger.info("weights of %s", load_encoder_weights(encoder, path))
-    if which == "ema":
-        _load_average(encoder, path)
+    logger.info("weights of %s", load_encoder_weights(encoder, path, average=which == "ema"))
     return encoder
 
 
 def _load_average(encoder: Encoder, path: Path) -> None:
-    average = read_average(path) if path.is_dir() or is_consolidated(path) else {}
+    average = read_average(path)
     if not average:
         raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
     encoder.load_state_dict({name.removeprefix(ENCODER): value for name, value in average.items()})

@@ -1,4 +1,4 @@
-"""``dmjd export``: the encoder of a checkpoint as a file for timm, verified against timm's features."""
+"""``dmjd export``: the encoder of a checkpoint for timm, ONNX or Hugging Face, verified against our features."""
 
 from __future__ import annotations
 
@@ -6,58 +6,135 @@ import hashlib
 import json
 import logging
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 import dmjd
-import dmjd.models.convit  # registers ConvViT with timm
+import dmjd.models.timm_models  # registers the ConvViT with timm
+from dmjd.builders import build_objective, target_dim
+from dmjd.builders.weights import load_weights
 from dmjd.config import EvaluationConfig, ExportConfig
 from dmjd.errors import ConfigError, UserError
-from dmjd.evaluate.encoder import load_encoder
-from dmjd.files import obstacle, printable, standing_place
+from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.onnx_model import check_onnx, write_onnx
+from dmjd.evaluate.output import check_output
+from dmjd.files import obstacle, printable, read_file, standing_place
+from dmjd.interop import huggingface
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
+from dmjd.models.decoder import MAEDecoder
 from dmjd.models.masked_image_model import Encoder
+from dmjd.safe_load import parse_json
 
 logger = logging.getLogger("dmjd")
 
 FOLDER = "export"
-SUFFIX = ".safetensors"  # timm reads the format from it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SUFFIXES = {"timm": ".safetensors", "onnx": ".onnx", "huggingface": "", "huggingface_mae": ""}
+"""``format`` -> suffix of the file; empty for a folder."""
 
 TOLERANCE = 1e-5
 """Largest difference of two features, relative to the largest feature."""
 
+WEIGHTS, CARD = "model.safetensors", "README.md"
 
-def export(config: ExportConfig) -> Path:
-    """Write the encoder of ``config.checkpoint`` for timm, and a JSON file beside it with the call that loads it.
 
-    :func:`sidecar` holds ``architecture`` and ``arguments`` of
-    ``timm.create_model(architecture, checkpoint_path=file, **arguments)``; so does the file's header under ``dmjd``.
-    An existing file is replaced atomically.
+class Exported(NamedTuple):
+    """path: the file or folder. line: one line of Python that loads it."""
+
+    path: Path
+    line: str
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    """What every format is made from. state: of timm's model ``call``. card: the sidecar, without the line."""
+
+    frozen: FrozenEncoder
+    call: TimmCall
+    state: dict[str, Tensor]
+    card: dict[str, Any]
+
+
+def export(config: ExportConfig) -> Exported:
+    """Write the encoder of ``config.checkpoint`` in ``config.format``, with all that is needed to load it.
+
+    timm: a .safetensors file; :func:`sidecar` and the file's header under ``dmjd`` hold ``architecture`` and
+    ``arguments`` of ``timm.create_model(architecture, checkpoint_path=file, **arguments)``, and the whole line as
+    ``load``. onnx: a file for onnxruntime, and the sidecar. huggingface, huggingface_mae: a folder for transformers. An
+    existing file is replaced atomically, an existing folder of an earlier export as a whole.
 
     Returns:
-        The file: ``config.output``, or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``.
+        The file, ``config.output`` or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``, and the line.
 
     Raises:
         CheckpointError, ConfigError: as :func:`~dmjd.evaluate.encoder.load_encoder`.
-        ConfigError: if ``config.output`` cannot be written.
-        UserError: if timm's features from the file differ from the encoder's, or are not finite; no file is written.
+        ConfigError: if ``config.output`` cannot be written, or the format cannot hold this encoder.
+        UserError: if features from the file differ from the encoder's, or are not finite; nothing is written.
     """
+    suffix = SUFFIXES[config.format]
     if config.output is not None:
-        _check_output(config.output)
+        check_output(Path(config.output), [suffix] if suffix else [], Path(config.checkpoint))
+    if config.format == "onnx":
+        check_onnx()
+        if config.dtype != "fp32":
+            raise ConfigError(f"dtype={config.dtype}: format=onnx writes float32; remove dtype")
+    if config.format == "huggingface_mae" and config.weights != "trained":
+        raise ConfigError(f"weights={config.weights}: format=huggingface_mae needs weights=trained, with the decoder")
+    made = _encoder(config)
+    frozen, kind = made.frozen, "mae" if config.format == "huggingface_mae" else "encoder"
+    name = f"{kind}-{config.weights}-step{frozen.step:08d}-{config.dtype}{suffix or '-huggingface'}"
+    path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
+    _check_place(path, suffix, frozen.run.path if config.output is None else path.parent)
+    standing = standing_place(path.parent)
+    with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
+        draft = Path(scratch) / path.name
+        encoder = frozen.encoder.float()  # the comparison is of rounded weights, not of half-precision arithmetic
+        line = _WRITERS[config.format](made, draft, encoder, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if suffix:
+            # A process killed here leaves weights without a sidecar, never with the sidecar of other weights.
+            sidecar(path).unlink(missing_ok=True)
+            draft.replace(path)
+            sidecar(draft).replace(sidecar(path))
+        else:
+            if path.exists():
+                path.rename(Path(scratch) / "earlier")
+            draft.rename(path)
+    if made.card["left_out"]:
+        logger.info("left out: %s, of pre-training alone", ", ".join(made.card["left_out"]))
+    return Exported(path, line)
+
+
+def sidecar(path: Path) -> Path:
+    """The JSON file beside an export: ``NAME.safetensors`` -> ``NAME.safetensors.json``."""
+    return path.with_name(f"{path.name}.json")
+
+
+def _encoder(config: ExportConfig) -> _Encoder:
+    """Load the encoder in the type of the export."""
     frozen = load_encoder(
         EvaluationConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
     )
     trained = frozen.trained
+    if config.format == "huggingface":
+        huggingface.check_vit(trained.backbone)
+    if config.format == "huggingface_mae":
+        huggingface.check_mae(trained)
+        if frozen.path.is_file():
+            raise ConfigError(
+                f"format=huggingface_mae needs a run, and {frozen.path} is a file; use format=huggingface"
+            )
     encoder = frozen.encoder.to(DTYPES[config.dtype])
     weights, call = encoder.state_dict(), timm_call(trained.backbone, trained.data)
     state = timm_state(weights, encoder.positions)
-    left_out = sorted(weights.keys() - state.keys())
     card = {
         "architecture": call.architecture,
         "arguments": call.arguments,
@@ -67,71 +144,199 @@ def export(config: ExportConfig) -> Path:
         "dtype": config.dtype,
         "weights": config.weights,
         "step": frozen.step,
-        "left_out": left_out,
+        "left_out": sorted(name for name in weights if name.startswith(("mask_token", "stage"))),
         "config_sha256": hashlib.sha256(frozen.text.encode()).hexdigest(),
         "dmjd": dmjd.__version__,
         "timm": timm.__version__,
     }
-    name = f"encoder-{config.weights}-step{frozen.step:08d}-{config.dtype}{SUFFIX}"
-    path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
-    if path.exists() and path.samefile(frozen.path):
-        raise ConfigError(f"output={path} is the checkpoint, which would be overwritten; set another")
-    for place, is_folder in ((path.parent, True), (path, False), (sidecar(path), False)):
+    return _Encoder(frozen, call, state, card)
+
+
+def _check_place(path: Path, suffix: str, parent: Path) -> None:
+    """Raise ConfigError if something is in the way of the export, or its folder is not writable."""
+    other = f"set another {'file' if suffix else 'folder'} with output={'FILE' if suffix else 'FOLDER'}{suffix}"
+    places = [(path.parent, True), (path, not suffix), *[(sidecar(path), False)] * bool(suffix)]
+    for place, is_folder in places:
         if what := obstacle(place, folder=is_folder):
-            raise ConfigError(f"{place} is {what}; move it away, or set another file with output=FILE{SUFFIX}")
-    standing = standing_place(frozen.run.path if config.output is None else path.parent)
+            raise ConfigError(f"{place} is {what}; move it away, or {other}")
+    if not suffix and path.is_dir() and not (path / WEIGHTS).is_file() and any(path.iterdir()):
+        raise ConfigError(f"{path} holds other files than an export; {other}")
+    standing = standing_place(parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"{standing} is not writable; set another file with output=FILE{SUFFIX}")
+        raise ConfigError(f"{standing} is not writable; {other}")
     if printable(str(standing)) != str(standing):
-        raise ConfigError(
-            f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; set another file with "
-            f"output=FILE{SUFFIX}"
-        )
-    with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
-        draft = Path(scratch) / path.name
-        # One entry, so that the order is fixed; not save_file, whose file only its owner can read.
-        draft.write_bytes(save(state, metadata={"dmjd": json.dumps(card)}))
-        sidecar(draft).write_text(json.dumps(card, indent=1))
-        # In float32: the comparison is of the rounded weights, not of half-precision arithmetic.
-        _verify(draft, call, encoder.float())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A process killed here leaves weights without a sidecar, never with the sidecar of other weights.
-        sidecar(path).unlink(missing_ok=True)
-        draft.replace(path)
-        sidecar(draft).replace(sidecar(path))
-    if left_out:
-        logger.info("left out: %s, which timm's model does not have", ", ".join(left_out))
-    return path
+        raise ConfigError(f"{printable(str(standing))} is not UTF-8, which safetensors needs; {other}")
 
 
-def sidecar(path: Path) -> Path:
-    """The JSON file beside an export: ``NAME.safetensors`` -> ``NAME.safetensors.json``."""
-    return path.with_name(f"{path.name}.json")
+def _write_timm(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+    card = made.card | {"load": made.call.line(path.name)}
+    # One entry, so that the order is fixed; not save_file, whose file only its owner can read.
+    draft.write_bytes(save(made.state, metadata={"dmjd": json.dumps(card)}))
+    sidecar(draft).write_text(json.dumps(card, indent=1))
+    _verify(_timm_model(made, checkpoint_path=str(draft)), encoder, _shape(made))
+    return made.call.line(str(path))
 
 
-def _check_output(output: str) -> None:
-    path = Path(output)
-    if path.suffix != SUFFIX:
-        raise ConfigError(f"output={output} must end in {SUFFIX}, from which timm reads the format")
-    if not path.parent.is_dir():
-        raise ConfigError(f"output={output}: {path.parent} is not a folder; create it, or set another")
-    if path.is_dir():
-        raise ConfigError(f"output={output} is a folder; set a file")
+def _write_onnx(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+    channels, height, width = shape = _shape(made)
+    card = {key: value for key, value in made.card.items() if key not in ("architecture", "arguments")}
+    card |= {"input": {"images": ["batch", channels, height, width]}, "load": _onnx_line(path.name)}
+    _sample(encoder, shape)
+    write_onnx(encoder, shape, draft, card)
+    sidecar(draft).write_text(json.dumps(card, indent=1))
+    return _onnx_line(str(path))
 
 
-def _verify(path: Path, call: TimmCall, encoder: Encoder) -> None:
-    """Build timm's model from the file and compare its features of a fixed batch with the encoder's."""
-    arguments: dict[str, Any] = call.arguments
-    model: Any = timm.create_model(call.architecture, checkpoint_path=str(path), **arguments).eval()
-    shape = (2, arguments["in_chans"], *arguments["img_size"])
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def _onnx_line(path: str) -> str:
+    run = "pooled, patch_tokens = session.run(['pooled', 'patch_tokens'], {'images': images})"
+    return f"import onnxruntime; session = onnxruntime.InferenceSession({path!r}); {run}"
+
+
+def _write_huggingface(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+    _verify_rebuilt(made, encoder)
+    trained = made.frozen.trained
+    config = huggingface.vit_config(trained.backbone, trained.data)
+    return _write_folder(made, draft, path, config, huggingface.vit_state(made.state), "AutoModel")
+
+
+def _write_mae(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+    _verify_rebuilt(made, encoder)
+    trained = made.frozen.trained
+    objective = build_objective(trained, target_dim(trained))
+    load_weights(objective, made.frozen.path)
+    model = objective.model.to(DTYPES[made.card["dtype"]])
+    assert isinstance(model.decoder, MAEDecoder)
+    state = huggingface.mae_state(made.state, model.state_dict(), model.decoder.positions)
+    return _write_folder(made, draft, path, huggingface.mae_config(trained), state, "ViTMAEForPreTraining")
+
+
+def _write_folder(
+    made: _Encoder, draft: Path, path: Path, config: dict[str, Any], state: dict[str, Tensor], model: str
+) -> str:
+    draft.mkdir()
+    config["torch_dtype"] = str(DTYPES[made.card["dtype"]]).removeprefix("torch.")
+    contiguous = {name: value.contiguous() for name, value in state.items()}
+    (draft / WEIGHTS).write_bytes(save(contiguous, metadata={"format": "pt"}))
+    preprocessing = huggingface.preprocessor_config(made.frozen.trained.data)
+    for name, content in (("config.json", config), ("preprocessor_config.json", preprocessing)):
+        (draft / name).write_text(json.dumps(content, indent=2))
+    (draft / CARD).write_text(_model_card(made, _transformers_line(model, path.name), _USE[model]))
+    return _transformers_line(model, str(path))
+
+
+def _transformers_line(model: str, path: str) -> str:
+    return f"from transformers import {model}; model = {model}.from_pretrained({path!r}).eval()"
+
+
+_WRITERS = {
+    "timm": _write_timm,
+    "onnx": _write_onnx,
+    "huggingface": _write_huggingface,
+    "huggingface_mae": _write_mae,
+}
+"""``format`` -> writer of a draft; returns the line that loads the export from its final path."""
+
+
+_USE = {
+    "AutoModel": "`last_hidden_state[:, 1:]` are the patch tokens; their mean is dmjd's `pooling=mean`, and "
+    "`pooler_output`,\nthe class token, is `pooling=cls`.",
+    "ViTMAEForPreTraining": "`model(pixel_values, noise=noise).logits` are the predicted patches; tokens with small "
+    "`noise` are visible.",
+}
+"""transformers' class -> what its outputs are."""
+
+
+def _model_card(made: _Encoder, line: str, use: str) -> str:
+    """README.md of a folder: method, data without paths, scores, licence to fill in, the line that loads it."""
+    trained, frozen = made.frozen.trained, made.frozen
+    height, width = trained.data.image_size
+    method = re.sub(r"[^\w .+-]", "", trained.method.name)
+    rows = [
+        ("method", f"{method}, target {trained.target.name}, {trained.mask.views} view(s)"),
+        ("backbone", f"ViT, {trained.backbone.depth} blocks of width {trained.backbone.embed_dim}"),
+        ("patch", f"{trained.backbone.patch_size} pixels"),
+        ("images", f"{trained.data.name}, {height}x{width}, {trained.data.channels} channel(s)"),
+        ("normalisation", f"mean {trained.data.mean}, std {trained.data.std} of pixels in 0..1"),
+        ("weights", f"{made.card['weights']}, step {frozen.step} ({trained.epochs} epochs in all)"),
+        *_scores(made),
+    ]
+    return "\n".join(
+        [
+            "---",
+            "library_name: transformers",
+            "license: other  # replace by the licence of these weights",
+            "tags: [masked-image-modeling, self-supervised-learning, dmjd]",
+            "---",
+            "",
+            f"# {method}, pre-trained with dmjd {dmjd.__version__}",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in rows),
+            "",
+            "Load it with:",
+            "",
+            f"    {line}",
+            "",
+            use,
+            "",
+        ]
+    )
+
+
+def _scores(made: _Encoder) -> list[tuple[str, str]]:
+    """Top-1 scores of these weights in the run folder, as rows of the model card."""
+    rows = []
+    folder = made.frozen.run.evaluations
+    for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
+        try:
+            record = parse_json(read_file(file))
+            same = (record["weights"], record["step"]) == (made.card["weights"], made.frozen.step)
+            verb, top1 = str(record["verb"]), float(record["top1"])
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        if same and verb.isidentifier():
+            rows.append((f"{verb} top-1", f"{top1:.2f} %"))
+    return rows
+
+
+def _timm_model(made: _Encoder, **options: Any) -> Any:
+    return timm.create_model(made.call.architecture, **options, **made.call.arguments).eval()
+
+
+def _shape(made: _Encoder) -> tuple[int, int, int]:
+    """(channels, height, width) of an image."""
+    height, width = made.frozen.trained.data.image_size
+    return made.frozen.trained.data.channels, height, width
+
+
+def _sample(encoder: Encoder, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """A fixed batch of images and the encoder's tokens. Raises UserError if these are not finite."""
+    images = torch.randn((2, *shape), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        expected, found = encoder(images), model.forward_features(images)
-    if not bool(expected.isfinite().all()):
+        tokens = encoder(images)
+    if not bool(tokens.isfinite().all()):
         raise UserError(
             "the encoder's features hold NaN or infinity: export an earlier checkpoint, or with dtype=fp32 or bf16"
         )
-    difference = float((found - expected).abs().max() / expected.abs().max())
+    return images, tokens
+
+
+def _verify_rebuilt(made: _Encoder, encoder: Encoder) -> None:
+    """Verify a format that is made from the state of timm's model."""
+    model = _timm_model(made)
+    model.load_state_dict({name: value.float() for name, value in made.state.items()})
+    _verify(model, encoder, _shape(made))
+
+
+def _verify(model: Any, encoder: Encoder, shape: tuple[int, int, int]) -> None:
+    """Compare timm's tokens and pooled features of a fixed batch with the encoder's."""
+    images, expected = _sample(encoder, shape)
+    with torch.no_grad():
+        found = model.forward_features(images)
+        pooled = (model(images), expected[:, encoder.num_prefix_tokens :].mean(1))
+    tokens = (found.flatten(1, 2) if found.ndim == 4 else found, expected)
+    difference = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in (tokens, pooled))
     if not difference <= TOLERANCE:  # true for NaN
         raise UserError(
             f"timm {timm.__version__} computes other features from the export than the encoder (relative difference "

@@ -19,6 +19,7 @@ from dmjd.interop.names import (
     HEAD,
     SHARED_TABLE,
     SWIN,
+    TIMM_VIT,
     VISIBLE_BRANCH,
     VIT,
     VOCABULARY,
@@ -72,15 +73,17 @@ class Layout:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
-    def read(self, state: State, *, drop_unknown: bool = False) -> dict[str, Tensor]:
+    def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
 
         Raises:
-            CheckpointError: with all unknown names (unless ``drop_unknown``) and all missing ones.
+            CheckpointError: with all unknown names (unless ``drop_unknown``) and all missing ones, or with the weights
+                that hold NaN or infinity (unless ``keep_nonfinite``).
         """
         weights: dict[str, Tensor] = {}
         unknown = []
-        for name, value in self._prepared(state).items():
+        prepared = self._prepared(state)
+        for name, value in prepared.items():
             ours = self._ours(name)
             if ours is None:
                 unknown.append(name)
@@ -89,13 +92,15 @@ class Layout:
         absent = [self.names.theirs(name) or name for name in missing(weights)]
         faults = []
         if unknown and not drop_unknown:
-            faults.append(f"{len(unknown)} unknown ({summary(unknown)}; unknown=drop leaves them out)")
+            faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
         if absent:
             faults.append(f"{len(absent)} missing ({summary(absent)})")
         if not weights:
             faults.append("no weights")
         if faults:
             raise CheckpointError(f"read as {self.name}, the file has {' and '.join(faults)}")
+        if not keep_nonfinite:
+            check_finite({name: value for name, value in prepared.items() if name not in unknown})
         return weights
 
     def write(self, weights: State) -> Written:
@@ -153,6 +158,31 @@ def is_beit(weights: State) -> bool:
 def needed_by_encoder(name: str) -> bool:
     """Whether features of whole images depend on this weight."""
     return name.startswith("encoder.") and not re.match(r"encoder\.(mask_token|stage\d_output_decode)", name)
+
+
+def check_finite(state: State) -> None:
+    """Raise CheckpointError with the names of tensors that hold NaN or infinity."""
+    bad = [name for name, value in state.items() if not bool(value.isfinite().all())]
+    if bad:
+        raise CheckpointError(
+            f"NaN or infinity in {summary(bad)}, as after a training that diverged: use an earlier checkpoint (dmjd "
+            "convert copies such weights with nonfinite=keep)"
+        )
+
+
+_FEATURES_DEPEND = re.compile(
+    r"(^|\.)(blocks?\d?|layers?|resblocks|stages?)\.\d|"
+    r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
+)
+_BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
+
+
+def _advice(unknown: Sequence[str], argument: str) -> str:
+    """The cure for unknown names: ``argument``, unless features of whole images depend on one of them."""
+    needed = [name for name in unknown if _FEATURES_DEPEND.search(name) and not _BESIDE_ENCODER.match(name)]
+    if needed:
+        return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
+    return f"{argument} leaves them out"
 
 
 def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
@@ -328,7 +358,7 @@ LAYOUTS = {
             _renamed(
                 [
                     name
-                    for name in dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *CLASSIFIER])
+                    for name in dict.fromkeys([*VIT, *TIMM_VIT, *BEIT, *CONVIT, *SWIN, *CLASSIFIER])
                     if "mask_token" not in name and "_output_decode" not in name
                 ],
                 _TOP,
@@ -356,6 +386,31 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
-        f"{len(state)}: {summary(unknown[nearest])}. To read it as {nearest}, set source={nearest} unknown=drop; the "
-        f"layouts are {', '.join(LAYOUTS)}"
+        f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
+        f"the layouts are {', '.join(LAYOUTS)}"
     )
+
+
+_PREFIXES = ("encoder.", "backbone.", "base_encoder.", "visual.", "vit.", "model.", "net.")
+
+
+_MOST_PREFIXES = 4
+
+
+def peel(state: State, most: int = _MOST_PREFIXES) -> tuple[dict[str, Tensor], list[str]]:
+    """``state`` without a prefix such as ``backbone.`` in front of a layout's names, and the names beside it.
+
+    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged.
+    """
+    for prefix in _PREFIXES if most else ():
+        inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
+            continue
+        inner, left_out = peel(inner, most - 1)
+        if any(not layout.unknown(inner) for layout in LAYOUTS.values()):
+            return inner, left_out + [name for name in state if not name.startswith(prefix)]
+    return dict(state), []
+
+
+def _prefixed(state: State, prefix: str) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in state.items()}

@@ -38,6 +38,13 @@ VIT = [
     *inside("encoder.blocks.*", BLOCK),
     *_NORMS,
 ]
+REGISTERS = "encoder.reg_token"
+TIMM_VIT = [
+    REGISTERS,
+    *inside("encoder.blocks.*", ["ls1.gamma", "ls2.gamma", *leaves("attn.q_norm", "attn.k_norm")]),
+    *leaves("encoder.norm_pre"),
+]
+"""Of timm's ViTs that no other layout has: registers, layer scales, norms of queries and keys and of the embedding."""
 BEIT = [*inside("encoder.blocks.*", [*LAYER_SCALE, BIAS_TABLE]), SHARED_TABLE]
 CONVIT = [
     POSITIONS,
@@ -66,7 +73,7 @@ VISIBLE_BRANCH = [
     *leaves("visible_branch.predictor"),
 ]
 VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
-LEAVES = {name.rpartition(".")[2] for name in VOCABULARY} | {"q_bias", "v_bias", "decoder_pos_embed"}
+LEAVES = {name.rpartition(".")[2] for name in [*VOCABULARY, *TIMM_VIT]} | {"q_bias", "v_bias", "decoder_pos_embed"}
 """Last parts of weights' names, in all layouts."""
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from dmjd.errors import CheckpointError
+from dmjd.errors import CheckpointError, ConfigError
 from dmjd.files import replace_file
 from dmjd.interop.names import LEAVES, summary
 from dmjd.safe_load import load_torch, one_line, parse_json
@@ -25,14 +25,36 @@ GRID = "dmjd.token_grid"
 """Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
-CONTAINERS = ("model", "model_state", "state_dict", "module")
-"""Keys of the state in training files; DeepSpeed's is ``module``."""
+CONTAINERS = (
+    *("model", "model_state", "state_dict", "model_state_dict", "module", "weights", "network", "net", "encoder"),
+    *("backbone", "student", "online_network", "online_model", "params"),
+)
+"""Keys of the trained state in training files, and prefixes of its names; DeepSpeed's key is ``module``."""
+
+AVERAGES = (
+    *("model_ema", "ema", "ema_model", "ema_state", "state_dict_ema", "ema_state_dict", "model_ema_state_dict"),
+    *("model_state_dict_ema", "ema_weights", "ema_params", "params_ema", "averaged_model", "teacher", "shadow"),
+    *("target_network", "target_encoder", "momentum_encoder", "shadow_params"),
+)
+"""Keys and prefixes of an average of the weights (EMA); ``shadow_params`` is a list in the order of the parameters."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights. Narrower types are quantised and need a scale that is stored elsewhere."""
 
-_WRAPPERS = ("module.", "_orig_mod.", "model.")
-"""Prefixes of every name from DDP, torch.compile and Lightning."""
+_SHADOWS = ("shadow", "shadow_params")
+
+_WRAPPERS = frozenset(
+    {"module", "_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module"}
+)
+"""Parts of names from DDP, torch.compile, Lightning Fabric, FSDP and activation checkpointing, at any place."""
+
+_OUTER = ("model", "student", "teacher", "net", "network", "ema_model", "online_model")
+"""First parts of every name, from the attribute that holds the model. No layout has them."""
+
+_MOST_OUTER = 4
+
+_COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
+"""Names of counters that averages keep beside the weights."""
 
 _ZIP, _PICKLE = b"PK", b"\x80\x02"
 """First bytes of torch's files, since version 1.6 and before."""
@@ -62,13 +84,34 @@ class _Inert:
         return stand_in
 
 
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, on the CPU, without a container's key and without the prefixes of wrappers.
+class State(NamedTuple):
+    """The tensors of a file by name. kind: "trained" or "ema". other: the key of the file's other kind; empty for none.
 
-    Entries without a weight's name are ignored: many files hold options and counters too.
+    key: the key in the file that holds them; empty for a bare state.
+    """
+
+    tensors: dict[str, Tensor]
+    kind: str = "trained"
+    key: str = ""
+    other: str = ""
+
+    @property
+    def note(self) -> str:
+        """The kind that was read, where a file has two or only an average, for messages."""
+        if self.kind == "ema":
+            return f" (the average {self.key})"
+        return f" (the trained weights; weights=ema reads its average {self.other})" if self.other else ""
+
+
+def read_state(path: Path, average: bool = False) -> State:
+    """The trained weights in a file, or their average, on the CPU, without wrappers' parts in the names.
+
+    Entries without a weight's name are ignored: many files hold options and counters too. A file that holds an average
+    alone gives it in both cases.
 
     Raises:
         CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight.
+        ConfigError: if ``average`` and there is none.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
@@ -78,14 +121,100 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name")
-    contained = [file[key] for key in CONTAINERS if isinstance(file.get(key), Mapping)]
-    entries: Mapping[Any, Any] = next((part for part in contained if _tensors(part)), file)
-    state = _tensors(entries)
-    if not state:
+    (key, entries), (average_key, averaged) = _held(file, CONTAINERS), _held(file, AVERAGES)
+    if entries is None and averaged is None and _tensors(file):
+        key, entries = "", file
+    if entries is not None and averaged is None:
+        (key, entries), (average_key, averaged) = _split(key, entries)
+    elif entries is None and isinstance(averaged, Mapping):
+        within, average_within = _split(average_key, averaged)
+        if average_within[1] is not None:
+            (key, entries), (average_key, averaged) = within, average_within
+    if isinstance(averaged, Sequence) and (average or entries is None):
+        averaged = _named(path, average_key, averaged, entries)
+    if average and averaged is None:
+        raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+    if entries is None and averaged is None:
         found = summary(map(str, file)) or "nothing by name; of a module that was saved whole, save the state_dict()"
-        raise CheckpointError(f"{path} holds no tensors under {', '.join(CONTAINERS)} or at the top; it has {found}")
+        raise CheckpointError(
+            f"{path} holds no tensors under {', '.join(CONTAINERS)}, {', '.join(AVERAGES)} or at the top; it has "
+            f"{found}"
+        )
+    if averaged is not None and (average or entries is None):
+        return State(_clean(path, averaged), "ema", average_key, key)
+    assert entries is not None
+    return State(_clean(path, entries), "trained", key, average_key)
+
+
+def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> tuple[str, Any]:
+    """The first of ``keys`` that holds tensors, also one container deeper, and what it holds; ("", None) if none does.
+
+    ``shadow_params`` holds a list of tensors.
+    """
+    for key in keys:
+        part = file.get(key)
+        if isinstance(part, Mapping) and _weights(part):
+            return key, part
+        if isinstance(part, Mapping) and deeper:
+            inner, entries = _held(part, (*CONTAINERS, *_SHADOWS), deeper=False)
+            if entries is not None:
+                return f"{key}.{inner}", entries
+        if key in _SHADOWS and isinstance(part, list) and part and all(isinstance(value, Tensor) for value in part):
+            return key, part
+    return "", None
+
+
+def _split(key: str, entries: Mapping[Any, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Trained weights and an average that stand in one state under the prefixes ``student.`` and ``teacher.``."""
+    first = [str(name).partition(".")[0] for name in _without_wrappers(entries)]
+    average = next((part for part in AVERAGES if part in first), None)
+    if average is None:
+        return (key, entries), ("", None)
+    named = dict(zip(_without_wrappers(entries), entries.values(), strict=True))
+    parts = {part: {name: value for name, value in named.items() if name.startswith(f"{part}.")} for part in first}
+    trained = next((part for part in CONTAINERS if part in first), None)
+    rest = {name: value for name, value in named.items() if name not in parts[average]}
+    inside = f"{key}.{average}" if key else average
+    if trained is not None:
+        return (f"{key}.{trained}" if key else trained, parts[trained]), (inside, _below(parts[average], average))
+    return (key, rest if _weights(rest) else None), (inside, _below(parts[average], average))
+
+
+def _below(entries: Mapping[str, Any], part: str) -> dict[str, Any]:
+    return {name.removeprefix(f"{part}."): value for name, value in entries.items()}
+
+
+def _named(path: Path, key: str, values: Sequence[Tensor], entries: Any) -> dict[str, Tensor]:
+    """A list of averaged parameters under the names of the trained ones, which are in the same order."""
+    names = [name for name, value in _tensors(entries or {}).items() if value.is_floating_point()]
+    if [tuple(value.shape) for value in values] != [tuple(entries[name].shape) for name in names]:
+        raise CheckpointError(
+            f"{path}: {key} is a list of {len(values)} tensors whose shapes are not those of the {len(names)} trained "
+            "ones; save the average by name"
+        )
+    return dict(zip(names, values, strict=True))
+
+
+def _clean(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The weights among ``entries`` without wrappers and counters. Raises CheckpointError for what is no weight."""
     _check_weights(path, entries)
-    return _unwrapped(state)
+    state, before = {}, dict[str, str]()
+    for original, name in zip(entries, _without_wrappers(entries), strict=True):
+        if name in before:
+            raise CheckpointError(f"{path}: {before[name]} and {original} are both {name} without their wrappers")
+        before[name] = str(original)
+        if isinstance(entries[original], Tensor) and not _COUNTERS.search(name):
+            state[name] = entries[original]
+    for _ in range(_MOST_OUTER):
+        outer = next((part for part in _OUTER if all(name.startswith(f"{part}.") for name in state)), None)
+        if outer is None:
+            break
+        state = _below(state, outer)
+    return state
+
+
+def _without_wrappers(names: Iterable[Any]) -> list[str]:
+    return [".".join(part for part in str(name).split(".") if part not in _WRAPPERS) for name in names]
 
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
@@ -127,6 +256,11 @@ def _is_safetensors(path: Path) -> bool:
     return start[8:] == b"{" or path.suffix == SAFETENSORS
 
 
+def _weights(entries: Mapping[Any, Any]) -> bool:
+    """Whether there are tensors other than counters."""
+    return any(not _COUNTERS.search(name) for name in _tensors(entries))
+
+
 def _tensors(entries: Mapping[Any, Any]) -> dict[str, Tensor]:
     return {str(name): value for name, value in entries.items() if isinstance(value, Tensor)}
 
@@ -160,11 +294,3 @@ def _fault(value: Any) -> str | None:
     if not value.numel():
         return "empty, as where each process of a sharded model stores its own part; gather them first"
     return None
-
-
-def _unwrapped(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without wrappers' prefixes, in any nesting."""
-    for prefix in _WRAPPERS:
-        if all(name.startswith(prefix) for name in state):
-            return _unwrapped({name.removeprefix(prefix): value for name, value in state.items()})
-    return state

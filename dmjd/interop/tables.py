@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmjd.errors import CheckpointError
-from dmjd.interop.names import BIAS_TABLE, DECODER_POSITIONS, POSITIONS, SHARED_TABLE
+from dmjd.interop.names import BIAS_TABLE, DECODER_POSITIONS, POSITIONS, REGISTERS, SHARED_TABLE
 from dmjd.interop.tensors import (
     Grid,
     align_positions,
@@ -19,6 +19,7 @@ from dmjd.interop.tensors import (
     resize_bias_table,
     resize_positions,
     share_bias_table,
+    square,
 )
 from dmjd.positions import sincos_positions
 
@@ -43,6 +44,8 @@ def with_positions(
     """
     weights = dict(weights)
     prefix = int("encoder.cls_token" in weights)
+    if REGISTERS in weights:
+        return _beside_registers(weights, prefix, old, new)
     relative = any(name.endswith(BIAS_TABLE) or name == SHARED_TABLE for name in weights)
     last_norm = "encoder.fc_norm.weight" if "encoder.fc_norm.weight" in weights else "encoder.norm.weight"
     for name, width_of in ((POSITIONS, last_norm), (DECODER_POSITIONS, "decoder.norm.weight")):
@@ -65,6 +68,20 @@ def with_positions(
         if name in stored or not _is_fixed(table, grid, prefix):
             weights[name] = resize_positions(table, prefix, grid, new or grid)
     return weights
+
+
+def _beside_registers(weights: dict[str, Tensor], prefix: int, old: Grid | None, new: Grid | None) -> dict[str, Tensor]:
+    """``weights`` with positions on the grid ``new``. timm's ViTs with registers have rows for the class token, for it
+    and the registers, or for patches alone; these rows stay."""
+    table = weights.get(POSITIONS)
+    if table is None or new is None:
+        return weights
+    for leading in (prefix, 0, prefix + weights[REGISTERS].shape[1]):
+        rows = table.shape[1] - leading
+        grid = old or square(rows)
+        if grid and rows == grid[0] * grid[1]:
+            return weights | {POSITIONS: resize_positions(table, leading, grid, new)}
+    raise CheckpointError(f"{POSITIONS} has {table.shape[1]} rows, which are no square grid; set source_grid=[h,w]")
 
 
 def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | None:

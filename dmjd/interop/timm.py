@@ -1,12 +1,22 @@
 """Our encoders as timm models: architecture, arguments, names and shapes.
 
-The names are the same (see :class:`dmjd.models.vit.ViTEncoder`). Positions are a buffer here and a parameter in timm's
-ViT, which also has a row for the cls token: zero, as in MAE's files. timm's models have no mask token.
+| encoder | timm's class |
+|---|---|
+| ViT, ``block=plain`` | ``VisionTransformer`` |
+| ViT, ``block=beit`` with a class token | ``Beit`` |
+| ViT, ``block=beit`` without one | ``VisionTransformerRelPos``, or ``VisionTransformer`` for absolute positions |
+| Swin | ``SwinTransformer`` |
+| ConvViT | :class:`dmjd.models.timm_models.ConvViT` |
+
+Names are the same (see :class:`dmjd.models.vit.ViTEncoder`), except in BEiT's blocks without a class token. Positions
+are a buffer here and a parameter in timm's ViT, which also has a row for the class token: zero, as in MAE's files.
+timm's models have no mask token.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +25,10 @@ from torch import Tensor
 
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import ConfigError
+from dmjd.interop.tensors import CLS_ROWS, join_qv_bias
+
+REGISTERING = "dmjd.models.timm_models"
+"""Importing this module registers the ConvViT with timm."""
 
 _OF_PRETRAINING = ("mask_token", "stage1_output_decode", "stage2_output_decode")
 
@@ -50,6 +64,17 @@ class TimmCall(NamedTuple):
     architecture: str
     arguments: dict[str, Any]
 
+    @property
+    def imports(self) -> list[str]:
+        """Modules to import before the call."""
+        return ["timm", *[REGISTERING] * self.architecture.startswith("convvit")]
+
+    def line(self, path: str) -> str:
+        """One line of Python that builds the model from the file ``path``."""
+        arguments = "".join(f", {key}={value!r}" for key, value in self.arguments.items())
+        call = f"timm.create_model({self.architecture!r}, checkpoint_path={path!r}{arguments})"
+        return f"import {', '.join(self.imports)}; model = {call}.eval()"
+
 
 def nearest_architecture(backbone: BackboneConfig) -> Architecture:
     """The architecture nearest in width, depth and heads, then in patch size, by ratios."""
@@ -69,51 +94,89 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
     """The timm model that computes the same features as the encoder of this configuration.
 
     Every argument is given, so that any shape can be built and defaults of timm's versions have no effect.
-    ``forward_features`` gives the encoder's tokens; the model gives the mean of the patch tokens, as ``pooling=mean``.
+    ``forward_features`` gives the encoder's tokens (of Swin and ConvViT as a map ``[B, h, w, D]``); the model gives the
+    mean of the patch tokens, as ``pooling=mean``: with ``global_pool="avg"`` timm would move the last norm behind the
+    average, which ``fc_norm=False`` (of BEiT ``use_fc_norm=False``) prevents.
     ``timm.data.resolve_model_data_config`` reads ``pretrained_cfg_overlay``: normalisation and crop of our evaluations.
 
-    Importing ``dmjd.models.convit`` registers the ConvViT with timm.
-
     Raises:
-        ConfigError: for BEiT's blocks and for Swin, whose timm models have another last norm or another output.
+        ConfigError: for a backbone that was registered from outside.
     """
-    if backbone.name not in ("vit", "convvit") or backbone.block != "plain":
+    if backbone.name not in _CALLS:
         raise ConfigError(
-            "an encoder is exported with backbone.block=plain and backbone.name=vit or convvit, got "
-            f"backbone.block={backbone.block} and backbone.name={backbone.name}"
+            f"backbone.name={backbone.name} has no timm model; {', '.join(_CALLS)} can be exported, and dmjd "
+            "consolidate writes the weights of any"
         )
     image_size = list(data.image_size)
-    arguments = {
-        "img_size": image_size,
-        "in_chans": data.channels,
-        "num_heads": backbone.num_heads,
-        "global_pool": "avg",
-        "fc_norm": False,  # the default moves the last norm behind the average
+    architecture, arguments = _CALLS[backbone.name](backbone)
+    common = {"img_size": image_size, "in_chans": data.channels, "global_pool": "avg", "num_classes": 0}
+    overlay = {
+        "input_size": [data.channels, *image_size],
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "crop_pct": data.crop_pct,
         "num_classes": 0,
-        "pretrained_cfg_overlay": {
-            "input_size": [data.channels, *image_size],
-            "mean": list(data.mean),
-            "std": list(data.std),
-            "crop_pct": data.crop_pct,
-            "num_classes": 0,
-        },
     }
-    if backbone.name == "convvit":
-        stages = backbone.conv_stages
-        arguments |= {
-            "embed_dims": [*stages.embed_dims, backbone.embed_dim],
-            "depths": [*stages.depths, backbone.depth],
-            "mlp_ratios": [*stages.mlp_ratios, backbone.mlp_ratio],
-        }
-        return TimmCall("convvit_base_patch16", arguments)
-    arguments |= {
+    return TimmCall(architecture, common | arguments | {"pretrained_cfg_overlay": overlay})
+
+
+def _vit(backbone: BackboneConfig) -> TimmCall:
+    nearest = nearest_architecture(backbone)
+    arguments: dict[str, Any] = {
         "patch_size": backbone.patch_size,
         "embed_dim": backbone.embed_dim,
         "depth": backbone.depth,
+        "num_heads": backbone.num_heads,
         "mlp_ratio": backbone.mlp_ratio,
-        "class_token": backbone.class_token,
     }
-    return TimmCall(nearest_architecture(backbone).name, arguments)
+    relative, scale = backbone.positions == "relative", backbone.layer_scale or 0  # timm ignores None
+    if backbone.block == "beit" and backbone.class_token:
+        arguments |= {
+            "init_values": scale,
+            "use_abs_pos_emb": not relative,
+            "use_rel_pos_bias": False,
+            "use_shared_rel_pos_bias": relative,
+            "use_fc_norm": False,
+        }
+        size = "large" if nearest.embed_dim > 768 else "base"
+        return TimmCall(f"beit_{size}_patch16_224", arguments)
+    arguments |= {"class_token": backbone.class_token, "fc_norm": False}
+    if backbone.block == "plain":
+        return TimmCall(nearest.name, arguments)
+    arguments["init_values"] = scale
+    if relative:
+        arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": True}
+        return TimmCall("vit_relpos_base_patch16_224", arguments)
+    return TimmCall(nearest.name, arguments)
+
+
+def _convvit(backbone: BackboneConfig) -> TimmCall:
+    stages = backbone.conv_stages
+    arguments = {
+        "num_heads": backbone.num_heads,
+        "embed_dims": [*stages.embed_dims, backbone.embed_dim],
+        "depths": [*stages.depths, backbone.depth],
+        "mlp_ratios": [*stages.mlp_ratios, backbone.mlp_ratio],
+        "fc_norm": False,
+    }
+    return TimmCall("convvit_base_patch16", arguments)
+
+
+def _swin(backbone: BackboneConfig) -> TimmCall:
+    windows = backbone.windows
+    arguments = {
+        "patch_size": 4,
+        "embed_dim": backbone.embed_dim // 8,
+        "depths": list(windows.depths),
+        "num_heads": list(windows.num_heads),
+        "window_size": windows.size,
+        "mlp_ratio": backbone.mlp_ratio,
+    }
+    size = "large" if backbone.embed_dim > 1024 else "base"
+    return TimmCall(f"swin_{size}_patch4_window7_224", arguments)
+
+
+_CALLS = {"vit": _vit, "convvit": _convvit, "swin": _swin}
 
 
 def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Tensor]:
@@ -131,4 +194,16 @@ def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[
     if positions is not None and "patch_embed1.proj.weight" not in state:
         prefix = positions.new_zeros(int("cls_token" in encoder), positions.shape[1])
         state["pos_embed"] = torch.cat((prefix, positions)).unsqueeze(0)
+    if "cls_token" not in state and "blocks.0.attn.q_bias" in state:
+        state = {_of_plain_block(name): value for name, value in join_qv_bias(state).items()}
+        if _SHARED in state:
+            state[_SHARED] = state[_SHARED][:-CLS_ROWS].clone()
     return state
+
+
+_SHARED = "shared_rel_pos.relative_position_bias_table"
+
+
+def _of_plain_block(name: str) -> str:
+    """A name in BEiT's model as one in ``VisionTransformerRelPos``."""
+    return re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", name.replace("rel_pos_bias.", "shared_rel_pos."))

@@ -274,9 +274,9 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
     ),
     "foreign": (
         "mae",
-        lambda state: state | {"rope.freqs": torch.ones(3)},
+        lambda state: state | {"queue": torch.ones(3)},
         [],
-        ["theirs.pth", "rope.freqs", "source=mae unknown=drop", "dmjd convert", "layouts are ours, mae, convmae, dmjd"],
+        ["theirs.pth", "queue", "source=mae unknown=drop", "dmjd convert", "layouts are ours, mae, convmae, dmjd"],
     ),
     "tuned apart": (
         "beit",

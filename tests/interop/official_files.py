@@ -22,4 +22,4 @@ def to_official(model: MaskedImageModel) -> dict[str, Tensor]:
 
 def from_official(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Under the names of ``MaskedImageModel.state_dict()``, which has no fixed positions."""
-    return {name: value for name, value in OFFICIAL.read(state).items() if name not in TABLES}
+    return {name: value for name, value in OFFICIAL.read(state, keep_nonfinite=True).items() if name not in TABLES}

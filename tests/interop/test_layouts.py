@@ -13,7 +13,7 @@ from transformers import BeitConfig, BeitModel, ViTMAEConfig, ViTMAEModel
 
 from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError
-from dmjd.interop.layouts import LAYOUTS, detect
+from dmjd.interop.layouts import LAYOUTS, detect, peel
 from dmjd.interop.names import VOCABULARY, missing, summary
 from dmjd.interop.tensors import expand_bias_table
 from dmjd.models.vit import ViTEncoder
@@ -162,8 +162,47 @@ def test_digits_that_are_no_numbers_are_part_of_a_name(name: str) -> None:
 
 
 def test_no_layout_fits_and_the_nearest_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"the nearest is beit, which does not know 1 .*: odd\. .*source=beit"):
+    with pytest.raises(CheckpointError, match=r"nearest is beit, .* 1 of \d+: odd; source=beit unknown=drop"):
         detect(draw(states.beit()) | {"odd": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["register_tokens", "blocks.0.attn.rope", "rope.freqs", "storage_tokens", "blocks.1.ls1.gamma", "pos_embed_x"],
+)
+def test_a_name_on_which_features_depend_is_never_to_be_dropped(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"features depend on {re.escape(name)}") as caught:
+        detect(draw(states.mae()) | {name: torch.ones(1)})
+    assert "drop" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=f"features depend on {re.escape(name)}") as caught:
+        LAYOUTS["mae"].read(draw(states.mae()) | {name: torch.ones(1)})
+    assert "drop" not in str(caught.value)
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "encoder.model.", "encoder.encoder.", "visual.", "model.net.vit."])
+def test_prefixes_that_no_layout_has_are_peeled(prefix: str) -> None:
+    state = draw(states.timm_vit())
+    beside = {"head.mlp.0.weight": torch.ones(1), "predictor.weight": torch.ones(1)}
+    found, left_out = peel({prefix + name: value for name, value in state.items()} | beside)
+    same_bits(LAYOUTS["ours" if "encoder" in prefix[8:] else "timm"].read(found), LAYOUTS["timm"].read(state))
+    assert sorted(left_out) == sorted(beside)
+
+
+@EACH
+def test_a_state_that_a_layout_has_is_not_peeled(kind: str) -> None:
+    state = draw(STATES[kind][1]())
+    found, left_out = peel(state)
+    same_bits(found, state)
+    assert not left_out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value: float) -> None:
+    state = draw(states.mae())
+    state["blocks.1.norm1.bias"][3] = value
+    with pytest.raises(CheckpointError, match=r"NaN or infinity in blocks\.1\.norm1\.bias, .*nonfinite=keep"):
+        LAYOUTS["mae"].read(state)
+    assert not LAYOUTS["mae"].read(state, keep_nonfinite=True)["encoder.blocks.1.norm1.bias"].isfinite().all()
 
 
 def test_swins_own_merging_is_not_taken_for_timms() -> None:

@@ -12,7 +12,7 @@ import timm
 import torch
 
 import dmjd
-import dmjd.models.convit  # registers ConViT with timm
+import dmjd.models.timm_models  # registers ConViT with timm
 from dmjd.compose import compose
 from dmjd.config import BackboneConfig, DataConfig
 from dmjd.interop.timm import ARCHITECTURES, nearest_architecture, timm_call, timm_state

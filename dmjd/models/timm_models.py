@@ -1,4 +1,6 @@
-"""ConViT as a timm model: classification, feature maps, layer decay. ``import dmjd.models.convit`` registers it.
+"""ConvViT as a timm model: classification, feature maps, layer decay.
+
+``import dmjd.models.timm_models`` registers it:
 
     timm.create_model("convvit_base_patch16", num_classes=100, drop_path_rate=0.1)
     timm.create_model("convvit_base_patch16", features_only=True)       # maps at strides 4, 8 and 16
@@ -9,33 +11,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import accumulate
 from operator import mul
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import (
+    build_model_with_cfg,
+    generate_default_cfgs,
+    register_model,
+    register_notrace_function,
+    register_notrace_module,
+)
 from torch import Tensor, nn
 
-from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConvViTEncoder
-from dmjd.models.norm import layer_norm
+from dmjd.models.attention import ShortAttention
+from dmjd.models.convvit import PATCH_SIZE, STRIDES, ConvViTEncoder, MaskedDepthwiseConv2d, PatchEmbedding
+from dmjd.models.masked_image_model import token_grid
+from dmjd.models.mlp import Pointwise
+from dmjd.models.norm import LayerNorm, layer_norm
 from dmjd.models.recompute import recompute
+from dmjd.positions import sincos_positions
 
 POOLS = ("avg", "")
 
 
-class ConViT(ConvViTEncoder):
+class ConvViT(ConvViTEncoder):
     """The encoder of whole images with a classifier: mean of the tokens, LayerNorm (``fc_norm``), linear.
 
     Args:
         img_size: pixels, an integer or (height, width); other multiples of 16 work at run time.
         num_classes: 0 gives features.
-        global_pool: "avg", or "" for tokens that the last norm of pre-training normalises.
+        global_pool: "avg", or "" for the map ``[B, h, w, D]`` that the last norm of pre-training normalises.
         drop_path_rate: of the last block; grows linearly from 0 at the first.
         fc_norm: normalise after pooling instead of before; by default where tokens are averaged.
         The others: see :class:`~dmjd.models.convvit.ConvViTEncoder`.
     """
+
+    output_fmt = "NHWC"
 
     def __init__(
         self,
@@ -50,16 +65,21 @@ class ConViT(ConvViTEncoder):
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         fc_norm: bool | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            image_size=(img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1]),
-            in_chans=in_chans,
-            embed_dims=embed_dims,
-            depths=depths,
-            mlp_ratios=mlp_ratios,
-            num_heads=num_heads,
-            multi_scale=False,
-        )
+        with nullcontext() if device is None else torch.device(device):
+            super().__init__(
+                image_size=(img_size, img_size) if isinstance(img_size, int) else (img_size[0], img_size[1]),
+                in_chans=in_chans,
+                embed_dims=embed_dims,
+                depths=depths,
+                mlp_ratios=mlp_ratios,
+                num_heads=num_heads,
+                multi_scale=False,
+            )
+            head_norm = layer_norm(self.embed_dim)
+        self.in_chans, self.stages = in_chans, len(embed_dims)
         self.num_features = self.head_hidden_size = self.embed_dim
         self.feature_info = [
             {"num_chs": width, "reduction": reduction, "module": f"blocks{stage}"}
@@ -67,10 +87,11 @@ class ConViT(ConvViTEncoder):
         ]
         self.drop_path_rate = drop_path_rate
         if global_pool == "avg" if fc_norm is None else fc_norm:
-            self.norm, self.fc_norm = nn.Identity(), layer_norm(self.embed_dim)
+            self.norm, self.fc_norm = nn.Identity(), head_norm
         else:
             self.fc_norm = nn.Identity()
         self.head_drop = nn.Dropout(drop_rate)
+        self.to(dtype=dtype)
         self.reset_classifier(num_classes, global_pool)
 
     def forward(self, images: Tensor) -> Tensor:  # type: ignore[override]
@@ -78,13 +99,30 @@ class ConViT(ConvViTEncoder):
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """``[B, C, H, W]`` -> tokens ``[B, N, D]``."""
-        scales = self._draw_branch_scales(images.shape[0], images.device)
-        return super().forward(images, branch_scales=scales)
+        """``[B, C, H, W]`` -> the map of tokens ``[B, h, w, D]``."""
+        return self.norm(self._maps(images, self.stages)[-1])
+
+    def _maps(self, images: Tensor, stages: int) -> list[Tensor]:
+        """Outputs ``[B, h, w, D]`` of the first ``stages`` stages, without the last norm."""
+        scales = self._draw_branch_scales(images)
+        drawn = iter([None] * len(self.blocks) if scales is None else scales)
+        x, maps = images.permute(0, 2, 3, 1), []
+        for embedding, blocks in ((self.patch_embed1, self.blocks1), (self.patch_embed2, self.blocks2))[:stages]:
+            x = embedding(x)
+            for block in blocks:
+                x = block(x, None, next(drawn))
+            maps.append(x)
+        grid = image_grid(images)
+        if stages > 2:
+            x = self.patch_embed4(self.patch_embed3(x)).flatten(1, 2) + positions_on(grid, self.grid, self.positions)
+            for block in self.blocks3:
+                x = block(x, next(drawn))
+            maps.append(x.unflatten(1, grid))
+        return maps
 
     def forward_head(self, tokens: Tensor, pre_logits: bool = False) -> Tensor:
-        """``[B, N, D]`` -> ``[B, num_classes]``; pooled features with ``pre_logits``."""
-        x = tokens.mean(1) if self.global_pool == "avg" else tokens
+        """``[B, h, w, D]`` -> ``[B, num_classes]``; pooled features with ``pre_logits``."""
+        x = tokens.mean((1, 2)) if self.global_pool == "avg" else tokens
         x = self.head_drop(self.fc_norm(x))
         return x if pre_logits else self.head(x)
 
@@ -100,17 +138,16 @@ class ConViT(ConvViTEncoder):
         """Maps of the three stages at strides 4, 8 and 16, ``[B, C, h, w]``, of which ``indices`` names some.
 
         Returns:
-            The maps, or (tokens of the last norm, maps). ``stop_early`` is there for timm and changes nothing.
+            The maps, or (map of :meth:`forward_features`, maps). ``stop_early`` leaves out stages after the last map.
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be NCHW, got {output_fmt!r}")
         taken = _stages(indices)
-        height, width = self.grid_of(x)
-        stage1, stage2, tokens = self.forward_stages(x, None, self._draw_branch_scales(x.shape[0], x.device))
-        normed = self.norm(tokens)
-        last = (normed if norm else tokens).unflatten(1, (height, width))
-        maps = [stage.permute(0, 3, 1, 2).contiguous() for stage in (stage1, stage2, last)]
-        chosen = [maps[index] for index in taken]
+        maps = self._maps(x, max(taken) + 1 if stop_early else self.stages)
+        normed = self.norm(maps[-1])
+        if norm and len(maps) == 3:
+            maps[2] = normed
+        chosen = [maps[index].permute(0, 3, 1, 2).contiguous() for index in taken]
         return chosen if intermediates_only else (normed, chosen)
 
     def get_classifier(self) -> nn.Module:
@@ -123,16 +160,25 @@ class ConViT(ConvViTEncoder):
                 raise ValueError(f"global_pool must be one of {', '.join(map(repr, POOLS))}, got {global_pool!r}")
             self.global_pool = global_pool
         self.num_classes = num_classes
-        self.head = nn.Linear(self.embed_dim, num_classes) if num_classes else nn.Identity()
+        like = next(self.parameters())
+        head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype) if num_classes else None
+        self.head = (nn.Identity() if head is None else head).train(self.training)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Keep what the maps ``indices`` need; every stage feeds the next, so only the last norm and the head go."""
+        """Keep the stages that the maps ``indices`` need, and of the last norm and the head what they leave."""
         taken = _stages(indices)
-        if prune_norm:
+        self.stages = max(taken) + 1
+        for stage in range(self.stages + 1, 4):
+            setattr(self, f"patch_embed{stage}", nn.Identity())
+            setattr(self, f"blocks{stage}", nn.ModuleList())
+        if self.stages < 3:
+            self.patch_embed4 = nn.Identity()
+            self.embed_dim = self.num_features = self.head_hidden_size = self.embed_dims[max(taken)]
+        if prune_norm or self.stages < 3:
             self.norm = nn.Identity()
-        if prune_head:
+        if prune_head or self.stages < 3:
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
         return taken
@@ -150,12 +196,31 @@ class ConViT(ConvViTEncoder):
     def no_weight_decay(self) -> set[str]:
         return set()
 
-    def _draw_branch_scales(self, batch: int, device: torch.device) -> Tensor | None:
+    def _draw_branch_scales(self, images: Tensor) -> Tensor | None:
         if not self.training or not self.drop_path_rate:
             return None
-        depth = len(self.blocks)
+        depth, batch, device = len(self.blocks), images.shape[0], images.device
         rates = torch.linspace(0, self.drop_path_rate, depth, device=device).view(-1, 1, 1)
         return (torch.rand(depth, 2, batch, device=device) >= rates) / (1 - rates)
+
+
+# torch.fx records these as calls, since what they do depends on the size of the images or on a type.
+
+
+@register_notrace_function
+def image_grid(images: Tensor) -> tuple[int, int]:
+    """(h, w) tokens of ``images [B, C, H, W]``."""
+    return token_grid(images.shape[-2], images.shape[-1], PATCH_SIZE)
+
+
+@register_notrace_function
+def positions_on(grid: tuple[int, int], own: tuple[int, int], positions: Tensor) -> Tensor:
+    """``positions`` of the grid ``own``, or those of another grid, ``[h * w, D]``."""
+    return positions if tuple(grid) == own else sincos_positions(grid, positions.shape[1]).to(positions)
+
+
+for _layer in (PatchEmbedding, LayerNorm, MaskedDepthwiseConv2d, Pointwise, ShortAttention):
+    register_notrace_module(_layer)
 
 
 def _stages(indices: int | Sequence[int] | None) -> list[int]:
@@ -174,7 +239,7 @@ def _reductions() -> list[int]:
 def _create(variant: str, pretrained: bool, defaults: dict[str, Any], options: dict[str, Any]) -> nn.Module:
     feature_cfg = {"out_indices": options.pop("out_indices", (0, 1, 2)), "feature_cls": "getter"}
     model: nn.Module = build_model_with_cfg(
-        ConViT, variant, pretrained, feature_cfg=feature_cfg, **(defaults | options)
+        ConvViT, variant, pretrained, feature_cfg=feature_cfg, **(defaults | options)
     )
     return model
 
@@ -186,7 +251,7 @@ default_cfgs = generate_default_cfgs(
             "num_classes": 1000,
             "input_size": (3, 224, 224),
             "fixed_input_size": False,
-            "pool_size": None,
+            "pool_size": (224 // PATCH_SIZE, 224 // PATCH_SIZE),
             "crop_pct": 0.9,
             "interpolation": "bicubic",
             "mean": IMAGENET_DEFAULT_MEAN,

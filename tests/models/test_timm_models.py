@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import timm
 import torch
-from timm.models import group_parameters
+from timm.models import get_notrace_functions, get_notrace_modules, group_parameters
 from torch import Tensor, nn
 
-import dmjd.models.convit  # noqa: F401  # registers the models
+import dmjd.models.timm_models  # noqa: F401  # registers the models
 from dmjd.models.convvit import ConvViTEncoder
 
 DIMS, DEPTHS = (8, 12, 24), (1, 1, 2)
@@ -77,15 +77,15 @@ def test_tokens_are_the_encoders() -> None:
     assert not missing
     assert all("output_decode" in name for name in unexpected)
     images = make_images()
-    assert torch.equal(model(images), encoder(images))
+    assert torch.equal(model(images).flatten(1, 2), encoder(images))
 
 
 @torch.no_grad()
 def test_the_classifier_reads_the_normalised_mean() -> None:
     model, images = create().eval(), make_images()
     tokens = model.forward_features(images)
-    assert tokens.shape == (2, 16, 24)
-    pooled = tokens.mean(1)
+    assert tokens.shape == (2, 4, 4, 24)
+    pooled = tokens.mean((1, 2))
     pooled = (pooled - pooled.mean(-1, keepdim=True)) / (pooled.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
     torch.testing.assert_close(model.forward_head(tokens, pre_logits=True), pooled, rtol=1e-5, atol=1e-5)
     expected = pooled @ model.head.weight.T + model.head.bias
@@ -99,14 +99,14 @@ def test_intermediates_are_maps_of_the_stages() -> None:
     assert [tuple(stage.shape) for stage in maps] == [(2, 8, 16, 24), (2, 12, 8, 12), (2, 24, 4, 6)]
     assert torch.equal(tokens, model.forward_features(images))
     normed = model.forward_intermediates(images, norm=True, intermediates_only=True)
-    assert torch.equal(normed[2], tokens.transpose(1, 2).unflatten(2, (4, 6)))
+    assert torch.equal(normed[2], tokens.permute(0, 3, 1, 2))
     assert not torch.equal(maps[2], normed[2])
     # Maps are in raster order: each is what its stage gives for the whole image.
     stage1, stage2, _ = model.forward_stages(images)
     for index, stage in enumerate((stage1, stage2)):
         assert torch.equal(maps[index], stage.permute(0, 3, 1, 2))
         assert torch.equal(normed[index], maps[index])
-    torch.testing.assert_close(model.norm(maps[2].flatten(2).transpose(1, 2)), tokens, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.norm(maps[2].permute(0, 2, 3, 1)), tokens, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,39 @@ def test_features_only_is_a_pyramid(options: Any, stages: list[int]) -> None:
         for value, stage in zip(maps, stages, strict=True):
             assert torch.equal(value, every[stage])
             assert value.shape[2:] == (height // (4, 8, 16)[stage], width // (4, 8, 16)[stage])
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@torch.no_grad()
+def test_pruned_stages_leave_the_maps_before_them(stages: int) -> None:
+    model, pruned, images = create().eval(), create().eval(), make_images()
+    wanted = model.forward_intermediates(images, indices=[stages - 1], stop_early=True, intermediates_only=True)
+    assert pruned.prune_intermediate_layers([stages - 1]) == [stages - 1]
+    assert torch.equal(pruned.forward_features(images).permute(0, 3, 1, 2), wanted[0])
+    assert pruned.num_features == DIMS[stages - 1]
+    assert not [name for name in pruned.state_dict() if "3" in name or "patch_embed4" in name]
+
+
+@torch.no_grad()
+def test_a_trace_computes_the_logits_of_any_size() -> None:
+    model = create().eval()
+    tracer = torch.fx.Tracer(autowrap_functions=get_notrace_functions(), param_shapes_constant=True)
+    leaves = tuple(get_notrace_modules())
+    usual = tracer.is_leaf_module
+    tracer.is_leaf_module = lambda module, name: isinstance(module, leaves) or usual(module, name)  # type: ignore[method-assign]
+    traced = torch.fx.GraphModule(model, tracer.trace(model))
+    for size in ((64, 64), (32, 80)):
+        torch.testing.assert_close(traced(make_images(2, *size)), model(make_images(2, *size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@torch.no_grad()
+def test_device_and_type_are_those_of_every_tensor(dtype: torch.dtype) -> None:
+    model = create(device="meta", dtype=dtype)
+    model.reset_classifier(3)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", dtype)}
+    assert create(dtype=dtype)(make_images(1, 32, 80).to(dtype)).dtype == dtype
 
 
 def test_features_only_holds_no_parameter_that_plays_no_part() -> None:
@@ -187,7 +220,7 @@ def test_reset_classifier() -> None:
     assert isinstance(model.get_classifier(), nn.Identity)
     assert model(images).shape == (2, model.num_features) == (2, 24)
     model.reset_classifier(0, "")
-    assert model(images).shape == (2, 16, 24)
+    assert model(images).shape == (2, 4, 4, 24)
 
 
 @pytest.mark.parametrize("pool", ["token", "max"])
