@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 from PIL import Image
 
 import dmjd
@@ -33,6 +36,7 @@ from dmjd.keywords import as_overrides
 from dmjd.ops import normalise
 from tests.compare import same
 
+NOTEBOOK = Path(__file__).parents[1] / "docs/examples/own_photos.ipynb"
 STUB = Path(dmjd.__file__).with_suffix(".pyi")
 
 
@@ -374,3 +378,94 @@ def test_a_file_of_weights_needs_a_description_of_its_model(run: dmjd.Run, tmp_p
     assert torch.equal(encoder.embed(images, pooling="cls"), tokens[:, 0])
     assert torch.equal(encoder.embed(images), tokens[:, 1:].mean(dim=1))
     assert torch.equal(encoder.patch_tokens(images), tokens[:, 1:].unflatten(1, (4, 4)))
+
+
+# The notebook
+
+
+def test_the_cells_of_the_notebook_run_on_a_trained_encoder(
+    run: dmjd.Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process, with a run that is trained already; the kernel and the training are in a long test."""
+    pytest.importorskip("IPython", reason="the notebook displays pictures with IPython, of the extra dev")
+    calls: list[Any] = []
+    shown: list[int] = []
+
+    def train(*places: Path, **keys: Any) -> dmjd.Run:
+        calls.append((places, keys))
+        return run
+
+    def show() -> None:
+        shown.extend(len(pyplot.figure(number).axes) for number in pyplot.get_fignums())
+        pyplot.close("all")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dmjd, "pretrain", train)
+    monkeypatch.setattr(pyplot, "show", show)
+    names: dict[str, Any] = {}
+    for number, code in enumerate(cells()):
+        exec(compile(code, f"cell {number}", "exec"), names)
+        if number == 0:
+            names["folder"] = run.path
+    assert calls == [((Path("photos"), run.path), {})]
+    assert shown == [8, 3, 1, 7, 7, 7]
+    written = np.load(run.path / "features.npz")
+    assert written["features"].shape == (300, 32)
+    assert list(written["files"]) == sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png"))
+    assert names["same"].mean() > 0.3  # of ten classes
+
+
+def cells() -> list[str]:
+    """The code of the notebook, which is stored without outputs."""
+    found = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in found)
+    return ["".join(cell["source"]) for cell in found]
+
+
+@pytest.mark.long
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel of the extra dev run the notebook")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel of the extra dev run the notebook")
+    notebook = nbformat.read(NOTEBOOK, 4)
+    nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    assert "finished" in printed
+    assert float(re.findall(r"same folder for ([\d.]+)%", printed)[0]) > 50
+    assert sum("image/png" in output.get("data", ()) for output in outputs) == 7
+    assert (tmp_path / "runs/photos/report.html").is_file()
+
+
+@pytest.mark.long
+def test_the_stop_button_and_the_end_of_a_kernel_save_a_checkpoint(tmp_path: Path) -> None:
+    manager = pytest.importorskip("jupyter_client.manager", reason="ipykernel of the extra dev brings it")
+    pytest.importorskip("ipykernel", reason="the kernel is of the extra dev")
+    kernel, client = manager.start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    code = "import dmjd; dmjd.pretrain('digits', 'run', experiment='demo', epochs=500, log_every=1, workers=0)"
+
+    def trains_beyond(step: int) -> None:
+        client.execute(code)
+        wait_until(lambda: (tmp_path / "run/config.yaml").exists() and last_step() > step)
+
+    def last_step() -> int:
+        return max((row["step"] for row in dmjd.Run(tmp_path / "run").log), default=0)
+
+    try:
+        trains_beyond(2)
+        kernel.interrupt_kernel()
+        assert client.get_shell_msg(timeout=120)["content"]["ename"] == "KeyboardInterrupt"
+        stopped = dmjd.Run(tmp_path / "run").stop_reason
+        assert stopped["reason"] == "signal"
+        assert (tmp_path / f"run/checkpoints/step-{stopped['step']:08d}/manifest.json").is_file()
+        trains_beyond(stopped["step"] + 2)
+    finally:
+        kernel.shutdown_kernel(now=True)
+    wait_until(lambda: dmjd.Run(tmp_path / "run").stop_reason.get("step", 0) > stopped["step"])
+    assert dmjd.Run(tmp_path / "run").stop_reason["reason"] == "signal"
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 180
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.5)
