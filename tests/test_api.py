@@ -453,12 +453,15 @@ def test_the_stop_button_and_the_end_of_a_kernel_save_a_checkpoint(tmp_path: Pat
     try:
         trains_beyond(2)
         kernel.interrupt_kernel()
-        assert client.get_shell_msg(timeout=120)["content"]["ename"] == "KeyboardInterrupt"
+        while (reply := client.get_shell_msg(timeout=120))["msg_type"] != "execute_reply":
+            pass
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
         stopped = dmjd.Run(tmp_path / "run").stop_reason
         assert stopped["reason"] == "signal"
         assert (tmp_path / f"run/checkpoints/step-{stopped['step']:08d}/manifest.json").is_file()
         trains_beyond(stopped["step"] + 2)
     finally:
+        client.stop_channels()
         kernel.shutdown_kernel(now=True)
     wait_until(lambda: dmjd.Run(tmp_path / "run").stop_reason.get("step", 0) > stopped["step"])
     assert dmjd.Run(tmp_path / "run").stop_reason["reason"] == "signal"
