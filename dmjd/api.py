@@ -19,10 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.compose import compose, groups
+from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError
 from dmjd.keywords import as_overrides
+from dmjd.resources import configs_dir
 from dmjd.runs.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -174,7 +175,7 @@ def _arguments(
     first: dict[str, Any] = {}
     if experiment is not None and not any(text.startswith("experiment=") for text in typed):
         first["experiment"] = experiment
-    if isinstance(data, str) and data in groups()["data"]:
+    if isinstance(data, str) and data in {path.stem for path in configs_dir().glob("data/*.yaml")}:
         first["data"] = data
     elif data is not None:
         if first.get("experiment") != RECIPE:  # which reads a folder
