@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 RECIPE = "own_photos"
 """Experiment of :func:`pretrain` unless another is named."""
 
+_COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE")
+"""Variables of a notebook's kernel under which rich draws bars that a notebook cannot show."""
 _ERROR = "error: "
 _POLL_SECONDS = 1.0
 _STOP_SECONDS = 60.0
@@ -194,6 +196,7 @@ def _run_child(arguments: list[str], run: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env={name: value for name, value in os.environ.items() if name not in _COLOURS},
         start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
     )
     try:

@@ -429,8 +429,11 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    streams = [output for output in outputs if output["output_type"] == "stream"]
+    assert {stream["name"] for stream in streams} == {"stdout"}, streams
+    printed = "".join(stream["text"] for stream in streams)
     assert "finished" in printed
+    assert "\x1b" not in printed
     assert float(re.findall(r"same folder for ([\d.]+)%", printed)[0]) > 50
     assert sum("image/png" in output.get("data", ()) for output in outputs) == 7
     assert (tmp_path / "runs/photos/report.html").is_file()
