@@ -360,8 +360,7 @@ def test_loading_leaves_torch_as_it_was(run: dmjd.Run, paths: list[Path], encode
 
 
 def test_a_file_of_weights_needs_a_description_of_its_model(run: dmjd.Run, tmp_path: Path) -> None:
-    backbone = {"patch_size": 4, "embed_dim": 32, "depth": 1, "num_heads": 4, "class_token": True}
-    described = {"experiment": "demo", "data": "folder", "data.image_size": [16, 16], "backbone": backbone}
+    described = {"experiment": "mae_vit_base", "backbone": {"embed_dim": 32, "depth": 1, "num_heads": 4}}
     module = build_encoder(compose("pretrain", list(as_overrides(described))))
     torch.nn.init.normal_(module.get_parameter("cls_token"))  # uninitialised memory
     file = tmp_path / "vit.pth"
@@ -371,13 +370,15 @@ def test_a_file_of_weights_needs_a_description_of_its_model(run: dmjd.Run, tmp_p
     with pytest.raises(ConfigError, match="has its own"):
         run.encoder(experiment="demo")
     encoder = dmjd.load_encoder(file, **described, device="cpu")
-    images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)).mul(255).byte()
-    assert (encoder.step, encoder.path, encoder.crop_pct) == (0, file, 0.875)
-    views = torch.stack([evaluation_view(InMemory(each.permute(1, 2, 0).numpy()), (16, 16), 0.875) for each in images])
+    assert (encoder.step, encoder.path, encoder.size, encoder.crop_pct) == (0, file, (224, 224), 0.875)
+    images = torch.randint(256, (2, 3, 64, 80), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    views = torch.stack(
+        [evaluation_view(InMemory(each.permute(1, 2, 0).numpy()), (224, 224), 0.875) for each in images]
+    )
     tokens = module(normalise(views, encoder.mean, encoder.std))
     assert torch.equal(encoder.embed(images, pooling="cls"), tokens[:, 0])
     assert torch.equal(encoder.embed(images), tokens[:, 1:].mean(dim=1))
-    assert torch.equal(encoder.patch_tokens(images), tokens[:, 1:].unflatten(1, (4, 4)))
+    assert torch.equal(encoder.patch_tokens(images), tokens[:, 1:].unflatten(1, (14, 14)))
 
 
 # The notebook
