@@ -32,7 +32,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
 
     def draw(*folders: Path, baseline: Path | None = None) -> tuple[str, list[Axes]]:
         runs = [read_run(folder) for folder in folders]
-        caption, _ = convergence(runs, None if baseline is None else runs[folders.index(baseline)])
+        caption = convergence(runs, None if baseline is None else runs[folders.index(baseline)]).caption
         return caption, figures[-1].axes
 
     return draw
@@ -92,15 +92,17 @@ def test_scores_that_are_not_finite_are_left_out(make_run: MakeRun, drawn: Drawn
 
 def test_no_two_runs_look_alike(make_run: MakeRun, drawn: Drawn) -> None:
     _, (by_time, _) = drawn(*(make_run(f"run-{index}", curve=[(5, index)]) for index in range(20)))
-    styles = {(line.get_color(), line.get_linestyle()) for line in by_time.lines}
+    styles = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in by_time.lines}
     assert len(styles) == 20
+    assert len({pattern for _, pattern in list(styles)[:7]}) > 1  # not by colour alone
 
 
 def test_picture_holds_the_names_as_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def picture(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        _, png = convergence([read_run(make_run(name, curve=[(5, 3.0)]))], None)
-        return np.asarray(Image.open(io.BytesIO(png)).convert("L"))
+        drawn = convergence([read_run(make_run(name, curve=[(5, 3.0)]))], None)
+        assert [label for _, label in drawn.charts[0].legend] == [name]
+        return np.asarray(Image.open(io.BytesIO(drawn.png)).convert("L"))
 
-    # Above the panels there is nothing but names: an underscore must not hide one, nor a dollar change it.
-    assert (picture("_run")[:36] < 128).sum() > (picture("run")[:36] < 128).sum()
-    assert (picture("$run$")[:36] != picture("run$$")[:36]).any()
+    # Below the panels there is nothing but names: an underscore must not hide one, nor a dollar change it.
+    assert (picture("_run")[-24:] < 128).sum() > (picture("run")[-24:] < 128).sum()
+    assert (picture("$run$")[-24:] != picture("run$$")[-24:]).any()

@@ -43,10 +43,10 @@ def test_columns_come_in_the_papers_order(make_run: MakeRun) -> None:
             ("knn", "untrained", 0, 10.0, {}),
         ],
     )
-    head = ["Method", "m_patt", "K", "Epoch", "ETE", "m_corr", "m_pred"]
+    head = ["Run", "Method", "m_patt", "K", "Epoch", "ETE", "m_corr", "m_pred"]
     measured = ["kNN online", "kNN", "kNN EMA", "Lin.", "Ft.", "segment"]
-    assert titles(online, judged) == [*head, *measured, "GPU hours", "Gh.", "Run"]
-    assert titles(make_run("c")) == [*head, "GPU hours", "Gh.", "Run"]
+    assert titles(online, judged) == [*head, *measured, "GPU hours", "Gh."]
+    assert titles(make_run("c")) == [*head, "GPU hours", "Gh."]
 
 
 def test_a_run_that_was_not_judged_has_dashes(make_run: MakeRun) -> None:
@@ -92,7 +92,7 @@ def test_online_scores_of_other_data_do_not_compare(make_run: MakeRun) -> None:
     assert cells("kNN online (data digits)", *folders) == ["90.0", "-", "92.0"]
     assert cells("kNN online (data folder)", *folders) == ["-", "91.0", "-"]
     runs = [read_run(folder) for folder in folders]
-    assert compare(runs, runs[0]).columns[-2].cells == ["1x", "- (no score)", "1x"]
+    assert compare(runs, runs[0]).columns[-1].cells == ["1x", "- (no score)", "1x"]
 
 
 def test_online_scores_of_other_views_do_not_compare(make_run: MakeRun) -> None:
@@ -112,6 +112,9 @@ def test_online_scores_of_other_views_do_not_compare(make_run: MakeRun) -> None:
         ("maskfeat", 1, "disjoint", True, "MaskFeat +JD"),
         ("convmae", 2, "disjoint", True, "ConvMAE +DMJD"),
         ("dmjd", 2, "disjoint", True, "DMJD"),
+        ("dmjd", 2, "disjoint", False, "DM"),
+        ("dmjd", 1, "disjoint", True, "JD"),
+        ("dmjd", 2, "none", False, "MIM"),
         ("own", 2, "disjoint", False, "own +DM"),
     ],
 )
@@ -148,7 +151,7 @@ def test_gpu_hours_count_gpus_and_the_papers_are_of_eight(make_run: MakeRun) -> 
 
 def test_cpu_hours_are_no_gpu_hours(make_run: MakeRun) -> None:
     cpu = make_run("a", hours=3, launches=[("cpu (2 threads)", 2)])
-    assert titles(cpu)[-3:] == ["CPU hours", "Gh.", "Run"]
+    assert titles(cpu)[-2:] == ["CPU hours", "Gh."]
     gpu = make_run("b", hours=3, launches=[("A100", 8)])
     assert cells("CPU hours", cpu, gpu) == ["6", "-"]
     assert cells("GPU hours", cpu, gpu) == ["-", "24"]
@@ -189,7 +192,7 @@ def test_names_cannot_break_the_table(make_run: MakeRun) -> None:
     lines = table(folder).markdown().splitlines()
     assert len(lines) == 3
     assert r"| x \|y  | \[z\](http:u) |" in lines[2]
-    assert r" a\|b \<i\>\*c\*" in lines[2]
+    assert r"| a\|b \<i\>\*c\*" in lines[2]
     assert "<i>" not in table(folder).html()
     assert "a|b &lt;i&gt;*c*" in table(folder).html()
 

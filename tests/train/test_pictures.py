@@ -117,13 +117,24 @@ def test_prediction_is_that_of_the_first_view_that_masks_a_token(tmp_path: Path)
         for token, view in enumerate(first):
             target = tuple(int(value) for value in targets[row, token])
             assert sheet.tokens(row, 4)[token] == {target}
-            if view is not None:
-                assert sheet.tokens(row, 5)[token] == {tuple(int(value) for value in predictions[view, row, token])}
-                continue
-            (dimmed,) = sheet.tokens(row, 5)[token]
-            # Dimmed: strictly between the target and the colour that marks uncovered tokens, nearer to the latter.
-            for value, shown, faded in zip(target, dimmed, UNCOVERED, strict=True):
-                assert abs(shown - (0.3 * value + 0.7 * faded)) < 1
+            shown = target if view is None else tuple(int(value) for value in predictions[view, row, token])
+            assert sheet.tokens(row, 5)[token] == {shown}
+
+
+def test_the_sheet_fits_light_and_dark_pages(tmp_path: Path) -> None:
+    """Its background is transparent, and its text is grey on both."""
+    images, _ = flat_tokens(3)
+    disjoint_views(images, views_of(MASK), GRID, tmp_path / "masks.png")
+    pixels = np.asarray(Image.open(tmp_path / "masks.png").convert("RGBA"))
+    assert pixels[0, 0, 3] == 0
+    title = pixels[:HEAD][pixels[:HEAD, :, 3] == 255][:, :3] / 255
+
+    def luminance(colour: NDArray[np.float64]) -> float:
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    text, dark = luminance(title[0]), luminance(np.array([0x0D, 0x11, 0x17]) / 255)
+    assert min(1.05 / (text + 0.05), (text + 0.05) / (dark + 0.05)) > 4
 
 
 def test_render_meets_one_image_of_plain_float_vectors(tmp_path: Path) -> None:
@@ -181,7 +192,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     ("masked", "titles"),
     [
         ([range(240), range(152, 392)], ["view 1 masks 61 %", "view 2 masks 61 %", "coverage 100 %"]),
-        ([range(196)], ["view 1 masks 50 %", "coverage 50 %"]),
+        ([range(196)], ["masked 50 %"]),
         # Rounding must not claim that everything, or nothing, is masked.
         (
             [range(391), range(1), range(0)],
@@ -232,8 +243,8 @@ def test_loss_curves_draw_every_branch_and_the_learning_rate(tmp_path: Path, fig
     rows = [{"step": 10 * i, "loss": 3.0 / i, "mim": 2.0 / i, "vis": 1.0 / i, "lr": 1e-3 * i} for i in range(1, 30)]
     loss_curves(rows, tmp_path / "loss.png")
     drawn = curves(figures[0])
-    assert set(drawn) == {"total", "mim", "vis"}
-    for name, key in (("total", "loss"), ("mim", "mim"), ("vis", "vis")):
+    assert set(drawn) == {"total", "L_mim", "L_vis"}
+    for name, key in (("total", "loss"), ("L_mim", "mim"), ("L_vis", "vis")):
         assert drawn[name][:2] == ([row["step"] for row in rows], [row[key] for row in rows])
     assert np.asarray(figures[0].axes[1].get_lines()[0].get_ydata()).tolist() == [row["lr"] for row in rows]
     pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).reshape(-1, 3)
@@ -247,7 +258,7 @@ def test_smoothing_is_an_unbiased_moving_average_that_skips_nan(tmp_path: Path, 
     loss_curves(
         [{"step": i, "loss": v, "mim": v, "vis": None, "lr": 0.1} for i, v in enumerate(values)], tmp_path / "a.png"
     )
-    smooth = curves(figures[0])["mim"][2]
+    smooth = curves(figures[0])["L_mim"][2]
     # A short log averages with weights 1, 3/4, 9/16, ... from the newest value back.
     second = (2 + 0.75 * 4) / 1.75
     last = (8 + 0.75 * 2 + 0.75**2 * 4) / (1 + 0.75 + 0.75**2)
@@ -259,7 +270,7 @@ def test_a_method_without_a_visible_branch_has_one_curve(
     tmp_path: Path, figures: list[Figure], vis: float | None
 ) -> None:
     loss_curves([{"step": i, "loss": 1.0, "mim": 1.0, "vis": vis, "lr": 0.1} for i in range(3)], tmp_path / "loss.png")
-    assert set(curves(figures[0])) == {"mim"}
+    assert set(curves(figures[0])) == {"L_mim"}
 
 
 def test_short_logs_still_make_a_picture(tmp_path: Path) -> None:
