@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dmjd.errors import ConfigError
 from dmjd.files import printable, replace_file
 from dmjd.report.differences import differences, labels
-from dmjd.report.html import chart, charts, disclosure, document, heading, notes, paragraph
+from dmjd.report.html import chart, charts, details, disclosure, document, heading, notes, paragraph
 from dmjd.report.html import table as html_table
 from dmjd.report.run import Run, read_run
 from dmjd.report.table import Table, compare, escape_markdown
@@ -114,4 +114,4 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     if not rows:
         return []
     keys = html_table("Differing keys", "runs", ["Key", *(run.name for run in runs)], rows)
-    return [heading("Details"), disclosure(f"Keys that differ ({len(rows)})", keys)]
+    return [details([disclosure(f"Keys that differ ({len(rows)})", keys)])]

@@ -72,10 +72,11 @@ pre { background: var(--well); border-radius: 6px; padding: .8rem; overflow-x: a
   h2, figcaption, thead { break-after: avoid }
   h1 + p, tr, figure, li { break-inside: avoid }
   .wide, .zoom summary, pre { overflow: visible }
-  .zoom img, .zoom[open] img { width: auto; max-width: 100%; max-height: 22cm }
-  .charts { grid-template-columns: 1fr 1fr }
-  .runs { font-size: 7pt } .runs td, .runs th, .runs .text { white-space: normal; min-width: 0; padding-right: 4pt }
-  .skip, details:not([open]):not(.zoom) { display: none }
+  .zoom img, .zoom[open] img { width: auto; max-width: 100%; max-height: 11cm }
+  .picture { margin-top: .6rem }
+  .charts { grid-template-columns: 1fr 1fr; gap: .6rem 1rem } figure > p, .key { font-size: 8pt; line-height: 1.3 }
+  .runs { font-size: 7pt } .runs td, .runs th, .runs .text { min-width: 0; padding-right: 4pt }
+  .skip, details:not([open]):not(.zoom), .details:not(:has(details[open])) { display: none }
   pre { white-space: pre-wrap; overflow-wrap: anywhere }
 }
 """
@@ -163,6 +164,11 @@ def table(name: str, kind: str, head: Sequence[str], rows: Iterable[str]) -> str
 def disclosure(title: str, content: str) -> str:
     """HTML that is shown when its title is clicked."""
     return f"<details><summary>{escape(title)}</summary>\n{content}\n</details>"
+
+
+def details(disclosures: Iterable[str]) -> str:
+    """The last section, of what is read on demand; on paper only what is open."""
+    return f'<section class="details">{heading("Details")}\n' + "\n".join(disclosures) + "</section>"
 
 
 def notes(lines: Iterable[str]) -> str:

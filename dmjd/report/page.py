@@ -17,7 +17,7 @@ from dmjd.errors import ConfigError
 from dmjd.evaluate import Column
 from dmjd.files import replace_file
 from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
-from dmjd.report.html import chart, charts, disclosure, document, heading, pairs, paragraph, picture, table
+from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
 from dmjd.report.method import held_out, masks_caption, method_name, method_summary
 from dmjd.report.run import Record, Run, columns_of, content_of, read_run
 from dmjd.report.scores import metrics, online_references, online_rows, unlike_training
@@ -56,9 +56,12 @@ def _page(run: Run) -> str:
         _scores(run),
         *_charts(run),
         *_pictures(run),
-        heading("Details"),
-        disclosure("Provenance of the latest launch", pairs("Provenance", latest)),
-        disclosure("Resolved configuration", configuration),
+        details(
+            [
+                disclosure("Provenance of the latest launch", pairs("Provenance", latest)),
+                disclosure("Resolved configuration", configuration),
+            ]
+        ),
     )
 
 

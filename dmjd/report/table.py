@@ -164,6 +164,8 @@ def _references(runs: Sequence[Run], metric: Metric) -> list[str]:
         return []
     found: dict[str, list[str]] = {}
     for run in runs:
+        if not points(run, metric):
+            continue
         known = online_references(run) if metric.online else _references_of(run, metric)
         for name, value in known.items():
             text = f"{metric.column.format(value)} {metric.column.unit}".rstrip()

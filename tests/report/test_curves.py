@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
         return png(figure)
 
     monkeypatch.setattr(curves, "png", keep)
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    monkeypatch.setattr(curves, "swatch", lambda line: "")
 
     def draw(*folders: Path, baseline: Path | None = None) -> tuple[str, list[Axes]]:
         runs = [read_run(folder) for folder in folders]
@@ -90,11 +93,30 @@ def test_scores_that_are_not_finite_are_left_out(make_run: MakeRun, drawn: Drawn
     assert lines(by_time) == [[(10, 5), (30, 7)]]
 
 
-def test_no_two_runs_look_alike(make_run: MakeRun, drawn: Drawn) -> None:
-    _, (by_time, _) = drawn(*(make_run(f"run-{index}", curve=[(5, index)]) for index in range(20)))
-    styles = {(line.get_color(), str(line._unscaled_dash_pattern)) for line in by_time.lines}
-    assert len(styles) == 20
-    assert len({pattern for _, pattern in list(styles)[:7]}) > 1  # not by colour alone
+def test_no_two_runs_look_alike(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "png", lambda figure: b"")
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    runs = [read_run(make_run(f"run-{index}", curve=[(5, index)])) for index in range(20)]
+    samples = [sample for sample, _ in convergence(runs, None).charts[0].legend]
+    assert len({*samples}) == 20
+    colourless = [re.sub(r"#[0-9a-f]{6}|var\(--ink\)", "", sample) for sample in samples[:8]]
+    assert len({*colourless}) == 8  # by dashes and markers alone
+
+
+def test_a_legend_of_eight_long_names_is_inside_the_picture(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [read_run(make_run("W" * 90 + str(index), curve=[(5, index)])) for index in range(8)]
+    inside: list[bool] = []
+
+    def measure(figure: Figure) -> bytes:
+        figure.canvas.draw()
+        (box,) = (legend.get_window_extent() for legend in figure.legends)
+        inside.append(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1)
+        return b""
+
+    monkeypatch.setattr(curves, "png", measure)
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    convergence(runs, None)
+    assert inside == [True]
 
 
 def test_picture_holds_the_names_as_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dmjd.ops.views import Views
+from dmjd.runs.folder import RunFolder
+from dmjd.targets.pixels import PixelTarget
 from dmjd.train.pictures import (
     FOOT,
     GAP,
@@ -27,6 +29,7 @@ from dmjd.train.pictures import (
     loss_curves,
     view_grid,
 )
+from dmjd.train.preview import Samples, write_pictures
 
 GRID = (2, 3)
 TOKENS = 6
@@ -119,6 +122,25 @@ def test_prediction_is_that_of_the_first_view_that_masks_a_token(tmp_path: Path)
             assert sheet.tokens(row, 4)[token] == {target}
             shown = target if view is None else tuple(int(value) for value in predictions[view, row, token])
             assert sheet.tokens(row, 5)[token] == {shown}
+
+
+def test_normalised_pixels_are_drawn_in_the_scale_of_the_image(tmp_path: Path) -> None:
+    """Targets are then the image, and a prediction of zeros is the mean of each patch."""
+    images = torch.randint(0, 256, (2, 8, 12, 3), generator=torch.Generator().manual_seed(1)).byte()
+    tokenizer = PixelTarget(PATCH, 3, (0.5,) * 3, (0.2,) * 3, norm="patch")
+    predictions = torch.zeros(2, 2, TOKENS, tokenizer.dim)
+    samples = Samples(images, views_of(MASK), tokenizer(images), predictions, GRID)
+    drawn = write_pictures(RunFolder(tmp_path), 1, samples, tokenizer)
+    sheet = Sheet(drawn["views"], columns=6)
+    for row in range(2):
+        for token in range(TOKENS):
+            assert sheet.tokens(row, 4)[token] == sheet.tokens(row, 0)[token]
+            if MASK[:, row, token].any():
+                (shown,) = sheet.tokens(row, 5)[token]
+                y, x = token // GRID[1] * PATCH, token % GRID[1] * PATCH
+                assert shown[0] == pytest.approx(images[row, y : y + PATCH, x : x + PATCH].float().mean(), abs=1)
+    with Image.open(drawn["views"]) as picture:
+        assert "mean and the standard deviation of the true patch" in picture.info["Description"]
 
 
 def test_the_sheet_fits_light_and_dark_pages(tmp_path: Path) -> None:
@@ -285,11 +307,14 @@ def test_short_logs_still_make_a_picture(tmp_path: Path) -> None:
     assert blue_pixels(1) > 20
 
 
-def test_pyplot_is_left_alone(tmp_path: Path) -> None:
-    script = f"""
+def test_pyplot_is_left_alone() -> None:
+    script = """
 import sys
-from dmjd.train.pictures import loss_curves
-loss_curves([dict(step=1, loss=1.0, mim=1.0, vis=None, lr=0.1)], {str(tmp_path / "loss.png")!r})
+from matplotlib.figure import Figure
+from dmjd.charts import draw_losses, png, svg
+figure = Figure()
+draw_losses(figure.subplots(), [dict(step=1, loss=1.0, mim=1.0)])
+png(figure), svg(figure)
 sys.exit("matplotlib.pyplot" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
