@@ -89,7 +89,7 @@ def _markdown(table: Table, caption: str) -> str:
 
 def _page(runs: Sequence[Run], table: Table, curves: Convergence) -> str:
     speedups = [heading("Speed-up"), notes(table.speedups)] if table.speedups else []
-    drawn = [chart(each.title, each.svg, each.legend) for each in curves.charts]
+    drawn = [chart(each.title, each.svg, each.legend, each.caption) for each in curves.charts]
     return document(
         "Comparison",
         paragraph(", ".join(run.name for run in runs)),

@@ -38,6 +38,8 @@ LABEL_LENGTH = 60
 PANEL = (4.4, 2.7)
 """Inches of a chart on a page, where it takes about half the width of a screen, or all of a phone's."""
 
+_LOSSES_DIFFER = "Losses of different methods, targets or patterns do not compare."
+
 
 class Chart(NamedTuple):
     """A chart on a page. legend: pieces of the lines as SVG, and their labels. caption: text below it."""
@@ -171,6 +173,14 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
         panel, axes = _panel()
         draw(axes)
         charts.append(Chart(title, svg(panel, title), legend))
+    if metric:
+        losses = [_curve(index, run, names[index], None) for index, run in enumerate(runs)]
+        panel, axes = _panel()
+        _draw(axes, losses, [_effective_epochs(curve) for curve in losses], None, None)
+        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        known = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in losses if curve.points]
+        title = "Loss over effective epochs"
+        charts.append(Chart(title, svg(panel, title), known, _LOSSES_DIFFER))
     return Convergence(caption, png(figure), charts)
 
 
@@ -254,7 +264,7 @@ def _short(name: str) -> str:
 def _caption(metric: Metric | None, curves: Sequence[_Curve], baseline: Run | None) -> str:
     missing = ", ".join(curve.run.name for curve in curves if not curve.points)
     if metric is None:
-        text = "Losses, as no run has online scores. Losses of different methods, targets or patterns do not compare."
+        text = f"Losses, as no run has online scores. {_LOSSES_DIFFER}"
         return f"{text} Nothing logged yet by {missing}." if missing else text
     text = f"{metric.title}: {metric.description}"
     if baseline is not None:

@@ -141,6 +141,26 @@ def online_references(run: Run) -> dict[str, float]:
     return {name: found[name] for name in ("untrained", "majority", "chance") if name in found}
 
 
+def references(run: Run, metric: Metric) -> dict[str, float]:
+    """Untrained, majority and chance scores beside ``metric``, as far as ``run`` has them."""
+    if metric.online:
+        return online_references(run) if metric in _metrics_of(run) else {}
+    records = records_of(run, metric)
+    found: dict[str, float] = {}
+    for record in records:
+        if metric.score == record.main_score:
+            found |= record.references
+    for record in run.evaluations:
+        alike = (record.evaluation, _settings(record)) == (metric.evaluation, metric.settings)
+        if records and alike and record.weights == "untrained" and metric.score in record.scores:
+            found["untrained"] = record.scores[metric.score]
+    return found
+
+
+def _settings(record: Record) -> str:
+    return json.dumps(record.settings, sort_keys=True)
+
+
 def _as_online(record: dict[str, Any], online: dict[str, Any]) -> bool:
     """Whether the settings of a kNN record are those of the online score, whose bank may be smaller than its limit."""
     same = {"pooling": "pooling", "k": "neighbours", "temperature": "temperature", "crop_pct": "crop_pct"}
@@ -164,8 +184,7 @@ def _metrics_of(run: Run) -> list[Metric]:
 def _metrics(record: Record) -> list[Metric]:
     if record.weights == "untrained":
         return []
-    settings = json.dumps(record.settings, sort_keys=True)
-    return [Metric(record.evaluation, score, record.weights, settings) for score in record.scores]
+    return [Metric(record.evaluation, score, record.weights, _settings(record)) for score in record.scores]
 
 
 def _online_settings(run: Run) -> str:

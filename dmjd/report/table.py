@@ -12,8 +12,8 @@ from dmjd.report.differences import short_names
 from dmjd.report.format import ABSENT, hours, look_up, plain, rate, scores
 from dmjd.report.html import table
 from dmjd.report.method import base_and_additions
-from dmjd.report.run import Run, columns_of
-from dmjd.report.scores import Metric, metrics, online_references, points, records_of, unlike_training
+from dmjd.report.run import Run
+from dmjd.report.scores import Metric, metrics, points, records_of, references, unlike_training
 from dmjd.report.speedup import definition, speedup
 
 _PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-wise"}
@@ -160,21 +160,12 @@ def _score_columns(runs: Sequence[Run], measured: Sequence[Metric]) -> list[Colu
 
 def _references(runs: Sequence[Run], metric: Metric) -> list[str]:
     """Chance and majority, which are equal for all runs under equal settings, and the untrained scores."""
-    if metric.score != next(iter(columns_of(metric.evaluation))):
-        return []
     found: dict[str, list[str]] = {}
     for run in runs:
-        if not points(run, metric):
-            continue
-        known = online_references(run) if metric.online else _references_of(run, metric)
-        for name, value in known.items():
+        for name, value in references(run, metric).items():
             text = f"{metric.column.format(value)} {metric.column.unit}".rstrip()
             found.setdefault(name, []).append(f"{text} of {run.name}" if name == "untrained" else text)
     return [f"{name.capitalize()}: {', '.join(dict.fromkeys(texts))}." for name, texts in found.items()]
-
-
-def _references_of(run: Run, metric: Metric) -> dict[str, float]:
-    return {name: value for record in records_of(run, metric) for name, value in record.references.items()}
 
 
 def _unlike(runs: Sequence[Run], metric: Metric) -> list[str]:

@@ -72,6 +72,26 @@ def test_scores_under_other_settings_are_other_columns(make_run: MakeRun) -> Non
     assert meanings["kNN (k 5)"].endswith("(k 5, pooling mean, train_images 1000).")
 
 
+def test_a_score_is_explained_by_what_it_compares_with(make_run: MakeRun) -> None:
+    how = {"data": "folder, 64x64"}
+    trained, untrained = ("knn", "trained", 100, 60.0, how), ("knn", "untrained", 0, 20.0, how)
+    data = {"data": {"name": "folder", "image_size": [32, 32]}}
+    a = make_run("a", evaluations=[trained, untrained], config=data)
+    b = make_run("b", evaluations=[trained], config=data)
+    for name, untrained_score in ((a, None), (b, 25.0)):
+        path = name / "evaluations" / "0.json"
+        values = {"chance": 10.0, "majority": 11.5, "untrained": untrained_score}
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    meaning = dict(table(a, b).meanings)["kNN"]
+    assert "Chance: 10.00 %. Majority: 11.50 %. Untrained: 20.00 % of a, 25.00 % of b." in meaning
+    assert "a unlike pre-training: images of 64x64 pixels, pre-trained on 32x32." in meaning
+    (a / "evaluations" / "0.json").write_text(
+        json.dumps({"verb": "knn", "weights": "trained", "step": 1, "top1": 1.0, "chance": float("nan")})
+    )
+    with pytest.raises(DataError, match=r"has chance=nan; it must be a finite number$"):
+        read_run(a)
+
+
 def test_online_scores_compare_only_under_equal_settings(make_run: MakeRun) -> None:
     def online(name: str, neighbours: int, score: float) -> Path:
         section = {"every_epochs": 9, "neighbours": neighbours, "warn_drop": neighbours}
