@@ -7,12 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dmjd.errors import ConfigError
 from dmjd.files import printable, replace_file
-from dmjd.report.html import document, figure, heading, notes
+from dmjd.report.differences import differences, labels
+from dmjd.report.html import chart, charts, details, disclosure, document, heading, notes, paragraph
+from dmjd.report.html import table as html_table
 from dmjd.report.run import Run, read_run
 from dmjd.report.table import Table, compare, escape_markdown
+
+if TYPE_CHECKING:
+    from dmjd.report.curves import Convergence
 
 
 def write_comparison(
@@ -41,13 +47,13 @@ def write_comparison(
     table = compare(runs, reference)
     from dmjd.report.curves import convergence  # imports matplotlib, which takes a second
 
-    caption, png = convergence(runs, reference)
+    curves = convergence(runs, reference, labels(runs))
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent / "comparison" if output is None else Path(output)
     files: dict[str, bytes | str] = {
-        "comparison.md": _markdown(table, caption),
-        "comparison.html": _page(runs, table, caption, png),
-        "convergence.png": png,
+        "comparison.md": _markdown(table, curves.caption),
+        "comparison.html": _page(runs, table, curves),
+        "convergence.png": curves.png,
     }
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -81,16 +87,31 @@ def _markdown(table: Table, caption: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _page(runs: Sequence[Run], table: Table, caption: str, png: bytes) -> str:
+def _page(runs: Sequence[Run], table: Table, curves: Convergence) -> str:
     speedups = [heading("Speed-up"), notes(table.speedups)] if table.speedups else []
+    drawn = [chart(each.title, each.svg, each.legend, each.caption) for each in curves.charts]
     return document(
         "Comparison",
-        f"<p>{escape(', '.join(run.name for run in runs))}</p>",
+        paragraph(", ".join(run.name for run in runs)),
         heading("Runs"),
         table.html(),
         *speedups,
-        figure("Convergence", png),
-        f"<p>{escape(caption)}</p>",
+        heading("Convergence"),
+        charts(drawn),
+        paragraph(curves.caption),
         heading("Columns"),
         notes([f"{title}: {text}" for title, text in table.meanings]),
+        *_differing(runs),
     )
+
+
+def _differing(runs: Sequence[Run]) -> list[str]:
+    """All keys in which the configurations differ, and their values."""
+    rows = [
+        f'<th scope="row">{escape(key)}</th>' + "".join(f'<td class="text">{escape(value)}</td>' for value in values)
+        for key, values in differences(runs).items()
+    ]
+    if not rows:
+        return []
+    keys = html_table("Differing keys", "runs", ["Key", *(run.name for run in runs)], rows)
+    return [details([disclosure(f"Keys that differ ({len(rows)})", keys)])]

@@ -1,4 +1,4 @@
-"""Convergence of runs: scores, or losses if there are none, over wall time and over effective epochs."""
+"""Charts of reports: the course of one run, and the convergence of several."""
 
 from __future__ import annotations
 
@@ -6,88 +6,222 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from dmjd.charts import INK, MUTED, log_scale, png, tidy
+from dmjd.charts import (
+    INK,
+    MUTED,
+    RULE,
+    draw_losses,
+    draw_smoothed,
+    extremes,
+    log_scale,
+    png,
+    svg,
+    swatch,
+    tidy,
+    values_of,
+)
+from dmjd.report.method import loss_meanings
 from dmjd.report.run import Run
-from dmjd.report.scores import Metric, Point, metrics, points
+from dmjd.report.scores import Metric, Point, metrics, online_references, online_rows, points
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK)
 """Okabe and Ito's palette without yellow, which is too light on white."""
-DASHES = ("-", "--", ":", "-.")
+DASHES = ("-", "--", "-.", ":", (0, (7, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)))
 MARKERS = "osD^vPX"
-LABEL_LENGTH, LINE_LENGTH = 48, 130
-"""Characters of a name in the legend, and of a row of names."""
+LABEL_LENGTH = 60
+"""Characters of a name in the legend."""
+PANEL = (4.4, 2.7)
+"""Inches of a chart on a page, where it takes about half the width of a screen, or all of a phone's."""
+
+_LOSSES_DIFFER = "Losses of different methods, targets or patterns do not compare."
+
+
+class Chart(NamedTuple):
+    """A chart on a page. legend: pieces of the lines as SVG, and their labels. caption: text below it."""
+
+    title: str
+    svg: str
+    legend: list[tuple[str, str]]
+    caption: str = ""
+
+
+class Convergence(NamedTuple):
+    """caption: the meaning of the scores. png: all panels in one file. charts: the same for a page."""
+
+    caption: str
+    png: bytes
+    charts: list[Chart]
 
 
 class _Curve(NamedTuple):
     run: Run
+    label: str
     points: list[Point]
     style: dict[str, Any]
 
 
-def convergence(runs: Sequence[Run], baseline: Run | None) -> tuple[str, bytes]:
-    """A caption, and a PNG of two panels: wall time to the left, effective training epochs to the right.
+def run_charts(run: Run) -> list[Chart]:
+    """Loss, online score, learning rate, gradient norm and throughput by step and epoch, as far as they were logged."""
+    training = [row for row in run.rows if row.get("loss") is not None]
+    charts = []
+    if training:
+        figure, axes = _panel()
+        draw_losses(axes, training)
+        charts.append(_by_step(run, "Loss", figure, axes, caption=loss_meanings(run.config)))
+    scored = online_rows(run)
+    if scored:
+        figure, axes = _panel()
+        style: dict[str, Any] = {"color": COLOURS[0], "linewidth": 1.8, "marker": "o", "markersize": 4}
+        steps, scores = values_of(scored, "step"), values_of(scored, "knn_top1")
+        axes.plot(steps, scores, label=f"online kNN  {scores[-1]:.2f} %", **style, markevery=max(1, len(scored) // 25))
+        for (name, value), dash in zip(online_references(run).items(), ("--", "-.", ":"), strict=False):
+            axes.axhline(value, label=f"{name}  {value:.2f} %", color=MUTED, linewidth=1, linestyle=dash, zorder=1)
+        axes.set_ylabel("top-1, %", color=INK)
+        charts.append(_by_step(run, "Online score", figure, axes, caption="k-nearest-neighbour top-1 while training."))
+    for title, key, label, rows in (
+        ("Learning rate", "lr", "learning rate", training),
+        ("Gradient norm", "grad_norm", "gradient norm", training),
+        ("Throughput", "images_per_second", "images/s", run.timing),
+    ):
+        known = [row for row in rows if row.get(key) is not None]
+        if not known:
+            continue
+        figure, axes = _panel()
+        if key == "lr":
+            axes.plot(values_of(known, "step"), values_of(known, key), color=COLOURS[0], marker="o" * (len(known) == 1))
+        else:
+            draw_smoothed(axes, known, key, label, color=COLOURS[0])
+        axes.set_ylabel(label, color=INK)
+        if axes.get_yscale() == "linear":
+            axes.set_ylim(bottom=0)
+        charts.append(_by_step(run, title, figure, axes))
+    return charts
+
+
+def _panel() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=PANEL, layout="constrained")
+    return figure, figure.subplots()
+
+
+def _by_step(run: Run, title: str, figure: Figure, axes: Axes, caption: str = "") -> Chart:
+    """The chart with steps below and epochs above."""
+    axes.set_xlabel("step", color=INK)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    tidy(axes)
+    last = next((row for row in reversed(run.rows) if row.get("epoch") and row["step"]), None)
+    if last is not None:
+        ratio = last["epoch"] / last["step"]
+        epochs = axes.secondary_xaxis("top", functions=(lambda step: step * ratio, lambda epoch: epoch / ratio))
+        epochs.set_xlabel("epoch", color=INK)
+        epochs.tick_params(colors=MUTED, labelsize=8.5)
+        epochs.spines["top"].set_color(RULE)
+        epochs.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    legend = [(swatch(line), str(line.get_label())) for line in axes.lines if not str(line.get_label()).startswith("_")]
+    return Chart(title, svg(figure, f"{title} by step"), legend, caption)
+
+
+def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str] | None = None) -> Convergence:
+    """Curves of several runs over wall time and over effective training epochs.
 
     Shows the online score that most runs have, or losses if no run has one. The caption names the runs without it. A
     line marks the best score of ``baseline``, a ring the first point of each run that reaches it.
+
+    labels: of the runs in the legend; by default their names.
     """
     online = [metric for metric in metrics(runs) if metric.online]
     metric = max(online, key=lambda each: sum(bool(points(run, each)) for run in runs), default=None)
-    curves = [_curve(index, run, metric) for index, run in enumerate(runs)]
+    names = [_short(name) for name in labels or [run.name for run in runs]]
+    curves = [_curve(index, run, names[index], metric) for index, run in enumerate(runs)]
     reference = next((curve.points for curve in curves if curve.run is baseline), []) if metric else []
     target = metric.best(point.score for point in reference) if metric else None
     slowest = max((point.seconds or 0 for curve in curves for point in curve.points), default=0)
     unit, unit_name = (3600, "hours") if slowest >= 3600 else (60, "minutes")
 
+    def by_time(axes: Axes) -> None:
+        _draw(axes, curves, [_seconds(curve, unit) for curve in curves], metric, target)
+        axes.set_xlabel(f"wall time, {unit_name}", color=INK)
+        if baseline is not None and target is not None:
+            # Curves begin far from the best score, so the left end of the line is free for its label.
+            place: dict[str, Any] = {"xytext": (4, 3), "textcoords": "offset points", "fontsize": 8.5}
+            axes.annotate(
+                f"best of {_short(baseline.name)}", (0, target), xycoords=axes.get_yaxis_transform(), color=MUTED,
+                parse_math=False, **place,
+            )  # fmt: skip
+
+    def by_epochs(axes: Axes) -> None:
+        _draw(axes, curves, [_effective_epochs(curve) for curve in curves], metric, target)
+        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+
+    caption = _caption(metric, curves, baseline if target is not None else None)
     figure = Figure(figsize=(10, 4.6), dpi=100, facecolor="white", layout="constrained")
-    by_time, by_epochs = figure.subplots(1, 2, sharey=True)
-    for curve in curves:
-        for axes, x in ((by_time, _seconds(curve, unit)), (by_epochs, _effective_epochs(curve))):
-            axes.plot(x, [point.score for point in curve.points], zorder=2, **curve.style)
-            reached = metric.first_reach(curve.points, target) if metric and target is not None else None
-            if reached is not None:
-                at, colour = x[curve.points.index(reached)], curve.style["color"]
-                axes.plot([at], [reached.score], "o", markersize=13, fillstyle="none", color=colour, zorder=3)
-    for axes, label in ((by_time, f"wall time, {unit_name}"), (by_epochs, "effective training epochs, K x epochs")):
-        axes.set_xlabel(label, color=INK)
-        axes.set_xlim(left=0)
-        tidy(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(7))
-        if target is not None:
-            axes.axhline(target, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    if baseline is not None and target is not None:
-        # Curves begin far from the best score, so the left end of the line is free for its label.
-        label, place = f"best of {_short(baseline.name)}", {"xytext": (4, 3), "textcoords": "offset points"}
-        transform = by_time.get_yaxis_transform()
-        by_time.annotate(label, (0, target), xycoords=transform, color=MUTED, fontsize=8.5, parse_math=False, **place)
-    if metric is None:
-        losses = [point.score for curve in curves for point in curve.points]
-        if losses and 0 < 8 * min(losses) < max(losses):
-            log_scale(by_time)
-    by_time.set_ylabel(f"{metric.column.meaning}, {metric.column.unit}" if metric else "loss", color=INK)
-    _legend(figure, [curve for curve in curves if curve.points])
-    return _caption(metric, curves, baseline if target is not None else None), png(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    by_time(left)
+    by_epochs(right)
+    right.set_ylabel("")
+    shown = [curve for curve in curves if curve.points]
+    _legend(figure, shown)
+    legend = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in shown]
+    charts = []
+    what = metric.title if metric else "Loss"
+    for title, draw in ((f"{what} over wall time", by_time), (f"{what} over effective epochs", by_epochs)):
+        panel, axes = _panel()
+        draw(axes)
+        charts.append(Chart(title, svg(panel, title), legend))
+    if metric:
+        losses = [_curve(index, run, names[index], None) for index, run in enumerate(runs)]
+        panel, axes = _panel()
+        _draw(axes, losses, [_effective_epochs(curve) for curve in losses], None, None)
+        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        known = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in losses if curve.points]
+        title = "Loss over effective epochs"
+        charts.append(Chart(title, svg(panel, title), known, _LOSSES_DIFFER))
+    return Convergence(caption, png(figure), charts)
 
 
-def _curve(index: int, run: Run, metric: Metric | None) -> _Curve:
+def _draw(
+    axes: Axes, curves: Sequence[_Curve], places: Sequence[list[float]], metric: Metric | None, target: float | None
+) -> None:
+    """Draw every curve at its ``places`` on the x axis, and where it reaches ``target``."""
+    for curve, x in zip(curves, places, strict=True):
+        axes.plot(x, [point.score for point in curve.points], zorder=2, **curve.style)
+        reached = metric.first_reach(curve.points, target) if metric and target is not None else None
+        if reached is not None:
+            at, colour = x[curve.points.index(reached)], curve.style["color"]
+            axes.plot([at], [reached.score], "o", markersize=13, fillstyle="none", color=colour, zorder=3)
+    axes.set_xlim(left=0)
+    tidy(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(7))
+    if target is not None:
+        axes.axhline(target, color=MUTED, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    losses = [] if metric else [point.score for curve in curves for point in curve.points]
+    if losses and 0 < 8 * min(losses) < max(losses):
+        log_scale(axes)
+    axes.set_ylabel(f"{metric.column.meaning}, {metric.column.unit}" if metric else "loss", color=INK)
+
+
+def _curve(index: int, run: Run, label: str, metric: Metric | None) -> _Curve:
     found = points(run, metric) if metric else _losses(run)
     style = {
         "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[index // len(COLOURS) % len(DASHES)],
+        "linestyle": DASHES[(index + index // len(COLOURS)) % len(DASHES)],
         "linewidth": 1.8,
     }
     # Scores are few: markers distinguish the runs without colour. A single loss would be invisible without a marker.
     if metric or len(found) == 1:
         style |= {"marker": MARKERS[index % len(MARKERS)], "markersize": 5, "markevery": max(1, len(found) // 25)}
-    return _Curve(run, found, style)
+    return _Curve(run, label, found, style)
 
 
 def _losses(run: Run) -> list[Point]:
     rows = [row for row in run.rows if row.get("loss") is not None and math.isfinite(row["loss"])]
-    return [Point(row["loss"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
+    kept = (rows[index] for index in extremes(values_of(rows, "loss")))
+    return [Point(row["loss"], run.seconds_at(row["step"]), row.get("epoch")) for row in kept]
 
 
 def _seconds(curve: _Curve, unit: int) -> list[float]:
@@ -100,24 +234,25 @@ def _effective_epochs(curve: _Curve) -> list[float]:
 
 
 def _legend(figure: Figure, curves: Sequence[_Curve]) -> None:
-    """Names above the panels, clear of the curves."""
-    if not curves:
-        return
-    names = [_short(curve.run.name) for curve in curves]
-    columns = max(1, min(len(names), LINE_LENGTH // (max(map(len, names)) + 8)))
-    legend = figure.legend(
-        handles=[Line2D([], [], **curve.style) for curve in curves],
-        labels=["run"] * len(names),  # matplotlib leaves out labels that begin with an underscore
-        loc="outside upper left",
-        ncols=columns,
-        frameon=False,
-        fontsize=9,
-        labelcolor=INK,
-        handlelength=3,
-    )
-    for text, name in zip(legend.get_texts(), names, strict=True):
-        text.set_text(name)
-        text.set_parse_math(False)
+    """Names below the panels, in as many columns as fit the width of the figure."""
+    for columns in range(min(len(curves), 4), 0, -1):
+        legend = figure.legend(
+            handles=[Line2D([], [], **curve.style) for curve in curves],
+            labels=["run"] * len(curves),  # matplotlib leaves out labels that begin with an underscore
+            loc="outside lower left",
+            ncols=columns,
+            frameon=False,
+            fontsize=9,
+            labelcolor=INK,
+            handlelength=4,
+        )
+        for text, curve in zip(legend.get_texts(), curves, strict=True):
+            text.set_text(curve.label)
+            text.set_parse_math(False)
+        if legend.get_window_extent().width <= figure.bbox.width:
+            return
+        if columns > 1:
+            legend.remove()
 
 
 def _short(name: str) -> str:
@@ -129,7 +264,7 @@ def _short(name: str) -> str:
 def _caption(metric: Metric | None, curves: Sequence[_Curve], baseline: Run | None) -> str:
     missing = ", ".join(curve.run.name for curve in curves if not curve.points)
     if metric is None:
-        text = "Losses, as no run has online scores. Losses of different methods, targets or patterns do not compare."
+        text = f"Losses, as no run has online scores. {_LOSSES_DIFFER}"
         return f"{text} Nothing logged yet by {missing}." if missing else text
     text = f"{metric.title}: {metric.description}"
     if baseline is not None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from dmjd.errors import ConfigError
+from dmjd.evaluate import Column
 from dmjd.files import replace_file
 from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
-from dmjd.report.html import document, figure, heading, pairs
+from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
+from dmjd.report.method import held_out, masks_caption, method_name, method_summary
 from dmjd.report.run import Record, Run, columns_of, content_of, read_run
-
-_CAPTIONS = {
-    "loss": "Loss",
-    "views": "Masked views, targets and predictions",
-    "masks": "Disjoint masks",
-}
+from dmjd.report.scores import metrics, online_references, online_rows, unlike_training
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -41,21 +42,41 @@ def write_report(run_path: str | Path) -> Path:
 
 def _page(run: Run) -> str:
     launches = run.launches
-    started, device = (escape(plain(launches[0].get(key))) for key in ("started", "device"))
+    started, device = (plain(launches[0].get(key)) for key in ("started", "device"))
     again = f", launched {len(launches)} times" if len(launches) > 1 else ""
     latest = [(key.replace("_", " "), plain(value)) for key, value in run.provenance.items() if key != "launches"]
+    configuration = f'<pre tabindex="0">{escape(run.config_text)}</pre>'
     return document(
         run.name,
-        f"<p>Started {started} on {device}{again}</p>",
+        paragraph(method_summary(run.config)),
+        paragraph(f"Started {started} on {device}{again}"),
         heading("Summary"),
-        pairs(_summary(run)),
-        heading("Evaluation"),
-        _scores(run.evaluations),
-        *(figure(_caption(path), content_of(path)) for path in _in_reading_order(run.pictures)),
-        f"<details><summary>Provenance of the latest launch</summary>\n{pairs(latest)}\n</details>",
-        "<details><summary>Resolved configuration</summary>",
-        f"<pre>{escape(run.config_text)}</pre>\n</details>",
+        pairs("Summary", _summary(run)),
+        heading("Scores"),
+        _scores(run),
+        *_charts(run),
+        *_pictures(run),
+        details(
+            [
+                disclosure("Provenance of the latest launch", pairs("Provenance", latest)),
+                disclosure("Resolved configuration", configuration),
+            ]
+        ),
     )
+
+
+def _charts(run: Run) -> list[str]:
+    from dmjd.report.curves import run_charts  # imports matplotlib, which takes half a second
+
+    drawn = [chart(each.title, each.svg, each.legend, each.caption) for each in run_charts(run)]
+    return [heading("Curves"), charts(drawn)] if drawn else []
+
+
+def _pictures(run: Run) -> list[str]:
+    """Pictures of the run; the charts above replace the picture of its losses, which is for trackers."""
+    shown = [path for path in run.pictures if path.stem != "loss"]
+    drawn = [picture(_caption(run, path), *_description(path)) for path in shown]
+    return [heading("Pictures"), *drawn] if drawn else []
 
 
 def _summary(run: Run) -> list[tuple[str, str]]:
@@ -69,10 +90,11 @@ def _summary(run: Run) -> list[tuple[str, str]]:
     epoch, seconds, size = run.last("epoch"), run.last("seconds"), configured("data", "image_size")
     reached = plain(run.last("step")) + (f" (epoch {round(epoch, 2):g})" if epoch is not None else "")
     return [
-        ("Method", name_of(configured("method"))),
+        ("Method", method_name(run.config)),
         ("Backbone", _backbone(configured("backbone"))),
         ("Target", name_of(configured("target"))),
         ("Data", name_of(configured("data"))),
+        *[("Held out for scores", held) for held in [held_out(run.config)] if held != ABSENT],
         ("Image size", " x ".join(map(str, size)) if isinstance(size, list) else plain(size)),
         ("Views K", plain(views)),
         ("Mask pattern", plain(configured("mask", "pattern"))),
@@ -111,51 +133,101 @@ def _goodput(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _scores(records: list[Record]) -> str:
-    """A table of every trained score beside the untrained one of equal evaluation and settings, if there is one."""
-    if not records:
-        return "<p>Not evaluated yet.</p>"
+def _scores(run: Run) -> str:
+    """A table of every trained score beside the untrained one of equal evaluation and settings, if there is one.
+
+    Chance and majority, where some record holds them, are two more columns.
+    """
     groups: dict[tuple[str, str], list[Record]] = {}
-    for record in records:
+    for record in run.evaluations:
         key = (record.evaluation, json.dumps(record.settings, sort_keys=True))
         groups.setdefault(key, []).append(record)
-    lines: list[str] = []
+    lines = _online_line(run)
     for group in groups.values():
         untrained = next((record for record in group if record.weights == "untrained"), None)
         trained = sorted((record for record in group if record.weights != "untrained"), key=lambda each: each.step)
-        lines += [row for record in trained for row in _rows(record, untrained)] or _rows(None, untrained)
-    head = "<tr><th>Score</th><th>Trained</th><th>Untrained</th><th>Gain</th><th>Step</th></tr>"
-    return f'<div class="wide"><table class="scores">\n{head}\n' + "\n".join(lines) + "\n</table></div>"
+        lines += [line for record in trained for line in _lines(run, record, untrained)] or _lines(run, None, untrained)
+    if not lines:
+        return paragraph("Not evaluated yet.")
+    compared = [name for name in ("majority", "chance") if any(name in line.references for line in lines)]
+    head = ["Score", "Trained", "Untrained", "Gain", *map(str.capitalize, compared), "Step"]
+    return table("Scores", "scores", head, [line.html(compared) for line in lines])
 
 
-def _rows(trained: Record | None, untrained: Record | None) -> Iterator[str]:
-    """One row per score; at least one of the two records is given."""
-    either = trained or untrained
-    assert either is not None
-    average = ["moving average"] if either.weights == "ema" else []
-    settings = ", ".join([*average, *(f"{key} {plain(value)}" for key, value in either.settings.items())])
-    for score, column in columns_of(either.evaluation).items():
-        after, before = (record.scores.get(score) if record else None for record in (trained, untrained))
-        if after is None and before is None:
-            continue
+@dataclass(frozen=True)
+class _Line:
+    """One row of the table of scores. note: the conditions."""
+
+    column: Column
+    note: str
+    after: float | None
+    before: float | None
+    references: dict[str, float]
+    step: int | None
+
+    def html(self, compared: Sequence[str]) -> str:
+        column, after, before = self.column, self.after, self.before
         gained, side = ABSENT, ""
         if after is not None and before is not None:
             gained = column.format(after - before, sign="+")
             side = "" if after == before else "up" if (after > before) == column.higher_is_better else "down"
-        cells = [ABSENT if value is None else column.format(value) for value in (after, before)]
-        label = f"{escape(f'{column.meaning}, {column.unit}'.removesuffix(', '))}<small>{escape(settings)}</small>"
-        yield (
-            f'<tr><td>{label}</td><td>{cells[0]}</td><td>{cells[1]}</td><td class="{side}">{gained}</td>'
-            f"<td>{trained.step if trained else ABSENT}</td></tr>"
-        )
+        values = [after, before, *(self.references.get(name) for name in compared)]
+        cells = [f"<td>{ABSENT if value is None else column.format(value)}</td>" for value in values]
+        cells.insert(2, f'<td class="{side}">{gained}</td>')
+        label = f"{column.meaning}, {column.unit}".removesuffix(", ")
+        head = f'<th scope="row">{escape(label)}<small>{escape(self.note)}</small></th>'
+        return f"{head}{''.join(cells)}<td>{plain(self.step)}</td>"
 
 
-def _in_reading_order(pictures: Iterable[Path]) -> list[Path]:
-    return sorted(pictures, key=lambda path: (path.stem != "loss", path.name))
+def _online_line(run: Run) -> list[_Line]:
+    """The latest score that was measured while training."""
+    metric = next((metric for metric in metrics([run]) if metric.online), None)
+    if metric is None:
+        return []
+    curve = online_rows(run)
+    best = max(curve, key=lambda row: row["knn_top1"])
+    settings = ", ".join(f"{key} {plain(value)}" for key, value in json.loads(metric.settings).items())
+    note = f"online; best {metric.column.format(best['knn_top1'])} at step {best['step']}; {settings}"
+    known = online_references(run)
+    return [_Line(metric.column, note, curve[-1]["knn_top1"], known.get("untrained"), known, curve[-1]["step"])]
 
 
-def _caption(path: Path) -> str:
-    return _CAPTIONS.get(path.stem, path.stem.replace("_", " "))
+def _lines(run: Run, trained: Record | None, untrained: Record | None) -> list[_Line]:
+    """One row per score; at least one of the two records is given."""
+    either = trained or untrained
+    assert either is not None
+    parts = ["moving average"] if either.weights == "ema" else []
+    parts += [f"{key} {plain(value)}" for key, value in either.settings.items()]
+    unlike = unlike_training(run, either)
+    note = ", ".join(parts) + (f"; {unlike}" if unlike else "")
+    lines = []
+    for score, column in columns_of(either.evaluation).items():
+        after = trained.scores.get(score) if trained else None
+        known = [record.untrained(score) for record in (untrained, trained) if record]
+        before = next((value for value in known if value is not None), None)
+        if after is not None or before is not None:
+            references = either.references if score == either.main_score else {}
+            lines.append(_Line(column, note, after, before, references, trained.step if trained else None))
+    return lines
+
+
+def _caption(run: Run, path: Path) -> str:
+    several = look_up(run.config, ("mask", "views")) != 1
+    captions = {
+        "views": "Masked views, target and prediction" if several else "Masked image, target and prediction",
+        "masks": masks_caption(run.config),
+    }
+    return captions.get(path.stem, path.stem.replace("_", " "))
+
+
+def _description(path: Path) -> tuple[str, bytes]:
+    """The description that a picture holds, and its bytes."""
+    content = content_of(path)
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            return str(image.info.get("Description", "")), content
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return "", content
 
 
 def _backbone(section: Any) -> str:

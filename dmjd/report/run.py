@@ -17,6 +17,9 @@ from dmjd.report.format import plain
 from dmjd.runs.paths import RunPaths
 from dmjd.safe_load import parse_json, parse_yaml
 
+REFERENCES = ("chance", "majority", "untrained")
+"""Scores in a record that its first score compares with."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -26,6 +29,8 @@ class Record:
     weights: ``"trained"``, ``"ema"`` for their moving average, or ``"untrained"`` for the initial weights.
     scores: those of :func:`columns_of`.
     settings: the conditions under which they were measured.
+    references: what the first score compares with, as far as it was recorded, in its unit: ``chance`` (of a random
+        class), ``majority`` (of the most frequent class), ``untrained`` (of the initial weights).
     """
 
     evaluation: str
@@ -33,6 +38,18 @@ class Record:
     step: int
     scores: dict[str, float]
     settings: dict[str, Any] = field(default_factory=dict)
+    references: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def main_score(self) -> str:
+        """The score that the references belong to."""
+        return next(iter(columns_of(self.evaluation)))
+
+    def untrained(self, score: str) -> float | None:
+        """The score of the initial weights that this record holds."""
+        if self.weights == "untrained":
+            return self.scores.get(score)
+        return self.references.get("untrained") if score == self.main_score else None
 
 
 def columns_of(evaluation: str) -> Mapping[str, Column]:
@@ -180,6 +197,7 @@ def _record(file: Path) -> Record:
     values = _mapping(file)
     columns = columns_of(str(values.get("verb")))
     scores = {score: values[score] for score in columns if values.get(score) is not None}
+    references = {name: values[name] for name in REFERENCES if values.get(name) is not None}
     missing = [key for key in ("verb", "weights", "step") if key not in values] + [*columns] * (not scores)
     if missing:
         raise DataError(f"{file} is not an evaluation: it lacks {', '.join(missing)}")
@@ -189,8 +207,11 @@ def _record(file: Path) -> Record:
         ("verb", isinstance(values["verb"], str), "a name"),
         ("step", _is_number(values["step"]) and isinstance(values["step"], int), "a whole number"),
         ("settings", isinstance(values.get("settings"), dict | None), "a mapping of names to values"),
-        *((score, _is_number(value) and math.isfinite(value), "a finite number") for score, value in scores.items()),
+        *(
+            (score, _is_number(value) and math.isfinite(value), "a finite number")
+            for score, value in (scores | references).items()
+        ),
     ):
         if not fits:
             raise DataError(f"{file} has {key}={values[key]!s:.60}; it must be {what}")
-    return Record(values["verb"], values["weights"], values["step"], scores, values.get("settings") or {})
+    return Record(values["verb"], values["weights"], values["step"], scores, values.get("settings") or {}, references)

@@ -99,23 +99,92 @@ def metrics(runs: Sequence[Run]) -> list[Metric]:
 def points(run: Run, metric: Metric) -> list[Point]:
     """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation."""
     if metric.online:
-        rows = _online_rows(run) if metric in _metrics_of(run) else []
+        rows = online_rows(run) if metric in _metrics_of(run) else []
         return [Point(row["knn_top1"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
-    records = [record for record in run.evaluations if metric in _metrics(record)]
-    latest = max(records, key=lambda record: record.step, default=None)
+    latest = max(records_of(run, metric), key=lambda record: record.step, default=None)
     return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
 
 
+def unlike_training(run: Run, record: Record) -> str:
+    """Image size and normalisation of ``record`` where they differ from those of pre-training; else empty."""
+    pretrained = run.config.get("data")
+    size = look_up(pretrained, ("image_size",))
+    trained = "x".join(map(str, size)) if isinstance(size, list) else plain(size)
+    source, _, measured = str(record.settings.get("data", "")).rpartition(", ")
+    differing = []
+    if source and size is not None and measured != trained:
+        differing.append(f"images of {measured} pixels, pre-trained on {trained}")
+    for key in ("mean", "std"):
+        here, there = record.settings.get(key), look_up(pretrained, (key,))
+        if here is not None and there is not None and here != there:
+            differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
+    return f"unlike pre-training: {'; '.join(differing)}" if differing else ""
+
+
+def online_references(run: Run) -> dict[str, float]:
+    """Scores that the online kNN compares with: untrained, majority and chance, from the records of evaluations.
+
+    Untrained weights count if they were scored under the settings of the online score, chance and majority if on the
+    same images.
+    """
+    found: dict[str, float] = {}
+    settings = json.loads(_online_settings(run))
+    root = f" in {settings['root']}" if settings.get("root") else ""
+    source = f"{settings.get('data')}{root}, {'x'.join(map(str, settings.get('image_size', [])))}"
+    for record in run.evaluations:
+        if record.settings.get("data") != source:
+            continue
+        found |= {name: record.references[name] for name in ("majority", "chance") if name in record.references}
+        untrained = record.untrained("top1")
+        if record.evaluation == "knn" and untrained is not None and _as_online(record.settings, settings):
+            found["untrained"] = untrained
+    return {name: found[name] for name in ("untrained", "majority", "chance") if name in found}
+
+
+def references(run: Run, metric: Metric) -> dict[str, float]:
+    """Untrained, majority and chance scores beside ``metric``, as far as ``run`` has them."""
+    if metric.online:
+        return online_references(run) if metric in _metrics_of(run) else {}
+    records = records_of(run, metric)
+    found: dict[str, float] = {}
+    for record in records:
+        if metric.score == record.main_score:
+            found |= record.references
+    for record in run.evaluations:
+        alike = (record.evaluation, _settings(record)) == (metric.evaluation, metric.settings)
+        if records and alike and record.weights == "untrained" and metric.score in record.scores:
+            found["untrained"] = record.scores[metric.score]
+    return found
+
+
+def _settings(record: Record) -> str:
+    return json.dumps(record.settings, sort_keys=True)
+
+
+def _as_online(record: dict[str, Any], online: dict[str, Any]) -> bool:
+    """Whether the settings of a kNN record are those of the online score, whose bank may be smaller than its limit."""
+    same = {"pooling": "pooling", "k": "neighbours", "temperature": "temperature", "crop_pct": "crop_pct"}
+    same |= {"mean": "mean", "std": "std"}
+    images, limit = record.get("train_images"), online.get("train_images")
+    if not all(record.get(theirs) == online.get(ours) for theirs, ours in same.items()):
+        return False
+    return isinstance(images, int) and (limit is None or images <= limit)
+
+
+def records_of(run: Run, metric: Metric) -> list[Record]:
+    """The evaluations of ``run`` that hold ``metric``; none for an online one."""
+    return [] if metric.online else [record for record in run.evaluations if metric in _metrics(record)]
+
+
 def _metrics_of(run: Run) -> list[Metric]:
-    online = [Metric("knn", "top1", "trained", _online_settings(run), online=True)] if _online_rows(run) else []
+    online = [Metric("knn", "top1", "trained", _online_settings(run), online=True)] if online_rows(run) else []
     return online + [metric for record in run.evaluations for metric in _metrics(record)]
 
 
 def _metrics(record: Record) -> list[Metric]:
     if record.weights == "untrained":
         return []
-    settings = json.dumps(record.settings, sort_keys=True)
-    return [Metric(record.evaluation, score, record.weights, settings) for score in record.scores]
+    return [Metric(record.evaluation, score, record.weights, _settings(record)) for score in record.scores]
 
 
 def _online_settings(run: Run) -> str:
@@ -123,5 +192,6 @@ def _online_settings(run: Run) -> str:
     return json.dumps({key: value for key, value in values.items() if value is not None}, sort_keys=True)
 
 
-def _online_rows(run: Run) -> list[dict[str, Any]]:
+def online_rows(run: Run) -> list[dict[str, Any]]:
+    """Rows of log.jsonl with a score."""
     return [row for row in run.rows if row.get("knn_top1") is not None and math.isfinite(row["knn_top1"])]

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from html import escape
 
 from dmjd.report.cost import CPU_HOURS, GPU_HOURS, PAPER_GPUS, PAPER_HOURS, hardware
-from dmjd.report.format import ABSENT, hours, look_up, name_of, plain, rate, scores
+from dmjd.report.differences import short_names
+from dmjd.report.format import ABSENT, hours, look_up, plain, rate, scores
+from dmjd.report.html import table
+from dmjd.report.method import base_and_additions
 from dmjd.report.run import Run
-from dmjd.report.scores import Metric, metrics, points
+from dmjd.report.scores import Metric, metrics, points, records_of, references, unlike_training
 from dmjd.report.speedup import definition, speedup
 
-_METHODS = {name.lower(): name for name in ("MAE", "SimMIM", "BEiT", "MaskFeat", "ConvMAE", "DMJD")}
 _PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-wise"}
 
 
@@ -54,15 +56,18 @@ class Table:
 
     def html(self) -> str:
         """The same as an HTML table."""
-
-        def row(tag: str, cells: Sequence[str]) -> str:
-            sides = [' class="number"' if column.numeric else "" for column in self.columns]
-            return "".join(f"<{tag}{side}>{escape(cell)}</{tag}>" for side, cell in zip(sides, cells, strict=True))
-
-        lines = [row("th", [column.title for column in self.columns])]
-        lines += [row("td", cells) for cells in zip(*(column.cells for column in self.columns), strict=True)]
-        body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-        return f'<div class="wide"><table class="runs">\n{body}\n</table></div>'
+        tags = [("td", ' class="number"') if column.numeric else ("td", ' class="text"') for column in self.columns]
+        tags[0] = ("th", ' scope="row"')
+        sides = [' class="number"' if column.numeric else "" for column in self.columns]
+        head = [
+            f'<th scope="col"{side}>{escape(column.title)}</th>'
+            for side, column in zip(sides, self.columns, strict=True)
+        ]
+        rows = (
+            "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for (tag, kind), cell in zip(tags, cells, strict=True))
+            for cells in zip(*(column.cells for column in self.columns), strict=True)
+        )
+        return table("Runs", "runs", head, rows)
 
 
 def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
@@ -72,7 +77,10 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
         DataError: if a run's provenance has an invalid world size.
     """
     measured = metrics(runs)
+    names = short_names(runs)
     columns = [
+        Column("Run", [run.name for run in runs], numeric=False),
+        *([Column("Differs in", names, numeric=False)] if {*names} != {ABSENT} else []),
         Column("Method", _methods(runs), numeric=False),
         Column("m_patt", [_pattern(run) for run in runs], numeric=False),
         Column("K", [plain(look_up(run.config, ("mask", "views"))) for run in runs]),
@@ -96,7 +104,6 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
         outcomes = [speedup(run, baseline, measured) for run in runs]
         columns.append(Column("Speed-up", [each.cell for each in outcomes], definition(baseline.name)))
         reasons = [each.reason for each in outcomes]
-    columns.append(Column("Run", [run.name for run in runs], numeric=False))
     return Table(columns, reasons)
 
 
@@ -111,20 +118,10 @@ def _methods(runs: Sequence[Run]) -> list[str]:
     """Base method and additions; a row that repeats the base above has the additions only, as in the paper."""
     cells, above = [], ""
     for run in runs:
-        name = name_of(run.config.get("method"))
-        base = _METHODS.get(name, name)
-        added = "" if name == "dmjd" else _added(run)
+        base, added = base_and_additions(run.config)
         cells.append(added if added and base == above else " ".join(filter(None, (base, added))))
         above = base
     return cells
-
-
-def _added(run: Run) -> str:
-    """The paper's ``+DM``, ``+JD`` or ``+DMJD``."""
-    views, regulation = (look_up(run.config, ("mask", key)) for key in ("views", "regulation"))
-    disjoint = isinstance(views, int) and views > 1 and regulation in (None, "disjoint")
-    distilled = look_up(run.config, ("method", "visible_branch", "enabled")) is True
-    return "+" + "DM" * disjoint + "JD" * distilled if disjoint or distilled else ""
 
 
 def _pattern(run: Run) -> str:
@@ -156,8 +153,25 @@ def _score_columns(runs: Sequence[Run], measured: Sequence[Metric]) -> list[Colu
         differing = metric.differing(alike)
         best = [metric.best(point.score for point in points(run, metric)) for run in runs]
         title = f"{metric.heading} ({differing})" if differing else metric.heading
-        columns.append(Column(title, scores(best, metric.column), metric.description))
+        meaning = " ".join([metric.description, *_references(runs, metric), *_unlike(runs, metric)])
+        columns.append(Column(title, scores(best, metric.column), meaning))
     return columns
+
+
+def _references(runs: Sequence[Run], metric: Metric) -> list[str]:
+    """Chance and majority, which are equal for all runs under equal settings, and the untrained scores."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for name, value in references(run, metric).items():
+            text = f"{metric.column.format(value)} {metric.column.unit}".rstrip()
+            found.setdefault(name, []).append(f"{text} of {run.name}" if name == "untrained" else text)
+    return [f"{name.capitalize()}: {', '.join(dict.fromkeys(texts))}." for name, texts in found.items()]
+
+
+def _unlike(runs: Sequence[Run], metric: Metric) -> list[str]:
+    """Runs that this score measured on images of another size or normalisation than pre-training's."""
+    found = [(run.name, unlike_training(run, record)) for run in runs for record in records_of(run, metric)]
+    return [f"{name} {text}." for name, text in dict.fromkeys(found) if text]
 
 
 def _cost_columns(runs: Sequence[Run]) -> list[Column]:

@@ -60,8 +60,22 @@ class PixelTarget:
         values = patchify(normalise(images, self.mean, self.std), self.patch)
         if self.norm == "none":
             return values
-        variance, mean = torch.var_mean(values, dim=-1, keepdim=True, correction=int(self.unbiased))
-        return (values - mean) / (variance + self.eps).sqrt()
+        mean, deviation = self._statistics(values)
+        return (values - mean) / deviation
+
+    def denormalise(self, values: Tensor, images: Tensor) -> Tensor:
+        """Undo ``norm="patch"`` with the mean and standard deviation of the patches of ``images``, as MAE's demo does.
+
+        values: targets or predictions ``[..., B, N, dim]``. images: uint8 ``[B, H, W, C]``. Returns values in the scale
+        of ``norm="none"``.
+        """
+        mean, deviation = self._statistics(patchify(normalise(images, self.mean, self.std), self.patch))
+        return values * deviation + mean
+
+    def _statistics(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, ``[B, N, 1]``, of patches ``[B, N, dim]``."""
+        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True, correction=int(self.unbiased))
+        return mean, (variance + self.eps).sqrt()
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """The picture of ``values`` ``[N, dim]`` as uint8 RGB ``[H, W, 3]``.

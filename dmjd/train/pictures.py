@@ -22,7 +22,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dmjd.charts import INK, MUTED, log_scale, png, tidy
+from dmjd.charts import INK, MUTED, draw_losses, png, tidy, values_of
 from dmjd.files import replace_file
 from dmjd.ops.views import Views
 
@@ -39,7 +39,7 @@ MAX_CELL, MIN_CELL = 192, 48
 
 MASKED = (200, 205, 212)
 UNCOVERED = (250, 225, 170)  # yellow, since grey is masked and blue is covered
-CURVES = {"loss": ("total", "#1f2328"), "mim": ("mim", "#0969da"), "vis": ("vis", "#bc4c00")}
+TEXT = "#73797f"  # contrast of 4.3 on a white page and on a dark one, as the background is transparent
 
 
 @dataclass(frozen=True)
@@ -56,38 +56,36 @@ def view_grid(
     render: Render,
     grid: tuple[int, int],
     path: str | Path,
+    description: str = "",
 ) -> None:
-    """Write one row per image: image, its K views, their coverage, the target and the prediction.
+    """Write one row per image: image, its K views, their coverage (if K > 1), the target and the prediction.
 
     A predicted token is the prediction of the first view that masks it. Tokens that no view masks have no prediction:
-    they show the target, dimmed. Cells shrink until the file is below ``MAX_BYTES``, so pass a few images, not a batch.
+    they show the target. Cells shrink until the file is below ``MAX_BYTES``, so pass a few images, not a batch.
 
     images: uint8 ``[B, H, W, C]``, C = 1 or 3, after the flip, as for the views and targets.
     targets: ``[B, N, dim]``; predictions: ``[K, B, N, dim]`` or None for no such column.
     render: turns one image's vectors ``[N, dim]`` (float32, CPU) on ``grid`` into a uint8 ``[H, W, 3]`` picture.
+    description: of the target's scale; stored in the file for reports.
     """
     photos, mask = _photos(images), views.mask.cpu()
     vectors = targets.detach().float().cpu()
-    target_pictures = [render(tokens, grid) for tokens in vectors]
-    predicted_pictures: list[Picture] = []
+    pictures = {"target": [render(tokens, grid) for tokens in vectors]}
     if predictions is not None:
         filled = _first_prediction(predictions.detach().float().cpu(), vectors, mask)
-        predicted_pictures = [render(tokens, grid) for tokens in filled]
+        pictures["prediction"] = [render(tokens, grid) for tokens in filled]
 
     def columns(token: int) -> list[_Column]:
-        sheet = _view_columns(photos, mask, grid, token)
-        sheet.append(_Column("target", [_resize(picture, grid, token) for picture in target_pictures]))
-        if predicted_pictures:
-            uncovered = [_on_grid(row, grid, token) for row in ~mask.any(0)]
-            cells = [_resize(picture, grid, token) for picture in predicted_pictures]
-            sheet.append(_Column("prediction", [_dim(*pair) for pair in zip(cells, uncovered, strict=True)]))
-        return sheet
+        rendered = [
+            _Column(title, [_resize(picture, grid, token) for picture in cells]) for title, cells in pictures.items()
+        ]
+        return [*_view_columns(photos, mask, grid, token), *rendered]
 
-    _replace(path, _fitting(columns, _legend(mask.shape[0]), grid, _patch(images, grid)))
+    _replace(path, _fitting(columns, _legend(mask.shape[0]), grid, _patch(images, grid), description))
 
 
 def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: str | Path) -> None:
-    """Write one row per image: image, its K views, their coverage; the titles have the masked fractions (mean over B).
+    """Write one row per image: image, its K views, and for K > 1 their coverage, with masked fractions (mean over B).
 
     images: uint8 ``[B, H, W, C]``, C = 1 or 3, after the flip, as for the views.
     """
@@ -95,6 +93,8 @@ def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: st
     count = mask.shape[0]
     masked = [f"view {k + 1} masks {_per_cent(mask[k])}" for k in range(count)]
     titles = ["image", *masked, f"coverage {_per_cent(mask.any(0))}"]
+    if count == 1:
+        titles = ["image", f"masked {_per_cent(mask)}"]
 
     def columns(token: int) -> list[_Column]:
         sheet = _view_columns(photos, mask, grid, token)
@@ -104,34 +104,16 @@ def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: st
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
-    """Write the loss of each branch against the step, raw and smoothed, and the learning rate below.
-
-    rows: log rows with ``step``, ``loss`` (the total), ``mim``, ``vis`` and ``lr``. A branch without values (None,
-    missing or all zero) is not drawn, nor is the total of a single branch. Values that are not finite leave a gap.
-    """
-    steps = np.array([row["step"] for row in rows], dtype=np.float64)
-    series = {key: np.array([_number(row, key) for row in rows], dtype=np.float64) for key in (*CURVES, "lr")}
-    branches = [key for key in ("mim", "vis") if np.nan_to_num(series[key]).any()]
-    shown = branches if len(branches) == 1 else ["loss", *branches]
-
-    marker = "o" if len(rows) == 1 else None  # a line with one point is invisible
+    """Write the losses of :func:`dmjd.charts.draw_losses`, and the learning rate ``lr`` below."""
+    steps, rates = values_of(rows, "step"), values_of(rows, "lr")
     figure = Figure(figsize=(8, 4.6), dpi=DPI, facecolor="white", layout="constrained")
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    for key in shown:
-        label, colour = CURVES[key]
-        smooth = _moving_average(series[key])
-        last = f"{label}  {smooth[-1]:.4g}" if len(smooth) else label
-        loss_axes.plot(steps, series[key], color=colour, alpha=0.25, linewidth=0.8)
-        loss_axes.plot(steps, smooth, color=colour, linewidth=1.8, label=last, marker=marker, markersize=4)
-    drawn = np.concatenate([series[key][np.isfinite(series[key])] for key in shown])
-    if drawn.size and drawn.min() > 0 and drawn.max() > 8 * drawn.min():
-        # On a linear axis branches an order of magnitude apart would look flat.
-        log_scale(loss_axes, minor=[1, 2, 5])
-    loss_axes.set_ylabel("loss", color=INK)
+    draw_losses(loss_axes, rows)
     above: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1, 1)}  # of the axes: no curve crosses it
-    loss_axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderpad=0.2, ncols=len(shown), **above)
-    rate_axes.plot(steps, series["lr"], color=MUTED, linewidth=1.4, marker=marker, markersize=4)
-    peak = max((rate for rate in series["lr"] if rate > 0), default=None)
+    loss_axes.legend(frameon=False, fontsize=9, labelcolor=INK, borderpad=0.2, handlelength=2.4, ncols=3, **above)
+    marker = "o" if len(rows) == 1 else None  # a line with one point is invisible
+    rate_axes.plot(steps, rates, color=MUTED, linewidth=1.4, marker=marker, markersize=4)
+    peak = max((rate for rate in rates if rate > 0), default=None)
     rate_axes.set_ylim(0, 1.15 * (peak or 1))
     rate_axes.set_yticks([0, peak] if peak else [0], ["0", f"{peak:.2e}"] if peak else ["0"])
     rate_axes.set_ylabel("lr", color=INK)
@@ -141,24 +123,6 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     for axes in (loss_axes, rate_axes):
         tidy(axes)
     _replace(path, png(figure))
-
-
-def _number(row: dict[str, Any], key: str) -> float:
-    value = row.get(key)
-    return math.nan if value is None or not math.isfinite(value) else float(value)
-
-
-def _moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Exponential moving average over about 1 % of the curve, with bias correction; NaN values are skipped."""
-    decay = 1 - 1 / max(4, len(values) / 100)
-    mean = weight = 0.0
-    out = np.full_like(values, np.nan)
-    for i, value in enumerate(values):
-        if not math.isnan(value):
-            mean, weight = decay * mean + (1 - decay) * value, decay * weight + (1 - decay)
-        if weight:
-            out[i] = mean / weight
-    return out
 
 
 def _photos(images: Tensor) -> list[Picture]:
@@ -188,13 +152,16 @@ def _per_cent(mask: Tensor) -> str:
 
 
 def _view_columns(photos: list[Picture], mask: Tensor, grid: tuple[int, int], token: int) -> list[_Column]:
-    """Image, K views, coverage, with ``token`` x ``token`` pixels per token."""
+    """Image, K views and for K > 1 their coverage, with ``token`` x ``token`` pixels per token."""
     cells = [_resize(photo, grid, token) for photo in photos]
     palette = np.array(_palette(mask.shape[0]), dtype=np.uint8)
     columns = [_Column("image", cells)]
     for k, rows in enumerate(mask):
         masks = [_on_grid(row, grid, token) for row in rows]
-        columns.append(_Column(f"view {k + 1}", [_masked(*pair) for pair in zip(cells, masks, strict=True)]))
+        title = f"view {k + 1}" if len(mask) > 1 else "masked"
+        columns.append(_Column(title, [_masked(*pair) for pair in zip(cells, masks, strict=True)]))
+    if len(mask) == 1:
+        return columns
     coverage = [palette[_on_grid(row, grid, token)] for row in mask.sum(0)]
     columns.append(_Column("coverage", [_ruled(cell, token) for cell in coverage]))
     return columns
@@ -208,13 +175,6 @@ def _on_grid(tokens: Tensor, grid: tuple[int, int], token: int) -> NDArray[Any]:
 def _masked(cell: Picture, mask: NDArray[np.bool_]) -> Picture:
     out = cell.copy()
     out[mask] = MASKED
-    return out
-
-
-def _dim(cell: Picture, where: NDArray[np.bool_]) -> Picture:
-    """Fade towards the colour of tokens that no view masks, as in the column of the coverage."""
-    out = cell.copy()
-    out[where] = (0.3 * out[where] + 0.7 * np.array(UNCOVERED)).astype(np.uint8)
     return out
 
 
@@ -244,12 +204,18 @@ def _palette(views: int) -> list[Colour]:
 
 
 def _legend(views: int) -> list[tuple[Colour, str]]:
+    if views == 1:
+        return [(MASKED, "masked")]
     labels = ["coverage: masked in 0 views", "1 view", *(f"{k} views" for k in range(2, views + 1))]
     return [(MASKED, "masked in a view"), *zip(_palette(views), labels, strict=True)]
 
 
 def _fitting(
-    columns: Callable[[int], list[_Column]], legend: list[tuple[Colour, str]], grid: tuple[int, int], patch: int
+    columns: Callable[[int], list[_Column]],
+    legend: list[tuple[Colour, str]],
+    grid: tuple[int, int],
+    patch: int,
+    description: str = "",
 ) -> bytes:
     """The sheet with the largest cells whose file stays below ``MAX_BYTES``."""
     cell, drawn, png = MAX_CELL, 0, b""
@@ -258,38 +224,40 @@ def _fitting(
         if token > patch:
             token -= token % patch  # whole pixels per image pixel
         if token != drawn:
-            drawn, png = token, _sheet(columns(token), legend)
+            drawn, png = token, _sheet(columns(token), legend, description)
         if len(png) < MAX_BYTES or cell <= MIN_CELL:
             return png
         cell = max(MIN_CELL, int(cell * min(0.95, math.sqrt(MAX_BYTES / len(png)))))
 
 
-def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]]) -> bytes:
-    """Columns side by side; the pixels of the cells are not resampled."""
+def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]], description: str) -> bytes:
+    """Columns side by side on a transparent background; the pixels of the cells are not resampled."""
     rows = len(columns[0].cells)
     cell_height, cell_width = columns[0].cells[0].shape[:2]
     width = 2 * MARGIN + len(columns) * (cell_width + GAP) - GAP
     height = HEAD + FOOT + rows * (cell_height + GAP) - GAP
-    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
-    canvas = np.full((height, width, 3), 255, dtype=np.uint8)
+    figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="none")
+    canvas = np.zeros((height, width, 4), dtype=np.uint8)  # RGBA
     # DejaVu Sans is about 0.6 em wide per character; the longest title has to fit its column.
     title_pixels = min(13.0, cell_width / (0.6 * max(len(column.title) for column in columns)))
     for i, column in enumerate(columns):
         left = MARGIN + i * (cell_width + GAP)
         for j, cell in enumerate(column.cells):
             top = HEAD + j * (cell_height + GAP)
-            canvas[top : top + cell_height, left : left + cell_width] = cell
+            canvas[top : top + cell_height, left : left + cell_width] = np.dstack(
+                [cell, np.full(cell.shape[:2], 255, np.uint8)]
+            )
         x, y = (left + cell_width / 2) / width, 1 - (HEAD - 8) / height
-        figure.text(x, y, column.title, ha="center", va="baseline", color=INK, fontsize=title_pixels * 72 / DPI)
+        figure.text(x, y, column.title, ha="center", va="baseline", color=TEXT, fontsize=title_pixels * 72 / DPI)
     figure.figimage(canvas, origin="upper")
     legend_pixels = min(11.0, (width - 2 * MARGIN) / (0.6 * sum(len(label) + 5 for _, label in legend)))
     figure.legend(
         handles=[Patch(facecolor="#{:02x}{:02x}{:02x}".format(*colour), label=label) for colour, label in legend],
         loc="lower left", bbox_to_anchor=(MARGIN / width, MARGIN / height), borderaxespad=0, borderpad=0,
-        ncols=len(legend), frameon=False, fontsize=legend_pixels * 72 / DPI, labelcolor=MUTED,
+        ncols=len(legend), frameon=False, fontsize=legend_pixels * 72 / DPI, labelcolor=TEXT,
         handlelength=1, handleheight=1, handletextpad=0.5, columnspacing=1.4,
     )  # fmt: skip
-    return png(figure)
+    return png(figure, description)
 
 
 def _replace(path: str | Path, content: bytes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,10 +18,19 @@ from dmjd.models.objective import Objective
 from dmjd.ops.views import Views
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
+from dmjd.targets.pixels import PixelTarget
 from dmjd.train.pictures import disjoint_views, loss_curves, view_grid
 
 SHOWN_IMAGES = 6
 """Samples in one picture."""
+
+_MASKED_TOKENS = (
+    "A masked token shows the prediction of the first view that masks it; tokens that no view masks show the target."
+)
+_NORMALISATION = (
+    " The model predicts pixels normalised per patch; they are shown with the mean and the standard deviation of the "
+    "true patch."
+)
 
 logger = logging.getLogger("dmjd")
 
@@ -59,7 +68,15 @@ def predict(objective: Objective, prepare: Preparation, batch: Batch, epoch: int
 def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Tokenizer) -> dict[str, Path]:
     """Write ``pictures/`` from ``samples`` and the log up to ``step``; returns the files by name. Uses the CPU only."""
     crops, views, grid, folder = samples.crops, samples.views, samples.grid, run.pictures
-    view_grid(crops, views, samples.targets, samples.predictions, tokenizer.render, grid, folder / "views.png")
+    targets, predictions, render = samples.targets, samples.predictions, tokenizer.render
+    description = _MASKED_TOKENS
+    if isinstance(tokenizer, PixelTarget):
+        description += " Target and prediction have the scale of the image."
+        if tokenizer.norm == "patch":
+            targets, predictions = (tokenizer.denormalise(values, crops) for values in (targets, predictions))
+            render = replace(tokenizer, norm="none").render
+            description += _NORMALISATION
+    view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", description)
     disjoint_views(crops[:4], views.map(lambda part: part[:, :4]), grid, folder / "masks.png")
     rows = [row for row in run.read_log() if "loss" in row and row["step"] <= step]
     if rows:

@@ -96,7 +96,7 @@ def test_its_scores_are_reported_with_unit_and_direction(dmjd: Command, run: Pat
         assert dmjd("segment", str(run), "device=cpu", f"weights={weights}")[0] == 0
     assert dmjd("report", str(run))[0] == 0
     page = (run / "report.html").read_text()
-    cells = r"<small>threshold 0.5</small></td><td>{}</td><td>{}</td><td class=\"up\">{}</td><td>11</td>"
+    cells = r"<small>threshold 0.5</small></th><td>{}</td><td>{}</td><td class=\"up\">{}</td><td>11</td>"
     assert re.search("mean intersection over union, %" + cells.format("51.00", "40.00", r"\+11.00"), page)
     assert re.search("latency of a batch, ms" + cells.format(9, 20, -11), page), "lower is better"
     other = Path(shutil.copytree(run, tmp_path / "other"))

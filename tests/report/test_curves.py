@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,10 +30,12 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
         return png(figure)
 
     monkeypatch.setattr(curves, "png", keep)
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    monkeypatch.setattr(curves, "swatch", lambda line: "")
 
     def draw(*folders: Path, baseline: Path | None = None) -> tuple[str, list[Axes]]:
         runs = [read_run(folder) for folder in folders]
-        caption, _ = convergence(runs, None if baseline is None else runs[folders.index(baseline)])
+        caption = convergence(runs, None if baseline is None else runs[folders.index(baseline)]).caption
         return caption, figures[-1].axes
 
     return draw
@@ -90,17 +93,38 @@ def test_scores_that_are_not_finite_are_left_out(make_run: MakeRun, drawn: Drawn
     assert lines(by_time) == [[(10, 5), (30, 7)]]
 
 
-def test_no_two_runs_look_alike(make_run: MakeRun, drawn: Drawn) -> None:
-    _, (by_time, _) = drawn(*(make_run(f"run-{index}", curve=[(5, index)]) for index in range(20)))
-    styles = {(line.get_color(), line.get_linestyle()) for line in by_time.lines}
-    assert len(styles) == 20
+def test_no_two_runs_look_alike(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curves, "png", lambda figure: b"")
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    runs = [read_run(make_run(f"run-{index}", curve=[(5, index)])) for index in range(20)]
+    samples = [sample for sample, _ in convergence(runs, None).charts[0].legend]
+    assert len({*samples}) == 20
+    colourless = [re.sub(r"#[0-9a-f]{6}|var\(--ink\)", "", sample) for sample in samples[:8]]
+    assert len({*colourless}) == 8  # by dashes and markers alone
+
+
+def test_a_legend_of_eight_long_names_is_inside_the_picture(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [read_run(make_run("W" * 90 + str(index), curve=[(5, index)])) for index in range(8)]
+    inside: list[bool] = []
+
+    def measure(figure: Figure) -> bytes:
+        figure.canvas.draw()
+        (box,) = (legend.get_window_extent() for legend in figure.legends)
+        inside.append(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1)
+        return b""
+
+    monkeypatch.setattr(curves, "png", measure)
+    monkeypatch.setattr(curves, "svg", lambda figure, label: "")
+    convergence(runs, None)
+    assert inside == [True]
 
 
 def test_picture_holds_the_names_as_written(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     def picture(name: str) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-        _, png = convergence([read_run(make_run(name, curve=[(5, 3.0)]))], None)
-        return np.asarray(Image.open(io.BytesIO(png)).convert("L"))
+        drawn = convergence([read_run(make_run(name, curve=[(5, 3.0)]))], None)
+        assert [label for _, label in drawn.charts[0].legend] == [name]
+        return np.asarray(Image.open(io.BytesIO(drawn.png)).convert("L"))
 
-    # Above the panels there is nothing but names: an underscore must not hide one, nor a dollar change it.
-    assert (picture("_run")[:36] < 128).sum() > (picture("run")[:36] < 128).sum()
-    assert (picture("$run$")[:36] != picture("run$$")[:36]).any()
+    # Below the panels there is nothing but names: an underscore must not hide one, nor a dollar change it.
+    ink = {name: (picture(name)[-24:] < 128).sum() for name in ("run", "_run", "$run$")}
+    assert ink["run"] < ink["_run"] < ink["$run$"]

@@ -43,10 +43,10 @@ def test_columns_come_in_the_papers_order(make_run: MakeRun) -> None:
             ("knn", "untrained", 0, 10.0, {}),
         ],
     )
-    head = ["Method", "m_patt", "K", "Epoch", "ETE", "m_corr", "m_pred"]
+    head = ["Run", "Method", "m_patt", "K", "Epoch", "ETE", "m_corr", "m_pred"]
     measured = ["kNN online", "kNN", "kNN EMA", "Lin.", "Ft.", "segment"]
-    assert titles(online, judged) == [*head, *measured, "GPU hours", "Gh.", "Run"]
-    assert titles(make_run("c")) == [*head, "GPU hours", "Gh.", "Run"]
+    assert titles(online, judged) == [*head, *measured, "GPU hours", "Gh."]
+    assert titles(make_run("c")) == [*head, "GPU hours", "Gh."]
 
 
 def test_a_run_that_was_not_judged_has_dashes(make_run: MakeRun) -> None:
@@ -72,6 +72,26 @@ def test_scores_under_other_settings_are_other_columns(make_run: MakeRun) -> Non
     assert meanings["kNN (k 5)"].endswith("(k 5, pooling mean, train_images 1000).")
 
 
+def test_a_score_is_explained_by_what_it_compares_with(make_run: MakeRun) -> None:
+    how = {"data": "folder, 64x64"}
+    trained, untrained = ("knn", "trained", 100, 60.0, how), ("knn", "untrained", 0, 20.0, how)
+    data = {"data": {"name": "folder", "image_size": [32, 32]}}
+    a = make_run("a", evaluations=[trained, untrained], config=data)
+    b = make_run("b", evaluations=[trained], config=data)
+    for name, untrained_score in ((a, None), (b, 25.0)):
+        path = name / "evaluations" / "0.json"
+        values = {"chance": 10.0, "majority": 11.5, "untrained": untrained_score}
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    meaning = dict(table(a, b).meanings)["kNN"]
+    assert "Chance: 10.00 %. Majority: 11.50 %. Untrained: 20.00 % of a, 25.00 % of b." in meaning
+    assert "a unlike pre-training: images of 64x64 pixels, pre-trained on 32x32." in meaning
+    (a / "evaluations" / "0.json").write_text(
+        json.dumps({"verb": "knn", "weights": "trained", "step": 1, "top1": 1.0, "chance": float("nan")})
+    )
+    with pytest.raises(DataError, match=r"has chance=nan; it must be a finite number$"):
+        read_run(a)
+
+
 def test_online_scores_compare_only_under_equal_settings(make_run: MakeRun) -> None:
     def online(name: str, neighbours: int, score: float) -> Path:
         section = {"every_epochs": 9, "neighbours": neighbours, "warn_drop": neighbours}
@@ -92,7 +112,7 @@ def test_online_scores_of_other_data_do_not_compare(make_run: MakeRun) -> None:
     assert cells("kNN online (data digits)", *folders) == ["90.0", "-", "92.0"]
     assert cells("kNN online (data folder)", *folders) == ["-", "91.0", "-"]
     runs = [read_run(folder) for folder in folders]
-    assert compare(runs, runs[0]).columns[-2].cells == ["1x", "- (no score)", "1x"]
+    assert compare(runs, runs[0]).columns[-1].cells == ["1x", "- (no score)", "1x"]
 
 
 def test_online_scores_of_other_views_do_not_compare(make_run: MakeRun) -> None:
@@ -112,6 +132,9 @@ def test_online_scores_of_other_views_do_not_compare(make_run: MakeRun) -> None:
         ("maskfeat", 1, "disjoint", True, "MaskFeat +JD"),
         ("convmae", 2, "disjoint", True, "ConvMAE +DMJD"),
         ("dmjd", 2, "disjoint", True, "DMJD"),
+        ("dmjd", 2, "disjoint", False, "DM"),
+        ("dmjd", 1, "disjoint", True, "JD"),
+        ("dmjd", 2, "none", False, "MIM"),
         ("own", 2, "disjoint", False, "own +DM"),
     ],
 )
@@ -148,7 +171,7 @@ def test_gpu_hours_count_gpus_and_the_papers_are_of_eight(make_run: MakeRun) -> 
 
 def test_cpu_hours_are_no_gpu_hours(make_run: MakeRun) -> None:
     cpu = make_run("a", hours=3, launches=[("cpu (2 threads)", 2)])
-    assert titles(cpu)[-3:] == ["CPU hours", "Gh.", "Run"]
+    assert titles(cpu)[-2:] == ["CPU hours", "Gh."]
     gpu = make_run("b", hours=3, launches=[("A100", 8)])
     assert cells("CPU hours", cpu, gpu) == ["6", "-"]
     assert cells("GPU hours", cpu, gpu) == ["-", "24"]
@@ -189,7 +212,7 @@ def test_names_cannot_break_the_table(make_run: MakeRun) -> None:
     lines = table(folder).markdown().splitlines()
     assert len(lines) == 3
     assert r"| x \|y  | \[z\](http:u) |" in lines[2]
-    assert r" a\|b \<i\>\*c\*" in lines[2]
+    assert r"| a\|b \<i\>\*c\*" in lines[2]
     assert "<i>" not in table(folder).html()
     assert "a|b &lt;i&gt;*c*" in table(folder).html()
 

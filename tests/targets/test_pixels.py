@@ -77,6 +77,15 @@ def test_the_picture_of_patch_norm_is_a_fixed_range() -> None:
     np.testing.assert_array_equal(target.render(values, (1, 2)), expected)
 
 
+def test_patch_norm_is_undone_with_the_statistics_of_the_true_patches() -> None:
+    images = random_images(2, 8, 12, 3)
+    plain, normalised = PixelTarget(4, 3, MEAN, STD), PixelTarget(4, 3, MEAN, STD, norm="patch")
+    restored = normalised.denormalise(normalised(images), images)
+    np.testing.assert_array_equal(plain.render(restored[1], (2, 3)), images[1].numpy())
+    grey = normalised.denormalise(torch.zeros(5, 2, 6, 48), images)  # of five views: the mean of each patch
+    torch.testing.assert_close(grey, plain(images).mean(-1, keepdim=True).expand(5, -1, -1, 48))
+
+
 def test_the_unbiased_variance_of_one_value_is_rejected() -> None:
     with pytest.raises(ValueError, match="at least 2 values per patch"):
         PixelTarget(1, 1, (0,), (1,), norm="patch")

@@ -15,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from dmjd.ops.views import Views
+from dmjd.runs.folder import RunFolder
+from dmjd.targets.pixels import PixelTarget
 from dmjd.train.pictures import (
     FOOT,
     GAP,
@@ -27,6 +29,7 @@ from dmjd.train.pictures import (
     loss_curves,
     view_grid,
 )
+from dmjd.train.preview import Samples, write_pictures
 
 GRID = (2, 3)
 TOKENS = 6
@@ -117,13 +120,43 @@ def test_prediction_is_that_of_the_first_view_that_masks_a_token(tmp_path: Path)
         for token, view in enumerate(first):
             target = tuple(int(value) for value in targets[row, token])
             assert sheet.tokens(row, 4)[token] == {target}
-            if view is not None:
-                assert sheet.tokens(row, 5)[token] == {tuple(int(value) for value in predictions[view, row, token])}
-                continue
-            (dimmed,) = sheet.tokens(row, 5)[token]
-            # Dimmed: strictly between the target and the colour that marks uncovered tokens, nearer to the latter.
-            for value, shown, faded in zip(target, dimmed, UNCOVERED, strict=True):
-                assert abs(shown - (0.3 * value + 0.7 * faded)) < 1
+            shown = target if view is None else tuple(int(value) for value in predictions[view, row, token])
+            assert sheet.tokens(row, 5)[token] == {shown}
+
+
+def test_normalised_pixels_are_drawn_in_the_scale_of_the_image(tmp_path: Path) -> None:
+    """Targets are then the image, and a prediction of zeros is the mean of each patch."""
+    images = torch.randint(0, 256, (2, 8, 12, 3), generator=torch.Generator().manual_seed(1)).byte()
+    tokenizer = PixelTarget(PATCH, 3, (0.5,) * 3, (0.2,) * 3, norm="patch")
+    predictions = torch.zeros(2, 2, TOKENS, tokenizer.dim)
+    samples = Samples(images, views_of(MASK), tokenizer(images), predictions, GRID)
+    drawn = write_pictures(RunFolder(tmp_path), 1, samples, tokenizer)
+    sheet = Sheet(drawn["views"], columns=6)
+    for row in range(2):
+        for token in range(TOKENS):
+            assert sheet.tokens(row, 4)[token] == sheet.tokens(row, 0)[token]
+            if MASK[:, row, token].any():
+                (shown,) = sheet.tokens(row, 5)[token]
+                y, x = token // GRID[1] * PATCH, token % GRID[1] * PATCH
+                assert shown[0] == pytest.approx(images[row, y : y + PATCH, x : x + PATCH].float().mean(), abs=1)
+    with Image.open(drawn["views"]) as picture:
+        assert "mean and the standard deviation of the true patch" in picture.info["Description"]
+
+
+def test_the_sheet_fits_light_and_dark_pages(tmp_path: Path) -> None:
+    """Its background is transparent, and its text is grey on both."""
+    images, _ = flat_tokens(3)
+    disjoint_views(images, views_of(MASK), GRID, tmp_path / "masks.png")
+    pixels = np.asarray(Image.open(tmp_path / "masks.png").convert("RGBA"))
+    assert pixels[0, 0, 3] == 0
+    title = pixels[:HEAD][pixels[:HEAD, :, 3] == 255][:, :3] / 255
+
+    def luminance(colour: NDArray[np.float64]) -> float:
+        linear = np.where(colour <= 0.04045, colour / 12.92, ((colour + 0.055) / 1.055) ** 2.4)
+        return float(linear @ [0.2126, 0.7152, 0.0722])
+
+    text, dark = luminance(title[0]), luminance(np.array([0x0D, 0x11, 0x17]) / 255)
+    assert min(1.05 / (text + 0.05), (text + 0.05) / (dark + 0.05)) > 4
 
 
 def test_render_meets_one_image_of_plain_float_vectors(tmp_path: Path) -> None:
@@ -146,15 +179,15 @@ def test_render_meets_one_image_of_plain_float_vectors(tmp_path: Path) -> None:
 
 def test_incompressible_photographs_stay_below_the_size_limit(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    images = torch.randint(0, 256, (4, 224, 224, 3), generator=generator).byte()
-    mask = torch.zeros(2, 4, 196, dtype=torch.bool)
+    images = torch.randint(0, 256, (2, 224, 224, 3), generator=generator).byte()
+    mask = torch.zeros(2, 2, 196, dtype=torch.bool)
     mask[0, :, :120] = mask[1, :, 76:] = True
 
     def photo(tokens: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         picture: NDArray[np.uint8] = images[0].numpy()
         return picture
 
-    vectors = torch.zeros(2, 4, 196, 1)
+    vectors = torch.zeros(2, 2, 196, 1)
     view_grid(images, views_of(mask), vectors[0], vectors, photo, (14, 14), tmp_path / "views.png")
     disjoint_views(images, views_of(mask), (14, 14), tmp_path / "disjoint.png")
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
@@ -181,7 +214,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     ("masked", "titles"),
     [
         ([range(240), range(152, 392)], ["view 1 masks 61 %", "view 2 masks 61 %", "coverage 100 %"]),
-        ([range(196)], ["view 1 masks 50 %", "coverage 50 %"]),
+        ([range(196)], ["masked 50 %"]),
         # Rounding must not claim that everything, or nothing, is masked.
         (
             [range(391), range(1), range(0)],
@@ -232,8 +265,8 @@ def test_loss_curves_draw_every_branch_and_the_learning_rate(tmp_path: Path, fig
     rows = [{"step": 10 * i, "loss": 3.0 / i, "mim": 2.0 / i, "vis": 1.0 / i, "lr": 1e-3 * i} for i in range(1, 30)]
     loss_curves(rows, tmp_path / "loss.png")
     drawn = curves(figures[0])
-    assert set(drawn) == {"total", "mim", "vis"}
-    for name, key in (("total", "loss"), ("mim", "mim"), ("vis", "vis")):
+    assert set(drawn) == {"total", "L_mim", "L_vis"}
+    for name, key in (("total", "loss"), ("L_mim", "mim"), ("L_vis", "vis")):
         assert drawn[name][:2] == ([row["step"] for row in rows], [row[key] for row in rows])
     assert np.asarray(figures[0].axes[1].get_lines()[0].get_ydata()).tolist() == [row["lr"] for row in rows]
     pixels = np.asarray(Image.open(tmp_path / "loss.png").convert("RGB")).reshape(-1, 3)
@@ -247,7 +280,7 @@ def test_smoothing_is_an_unbiased_moving_average_that_skips_nan(tmp_path: Path, 
     loss_curves(
         [{"step": i, "loss": v, "mim": v, "vis": None, "lr": 0.1} for i, v in enumerate(values)], tmp_path / "a.png"
     )
-    smooth = curves(figures[0])["mim"][2]
+    smooth = curves(figures[0])["L_mim"][2]
     # A short log averages with weights 1, 3/4, 9/16, ... from the newest value back.
     second = (2 + 0.75 * 4) / 1.75
     last = (8 + 0.75 * 2 + 0.75**2 * 4) / (1 + 0.75 + 0.75**2)
@@ -259,7 +292,7 @@ def test_a_method_without_a_visible_branch_has_one_curve(
     tmp_path: Path, figures: list[Figure], vis: float | None
 ) -> None:
     loss_curves([{"step": i, "loss": 1.0, "mim": 1.0, "vis": vis, "lr": 0.1} for i in range(3)], tmp_path / "loss.png")
-    assert set(curves(figures[0])) == {"mim"}
+    assert set(curves(figures[0])) == {"L_mim"}
 
 
 def test_short_logs_still_make_a_picture(tmp_path: Path) -> None:
@@ -274,11 +307,14 @@ def test_short_logs_still_make_a_picture(tmp_path: Path) -> None:
     assert blue_pixels(1) > 20
 
 
-def test_pyplot_is_left_alone(tmp_path: Path) -> None:
-    script = f"""
+def test_pyplot_is_left_alone() -> None:
+    script = """
 import sys
-from dmjd.train.pictures import loss_curves
-loss_curves([dict(step=1, loss=1.0, mim=1.0, vis=None, lr=0.1)], {str(tmp_path / "loss.png")!r})
+from matplotlib.figure import Figure
+from dmjd.charts import draw_losses, png, svg
+figure = Figure()
+draw_losses(figure.subplots(), [dict(step=1, loss=1.0, mim=1.0)])
+png(figure), svg(figure)
 sys.exit("matplotlib.pyplot" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
