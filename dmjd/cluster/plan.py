@@ -20,7 +20,7 @@ from dmjd.config import PlanConfig, check_batch
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
-from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, state_bytes
+from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, reshards, state_bytes
 from dmjd.parallel.memory import StepMemory, trace_step
 
 TRACED = (32, 64, 256)
@@ -112,7 +112,7 @@ class Plan:
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
         size = config.blocks_per_unit if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
-        return state_bytes(engine, self.parameters, largest, gpus // copies)
+        return state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
 
     def peak(self, engine: str, mode: str, images: int, accumulation: int = 1) -> float:
         """Peak bytes of a GPU in a step of ``accumulation`` micro-batches of ``images``."""
@@ -132,7 +132,7 @@ class Plan:
 
     def _uncopied(self, engine: str) -> int:
         """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
-        if not ENGINES[engine].mesh or not self.config.engine.reshard_after_forward:
+        if not ENGINES[engine].mesh or not reshards(self.config.engine, self.parameters):
             return 0
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
         if precision == torch.float32:
