@@ -62,7 +62,6 @@ ENGINES = {
     "fsdp": ("engine=fsdp",),
     "fsdp_resharded": ("engine=fsdp", "engine.reshard_after_forward=true"),
     "fsdp_by_4": ("engine=fsdp", "engine.blocks_per_unit=4"),
-    "fsdp_by_8": ("engine=fsdp", "engine.blocks_per_unit=8"),
     "ddp_25": ("engine=ddp", "engine.bucket_mb=25"),
     "hsdp": ("engine=hsdp",),
     "zero1": ("engine=zero1",),

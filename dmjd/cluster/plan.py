@@ -20,7 +20,7 @@ from dmjd.config import PlanConfig, check_batch
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
-from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, reshards, state_bytes
+from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, blocks_per_unit, replicas, reshards, state_bytes
 from dmjd.parallel.memory import StepMemory, trace_step
 
 TRACED = (32, 64, 256)
@@ -110,7 +110,7 @@ class Plan:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
         gpus, config, spec = self.config.gpus, self.config.engine, ENGINES[engine]
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
-        size = config.blocks_per_unit if spec.mesh else 1
+        size = blocks_per_unit(config, self._model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
         return state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
 

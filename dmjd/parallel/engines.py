@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dmjd.config import EngineConfig, OptimConfig
+from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.objective import Objective
-from dmjd.parallel.apply import apply
+from dmjd.parallel.apply import apply, blocks
 from dmjd.parallel.engine import Engine
 
 if TYPE_CHECKING:  # it reads this table
@@ -21,6 +22,9 @@ FLOAT = 4
 
 KEPT = 500_000_000
 """Parameters up to which a model stays whole from forward to backward by default."""
+
+UNIT = 104_857_600
+"""Parameters of an FSDP unit at most, by default; their gradients take 400 MiB, as a bucket of DDP does."""
 
 ZERO_BUCKET = 50_000_000
 """Gradients that DeepSpeed reduces at once, from memory of their own."""
@@ -108,7 +112,7 @@ def _fsdp(
         world.mesh(copies),
         precision,
         reshard_after_forward=reshards(engine, sum(p.numel() for p in objective.parameters())),
-        blocks_per_unit=engine.blocks_per_unit,
+        blocks_per_unit=blocks_per_unit(engine, objective.model, world.local_size == world.size),
     )
 
 
@@ -200,6 +204,18 @@ def _zero3_live(reshard: bool | None) -> int:
     if reshard is None:
         return KEPT
     return ZERO_BUCKET if reshard else 10**12
+
+
+def blocks_per_unit(engine: EngineConfig, model: MaskedImageModel, one_host: bool) -> int:
+    """Blocks that FSDP gathers and reduces together: ``engine.blocks_per_unit`` or, since each unit takes CPU time, as
+    many as have at most :data:`UNIT` parameters, half of that across hosts, where reducing the last one takes longer.
+    """
+    if engine.blocks_per_unit is not None:
+        return engine.blocks_per_unit
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+    fit = (UNIT if one_host else UNIT // 2) // largest
+    halves = len(list(model.encoder.blocks)) // 2  # the second is gathered while the first computes
+    return max(1, min(fit, halves))
 
 
 def reshards(engine: EngineConfig, parameters: int) -> bool:

@@ -77,6 +77,16 @@ def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
 
 
 @pytest.mark.parametrize(
+    ("backbone", "gpus", "blocks"),
+    [("vit_base", 8, 6), ("vit_large", 8, 8), ("vit_large", 16, 4)],
+)
+def test_units_have_at_most_100_million_parameters_and_half_the_encoder(backbone: str, gpus: int, blocks: int) -> None:
+    words = "experiment=mae_vit_base", f"backbone={backbone}", f"gpus={gpus}", "batch_size=768"
+    default, set_so = make_plan(*words), make_plan(*words, f"engine.blocks_per_unit={blocks}")
+    assert default.state("fsdp") == set_so.state("fsdp")
+
+
+@pytest.mark.parametrize(
     ("reshard", "whole"),  # of 600 million parameters, in blocks of 20
     [(None, 520), (True, 20 + 50), (False, 600)],
 )

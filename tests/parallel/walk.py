@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,7 +44,7 @@ def engine(name: str, **options: Any) -> EngineConfig:
 STAGES = [name for name, spec in engines.ENGINES.items() if spec.stage]
 ENGINES = {
     "ddp": engine("ddp"),
-    "fsdp": engine("fsdp", reshard_after_forward=True),
+    "fsdp": engine("fsdp", reshard_after_forward=True, blocks_per_unit=4),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False, blocks_per_unit=1),
     "hsdp": engine("hsdp", replicas=2, blocks_per_unit=1),
     # With many small buckets, as they would be in a model of a thousand times the size.
