@@ -60,14 +60,14 @@ ENGINES = {
     "single": ("engine=single",),
     "ddp": ("engine=ddp",),
     "fsdp": ("engine=fsdp",),
-    "fsdp_gathered": ("engine=fsdp", "engine.reshard_after_forward=false"),
-    "fsdp_by_1": ("engine=fsdp", "engine.blocks_per_unit=1"),
-    "fsdp_by_2": ("engine=fsdp", "engine.blocks_per_unit=2"),
+    "fsdp_resharded": ("engine=fsdp", "engine.reshard_after_forward=true"),
+    "fsdp_by_4": ("engine=fsdp", "engine.blocks_per_unit=4"),
     "ddp_25": ("engine=ddp", "engine.bucket_mb=25"),
     "hsdp": ("engine=hsdp",),
     "zero1": ("engine=zero1",),
     "zero2": ("engine=zero2",),
-    "zero3": ("engine=zero3", "engine.compile=none"),  # whose hooks cannot be compiled
+    "zero3": ("engine=zero3",),
+    "zero3_resharded": ("engine=zero3", "engine.reshard_after_forward=true"),
 }
 
 

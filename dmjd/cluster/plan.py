@@ -22,7 +22,7 @@ from dmjd.data.build import AUTO, STREAM, build_dataset
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
-from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, replicas, state_bytes
+from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, blocks_per_unit, replicas, reshards, state_bytes
 from dmjd.parallel.memory import StepMemory, trace_step
 from dmjd.progress import track
 from dmjd.redact import shown
@@ -119,9 +119,9 @@ class Plan:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
         gpus, config, spec = self.config.gpus, self.config.engine, ENGINES[engine]
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
-        size = config.blocks_per_unit if spec.mesh else 1
+        size = blocks_per_unit(config, self._model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
-        return state_bytes(engine, self.parameters, largest, gpus // copies)
+        return state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
 
     def frozen(self, engine: str) -> float:
         """Bytes of weights without gradients on each GPU: the average of the encoder, and the target's network."""
@@ -163,7 +163,7 @@ class Plan:
 
     def _uncopied(self, engine: str) -> int:
         """Bytes of autocast's copies of weights, where what ``engine`` gathers has their type already, and goes."""
-        if not ENGINES[engine].mesh or not self.config.engine.reshard_after_forward:
+        if not ENGINES[engine].mesh or not reshards(self.config.engine, self.parameters):
             return 0
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
         if precision == torch.float32:

@@ -65,9 +65,11 @@ class EngineConfig:
         graph, faster steps and longer compilation.
     cuda_graphs: (single, ddp) Capture compiled regions as CUDA graphs; helps CPU-bound steps (small batches). Needs
         compile.
-    reshard_after_forward: (fsdp, hsdp) Free gathered parameters after the forward pass and gather them again in the
-        backward pass. false: more memory, less communication.
-    blocks_per_unit: (fsdp, hsdp) Consecutive blocks per FSDP unit, gathered and reduced together.
+    reshard_after_forward: (fsdp, hsdp, zero3) Free gathered parameters after the forward pass and gather them again
+        in the backward pass. false: more memory, less communication and CPU time. null: false for models of at most
+        500 million parameters; a larger one keeps as many under zero3.
+    blocks_per_unit: (fsdp, hsdp) Consecutive blocks per FSDP unit, gathered and reduced together. null: as many as have
+        100 million parameters on one host, 50 million on several.
     bucket_mb: (ddp) Gradient bucket size in MiB. null: 400 on one host, 25 on several.
     replicas: (hsdp) Number of replicas of the sharded model; must divide the number of processes. null: one per host.
     offload_optimizer: (zero1, zero2, zero3) Keep optimizer state and run AdamW in host memory.
@@ -84,8 +86,8 @@ class EngineConfig:
     activation_checkpointing: str = choice("none", "mlp", "selective", "full")
     compile: str = choice("none", "block", "model")
     cuda_graphs: bool = False
-    reshard_after_forward: bool = True
-    blocks_per_unit: int = positive(4)
+    reshard_after_forward: bool | None = None
+    blocks_per_unit: int | None = number(None, least=1)
     bucket_mb: int | None = number(None, least=1)
     replicas: int | None = number(None, least=1)
     offload_optimizer: bool = False

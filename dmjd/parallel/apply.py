@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from dmjd.config import EngineConfig
@@ -44,24 +45,31 @@ def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
             yield from (stacked[start : start + size] for start in range(0, len(stacked), size))
 
 
-def apply(model: MaskedImageModel, config: EngineConfig) -> None:
-    """Transform ``model`` in place as ``config`` sets."""
+def apply(model: MaskedImageModel, config: EngineConfig, *, hooks_outside: bool = False) -> None:
+    """Transform ``model`` in place as ``config`` sets.
+
+    Args:
+        hooks_outside: compile the ``forward`` of a block, so that hooks on the block run around the graph. Otherwise
+            the call is compiled, with its hooks.
+    """
     inductor = {"options": {"triton.cudagraphs": True}} if config.cuda_graphs else {}
     for block in blocks(model):
         checkpoint_block(block, config.activation_checkpointing)
-        if config.compile == "block":
+        if config.compile == "block" and hooks_outside:
+            block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
+        elif config.compile == "block":
             block.compile(fullgraph=True, dynamic=False, **inductor)
     if config.compile == "model":
         model.compile(fullgraph=True, dynamic=False, **inductor)
     if config.compile != "none":
-        import torch._dynamo  # takes a second
+        from torch._dynamo import config as dynamo  # takes a second
 
         # Under DDP torch splits the compiled graph at buckets, to overlap reduction with the backward pass. Compiled
         # blocks overlap without splits, which would only prevent fusion.
-        torch._dynamo.config.optimize_ddp = config.compile == "model"
+        dynamo.optimize_ddp = config.compile == "model"
         # Static shapes: dynamic ones slow kernels down, and compiling a Swin's blocks of seven shapes does not end.
         # The default limit of 8 leaves none for a second batch size.
-        torch._dynamo.config.recompile_limit = 32
+        dynamo.recompile_limit = 32
 
 
 def checkpoint_block(block: nn.Module, mode: str) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dmjd.config import EngineConfig, OptimConfig
+from dmjd.models.masked_image_model import MaskedImageModel
 from dmjd.models.objective import Objective
-from dmjd.parallel.apply import apply
+from dmjd.parallel.apply import apply, blocks
 from dmjd.parallel.engine import Engine
 
 if TYPE_CHECKING:  # it reads this table
@@ -19,8 +20,11 @@ if TYPE_CHECKING:  # it reads this table
 FLOAT = 4
 """Bytes of a parameter, a gradient and a moment: float32, whatever is computed in."""
 
-ZERO3_LIVE = 1_000_000_000
-"""Parameters that stage 3 keeps whole from forward to backward, once they have been gathered."""
+KEPT = 500_000_000
+"""Parameters up to which a model stays whole from forward to backward by default."""
+
+UNIT = 104_857_600
+"""Parameters of an FSDP unit at most, by default; their gradients take 400 MiB, as a bucket of DDP does."""
 
 ZERO_BUCKET = 50_000_000
 """Gradients that DeepSpeed reduces at once, from memory of their own."""
@@ -51,7 +55,6 @@ class EngineSpec:
     stage: DeepSpeed's ZeRO stage; 0 for engines of our own.
     teacher: whether every process has a whole average of the encoder that a teacher can compute with.
     buckets: whether gradients have their memory before the backward pass begins.
-    live: parameters kept whole from forward to backward.
     reduced: gradients in buckets of their own while they are reduced.
     """
 
@@ -64,7 +67,6 @@ class EngineSpec:
     stage: int = 0
     teacher: bool = False
     buckets: bool = True
-    live: int = 0
     reduced: int = 0
 
     @property
@@ -109,8 +111,8 @@ def _fsdp(
         world,
         world.mesh(copies),
         precision,
-        reshard_after_forward=engine.reshard_after_forward,
-        blocks_per_unit=engine.blocks_per_unit,
+        reshard_after_forward=reshards(engine, sum(p.numel() for p in objective.parameters())),
+        blocks_per_unit=blocks_per_unit(engine, objective.model, world.local_size == world.size),
     )
 
 
@@ -126,12 +128,12 @@ def _deepspeed(
     from dmjd.parallel.fsdp import without_parameters
 
     bare = without_parameters(objective)
-    apply(objective.model, engine)
+    apply(objective.model, engine, hooks_outside=ENGINES[engine.name].divided.weights)
     return DeepSpeedEngine(objective, bare, engine, optim, world, precision, micro_batch)
 
 
-# CUDA graphs need parameters that stay where they are. FSDP2 gathers between blocks, so one graph of the whole model
-# leaves no place for it; ZeRO-3 gathers inside of what is compiled, where dynamo would trace weights of no elements.
+# CUDA graphs need parameters that stay where they are. FSDP2 and ZeRO-3 gather between blocks, so one graph of the
+# whole model leaves no place for it.
 ENGINES = {
     "single": EngineSpec(_replicated, options=("cuda_graphs",), one_process=True, teacher=True, buckets=False),
     "ddp": EngineSpec(_replicated, options=("cuda_graphs", "bucket_mb"), teacher=True),
@@ -154,10 +156,9 @@ ENGINES = {
     "zero3": EngineSpec(
         _deepspeed,
         Divided(True, True, True),
-        _ZERO_OPTIONS,
-        compile=("none",),
+        ("reshard_after_forward", *_ZERO_OPTIONS),
+        compile=("none", "block"),
         stage=3,
-        live=ZERO3_LIVE,
         reduced=ZERO_BUCKET,
     ),
 }
@@ -175,23 +176,51 @@ class StateBytes(NamedTuple):
     gathered: float
 
 
-def state_bytes(engine: str, parameters: int, largest_unit: int, shards: int) -> StateBytes:
+def state_bytes(
+    engine: str, parameters: int, largest_unit: int, shards: int, reshard: bool | None = None
+) -> StateBytes:
     """Training state of a model with so many ``parameters``.
 
     Args:
         engine: a key of :data:`ENGINES`.
         largest_unit: the most parameters that are gathered at once, a block's or those of several.
         shards: GPUs that share what ``engine`` divides: all, or those of one copy for "hsdp".
+        reshard: ``engine.reshard_after_forward``. (What FSDP2 keeps counts as activations: it has their type.)
     """
     spec = ENGINES[engine]
     weights, gradients, optimizer = (
         parameters * FLOAT * moments / (shards if divided else 1)
         for moments, divided in zip((1, 1, 2), spec.divided, strict=True)
     )
-    # Two units' weights are there while the next is fetched, and a unit's gradients until they are reduced.
-    whole = max(2 * largest_unit, min(parameters, spec.live)) if spec.divided.weights else 0
+    # A unit's weights, and what is fetched ahead of it or kept after it; a unit's gradients until they are reduced.
+    others = max(largest_unit, _zero3_live(reshard) if spec.stage == 3 else 0)
+    whole = min(parameters, largest_unit + others) if spec.divided.weights else 0
     leaving = spec.divided.gradients * largest_unit + spec.reduced
     return StateBytes(weights, gradients, optimizer, FLOAT * (whole + leaving))
+
+
+def _zero3_live(reshard: bool | None) -> int:
+    """Parameters that ZeRO-3 fetches ahead, or keeps after their forward pass."""
+    if reshard is None:
+        return KEPT
+    return ZERO_BUCKET if reshard else 10**12
+
+
+def blocks_per_unit(engine: EngineConfig, model: MaskedImageModel, one_host: bool) -> int:
+    """Blocks that FSDP gathers and reduces together: ``engine.blocks_per_unit`` or, since each unit takes CPU time, as
+    many as have at most :data:`UNIT` parameters, half of that across hosts, where reducing the last one takes longer.
+    """
+    if engine.blocks_per_unit is not None:
+        return engine.blocks_per_unit
+    largest = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+    fit = (UNIT if one_host else UNIT // 2) // largest
+    halves = len(list(model.encoder.blocks)) // 2  # the second is gathered while the first computes
+    return max(1, min(fit, halves))
+
+
+def reshards(engine: EngineConfig, parameters: int) -> bool:
+    """Whether FSDP frees what it has gathered of a model with so many ``parameters`` after the forward pass."""
+    return parameters > KEPT if engine.reshard_after_forward is None else engine.reshard_after_forward
 
 
 def replicas(engine: EngineConfig, size: int, local_size: int) -> int:

@@ -76,6 +76,26 @@ def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
         assert three.state(engine) == one.state(engine)
 
 
+@pytest.mark.parametrize(
+    ("backbone", "gpus", "blocks"),
+    [("vit_base", 8, 6), ("vit_large", 8, 8), ("vit_large", 16, 4)],
+)
+def test_units_have_at_most_100_million_parameters_and_half_the_encoder(backbone: str, gpus: int, blocks: int) -> None:
+    words = "experiment=mae_vit_base", f"backbone={backbone}", f"gpus={gpus}", "batch_size=768"
+    default, set_so = make_plan(*words), make_plan(*words, f"engine.blocks_per_unit={blocks}")
+    assert default.state("fsdp") == set_so.state("fsdp")
+
+
+@pytest.mark.parametrize(
+    ("reshard", "whole"),  # of 600 million parameters, in blocks of 20
+    [(None, 520), (True, 20 + 50), (False, 600)],
+)
+def test_zero3_keeps_what_it_may_until_the_backward_pass(reshard: bool | None, whole: int) -> None:
+    million = 10**6
+    gathered = state_bytes("zero3", 600 * million, 20 * million, 8, reshard).gathered
+    assert gathered == 4 * million * (whole + 20 + 50), "weights, a block's gradients and a bucket"
+
+
 def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     plan = with_activations(make_plan("experiment=mae_vit_base", "batch_size=768", "gpus=8", "gpu=a100-40"), GIB)
     fit = plan.fit("ddp", "none")
@@ -86,12 +106,13 @@ def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
     assert with_activations(plan, 40 * GIB).fit("ddp", "none") is None
 
 
-@pytest.mark.parametrize("engine", ["single", "fsdp"])
-def test_gradients_of_an_earlier_micro_batch_are_there_throughout_the_next(engine: str) -> None:
-    plan = with_activations(make_plan("experiment=mae_vit_base", "gpus=2", "batch_size=64"), GIB)
+@pytest.mark.parametrize(("engine", "reshard"), [("single", "null"), ("fsdp", "null"), ("fsdp", "true")])
+def test_gradients_of_an_earlier_micro_batch_are_there_throughout_the_next(engine: str, reshard: str) -> None:
+    words = "experiment=mae_vit_base", "gpus=2", "batch_size=64", f"engine.reshard_after_forward={reshard}"
+    plan = with_activations(make_plan(*words), GIB)
     state = plan.state(engine)
     held = state.weights + state.optimizer + state.gathered
-    uncopied = 2 * 119_000_000 if engine == "fsdp" else 0  # blocks' bfloat16 copies, about
+    uncopied = 2 * 119_000_000 if reshard == "true" else 0  # blocks' bfloat16 copies, about
     assert plan.peak(engine, "none", 4) == pytest.approx(held + 4 * GIB - uncopied, rel=0.01)
     assert plan.peak(engine, "none", 4, 2) == pytest.approx(plan.peak(engine, "none", 4) + state.gradients, rel=1e-9)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,11 +44,18 @@ def engine(name: str, **options: Any) -> EngineConfig:
 STAGES = [name for name, spec in engines.ENGINES.items() if spec.stage]
 ENGINES = {
     "ddp": engine("ddp"),
-    "fsdp": engine("fsdp"),
+    "fsdp": engine("fsdp", reshard_after_forward=True, blocks_per_unit=4),
     "fsdp, kept gathered": engine("fsdp", reshard_after_forward=False, blocks_per_unit=1),
     "hsdp": engine("hsdp", replicas=2, blocks_per_unit=1),
-    # With many small buckets, and every vector divided, as they would be in a model of a thousand times the size.
-    **{name: engine(name, deepspeed_config=str(Path(__file__).with_name(f"{name}.json"))) for name in STAGES},
+    # With many small buckets, as they would be in a model of a thousand times the size.
+    **{
+        name: engine(
+            name,
+            deepspeed_config=str(Path(__file__).with_name(f"{name}.json")),
+            reshard_after_forward=True if name == "zero3" else None,
+        )
+        for name in STAGES
+    },
 }
 """What is held to the single engine's results, by the name that results have."""
 
@@ -63,9 +71,9 @@ Cell = tuple[str, str, str]
 
 COMPILED = (
     *(("ddp", "model"), ("zero2", "model")),
-    *((name, "block") for name in ("ddp", "fsdp", "hsdp", "zero1")),
+    *((name, "block") for name in ("ddp", "fsdp", "hsdp", "zero1", "zero3")),
 )
-"""Engines, and what they compile as one graph: fsdp and hsdp do not take the model, and zero3 takes neither."""
+"""Engines, and what they compile as one graph: those that shard parameters do not take the model."""
 
 BUCKET = 16 << 10
 """Bytes."""
@@ -182,8 +190,7 @@ def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, c
     # DDP's buckets, at whose ends its graph is cut, hold more than this model.
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = BUCKET  # type: ignore[attr-defined]
     counted = Counted(backend)
-    compile_module = nn.Module.compile
-    nn.Module.compile = lambda module, **options: compile_module(module, backend=counted, **options)  # type: ignore[method-assign]
+    torch.compile = partial(torch.compile, backend=counted)  # which nn.Module.compile calls
     seen = {}
     for cell in cells:
         name, unit, mode = cell

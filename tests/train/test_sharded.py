@@ -241,7 +241,7 @@ def test_processes_that_do_not_fit_are_refused_before_they_meet(monkeypatch: pyt
         ("ddp", {"offload_optimizer": True}, "zero1, zero2, zero3"),
         ("ddp", {"deepspeed_config": "some.json"}, "zero1, zero2, zero3"),
         ("ddp", {"replicas": 2}, "hsdp"),
-        ("ddp", {"reshard_after_forward": False}, "fsdp, hsdp"),
+        ("ddp", {"reshard_after_forward": False}, "fsdp, hsdp, zero3"),
         ("ddp", {"blocks_per_unit": 2}, "fsdp, hsdp"),
         ("fsdp", {"bucket_mb": 25}, "ddp"),
         ("fsdp", {"cuda_graphs": True}, "single, ddp"),

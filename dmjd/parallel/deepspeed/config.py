@@ -11,7 +11,7 @@ from typing import Any
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.engines import ENGINES, ZERO3_LIVE, ZERO_BUCKET
+from dmjd.parallel.engines import ENGINES, KEPT, ZERO_BUCKET
 from dmjd.safe_load import parse_json
 
 _OWNED = {
@@ -34,6 +34,9 @@ _OWNED = {
     "checkpoint": "checkpoints, which dmjd writes",
 }
 """Keys that a file may not change -> the key of ours that decides them."""
+
+_REUSE = {None: 2 * KEPT, True: 0, False: 10**12}
+"""``engine.reshard_after_forward`` -> parameters used until a block's next use, up to which it stays whole."""
 
 
 def check(engine: EngineConfig) -> None:
@@ -71,11 +74,11 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
     }
     if stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": 50_000_000,
-            # Vectors and tokens stay whole everywhere: a gather of a few KiB costs as much as one of a few MiB.
-            "stage3_param_persistence_threshold": 10_000,
-            "stage3_max_live_parameters": ZERO3_LIVE,
-            "stage3_max_reuse_distance": ZERO3_LIVE,
+            "stage3_prefetch_bucket_size": ZERO_BUCKET,
+            # A block is gathered as one. What stays whole instead is gathered after each step, one by one.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 10**12,  # the other two decide
+            "stage3_max_reuse_distance": _REUSE[engine.reshard_after_forward],
             "stage3_gather_16bit_weights_on_model_save": False,
             # Its linear layer rounds to bfloat16 before and after adding the bias, unlike F.linear, which it replaces
             # in the whole process.

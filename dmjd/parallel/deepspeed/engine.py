@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
 from dmjd.models.objective import Objective
+from dmjd.parallel.apply import blocks
 from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.deepspeed.config import deepspeed_config
 from dmjd.parallel.engine import StepResult, Write
@@ -58,7 +60,14 @@ class DeepSpeedEngine:
         bf16 = precision == torch.bfloat16
         settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
         optimizer = build_optimizer(dict(objective.named_parameters()), optim)
+        if self.stage == 3:
+            leaf = zero_files.import_deepspeed("deepspeed.utils").set_z3_leaf_module
+            for block in blocks(objective.model):  # gathered as one, since hooks inside a graph would break it
+                leaf(block, True)
+                _list_once(block)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
+        if self.stage == 3:
+            _let_host_run_ahead(self._zero.parameter_offload.get_param_coordinator(), objective)
         self.module: nn.Module = self._ds
         self._copies = HostCopies(world.device)
 
@@ -180,6 +189,19 @@ class DeepSpeedEngine:
             torch.cuda.synchronize(self.device)
 
 
+def _let_host_run_ahead(coordinator: Any, objective: Objective) -> None:
+    """DeepSpeed's host waits for the device when more than two parameters are being gathered, which is within a block.
+    Let it wait when those of four blocks are."""
+    most = max(len(list(block.parameters())) for block in blocks(objective.model))
+    coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 4 * most
+
+
+def _list_once(module: nn.Module) -> None:
+    """DeepSpeed walks a module's parameters eight times per step, which takes longer than gathering them."""
+    members = list(module.named_parameters())
+    module.named_parameters = MethodType(lambda *_, **__: iter(members), module)  # type: ignore[method-assign]
+
+
 def _initialise(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
@@ -190,6 +212,7 @@ def _initialise(
     deepspeed = zero_files.import_deepspeed()
     # DeepSpeed would create its own group once per process, without our time-outs and unknown to a later world.
     zero_files.import_deepspeed("deepspeed.utils.groups")._WORLD_GROUP = group
+    zero_files.import_deepspeed("deepspeed.utils.nvtx").enable_nvtx = False  # thousands of ranges per step
     os.environ.setdefault("LOCAL_RANK", "0")  # required by DeepSpeed, and unset without a launcher
     try:
         engine, *_ = deepspeed.initialize(

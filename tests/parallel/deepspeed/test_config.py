@@ -15,8 +15,8 @@ from dmjd.parallel.fit import check_fit
 
 STAGE_3 = {
     "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_param_persistence_threshold": 10_000,
-    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 10**12,
     "stage3_max_reuse_distance": 1_000_000_000,
     "stage3_gather_16bit_weights_on_model_save": False,
     "memory_efficient_linear": False,
@@ -118,12 +118,18 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         check(EngineConfig(name="zero1", deepspeed_config=str(tmp_path / "none.json")))
 
 
-def test_zero3_is_not_compiled() -> None:
+def test_zero3_is_compiled_by_blocks() -> None:
+    check_fit(EngineConfig(name="zero3", compile="block"), torch.device("cuda"), 2, 2)
     with pytest.raises(
-        ConfigError, match=r"engine\.compile=block does not go with engine=zero3; use .*none, or .*fsdp"
+        ConfigError, match=r"engine\.compile=model does not go with engine=zero3; use .*=block, or engine=single, ddp"
     ):
-        check_fit(EngineConfig(name="zero3", compile="block"), torch.device("cuda"), 2, 2)
-    check_fit(EngineConfig(name="zero2", compile="block"), torch.device("cuda"), 2, 2)
+        check_fit(EngineConfig(name="zero3", compile="model"), torch.device("cuda"), 2, 2)
+
+
+@pytest.mark.parametrize(("reshard", "distance"), [(None, 10**9), (True, 0), (False, 10**12)])
+def test_zero3_keeps_parameters_for_the_backward_pass(reshard: bool | None, distance: int) -> None:
+    zero = generate("zero3", reshard_after_forward=reshard)["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == distance
 
 
 def test_deepspeed_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
