@@ -20,7 +20,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from dmjd.builders.step import objective_and_inputs
-from dmjd.config import PretrainConfig
+from dmjd.config import DataConfig, PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.errors import BadImage, ConfigError, DataError
@@ -38,6 +38,7 @@ MEASURED = 1000
 SMALLEST = 0.01
 """Share of the images that may be smaller than the crop, as data.max_bad_percent."""
 WARMUP_PERCENT = 10.0
+VAL_PERCENT = 10.0
 MEMORY = 0.8
 """Share of a GPU's free memory that a step may take."""
 
@@ -48,8 +49,8 @@ class Machine:
 
     size: largest image size, in pixels. grid: least tokens per side. large: training images from which the larger
     encoder is used. encoders: (embed_dim, depth) below that number, and from it on; a head has 64 dimensions. decoder:
-    (dim, depth, num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images; fewer images have as many steps,
-    up to 10 times as many epochs; the epochs of more images fall with the root of their number.
+    (dim, depth, num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images. Fewer images have
+    more epochs in proportion, at most 10 times as many; with more images they fall with the root of the number.
     """
 
     size: int
@@ -92,10 +93,10 @@ def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 
     if config.recipe == "none":
         return config
     config = deepcopy(config)
-    held = _labels_held_out(config)
+    rules = _Rules(config, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
+    held_out = rules.hold_out()
     images = measure(build_dataset(replace(config.data, check="none"), "train"))
-    rules = _Rules(config, images, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
-    rules.apply(held)
+    rules.apply(images, held_out)
     if device.type == "cuda":
         _fit_memory(rules, device)
     values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
@@ -124,13 +125,11 @@ def measure(dataset: ImageDataset) -> Images:
 class _Rules:
     """Sets keys of ``config`` in order; a later rule reads what an earlier one set, or what was typed."""
 
-    def __init__(self, config: PretrainConfig, images: Images, machine: Machine, processes: int) -> None:
-        self.config, self.images, self.machine, self.processes = config, images, machine, processes
+    def __init__(self, config: PretrainConfig, machine: Machine, processes: int) -> None:
+        self.config, self.machine, self.processes = config, machine, processes
         self.resolved: list[str] = []
         """``KEY=VALUE`` of each rule."""
-        self._typed = {name.partition("=")[0] for name in config.typed or ()} - {"data"}
-        if "method" in self._typed:  # its published values
-            self._typed |= {"optim.base_lr", "data.crop_scale"}
+        self._typed = {name.partition("=")[0] for name in config.typed or ()} - {"data", "method"}
         if config.backbone.name != "vit":
             if "backbone.class_token" not in self._typed:
                 config.backbone.class_token = False
@@ -151,10 +150,17 @@ class _Rules:
         shown = f"[{','.join(f'{item:g}' for item in value)}]" if isinstance(value, list) else f"{value:g}"
         self.resolved = [text for text in self.resolved if not text.startswith(f"{key}=")] + [f"{key}={shown}"]
 
-    def apply(self, held_out: bool) -> None:
+    def hold_out(self) -> bool:
+        """Hold images out by their hash unless there is a test split; returns whether held-out images have labels."""
+        data = self.config.data
+        if _test_classes(data) is None and "val_percent" in vars(data):
+            self.set("data.val_percent", VAL_PERCENT)
+        return (_test_classes(data) or 0) > 1
+
+    def apply(self, images: Images, held_out: bool) -> None:
         """All rules but that of the memory."""
-        config, images, machine = self.config, self.images, self.machine
-        self._set_sizes()
+        config, machine = self.config, self.machine
+        self._set_sizes(images.least_side)
         width, depth = machine.encoders[images.count >= machine.large]
         self.set("backbone.embed_dim", width)
         self.set("backbone.depth", depth)
@@ -174,10 +180,9 @@ class _Rules:
         self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
         self.set("online_knn.neighbours", min(config.online_knn.neighbours, images.count))
 
-    def _set_sizes(self) -> None:
+    def _set_sizes(self, least: int) -> None:
         """Image size: the largest that nearly all images reach. Patch: the largest that gives enough tokens."""
         data, backbone, grid = self.config.data, self.config.backbone, self.machine.grid
-        least = self.images.least_side
         if self.is_typed("backbone.patch_size"):
             unit = 2 * backbone.patch_size  # an even number of tokens, for masked units of 2 x 2
             side = min(least, max(self.machine.size, 8 * backbone.patch_size)) // unit * unit
@@ -195,12 +200,12 @@ class _Rules:
         self.set("backbone.patch_size", max(enough, default=min(patches, default=backbone.patch_size)))
 
 
-def _labels_held_out(config: PretrainConfig) -> bool:
-    """Whether there are held-out images with labels."""
+def _test_classes(data: DataConfig) -> int | None:
+    """Classes of the held-out images, 0 without labels; None if no images are held out."""
     try:
-        return build_dataset(replace(config.data, check="none"), "test").num_classes > 1
+        return build_dataset(replace(data, check="none"), "test").num_classes
     except DataError:
-        return False
+        return None
 
 
 def _fit_memory(rules: _Rules, device: torch.device) -> None:

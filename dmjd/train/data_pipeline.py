@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from dmjd.config import PretrainConfig
+from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
-from dmjd.data import listed
 from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import check_shared_memory, make_loader

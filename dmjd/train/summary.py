@@ -40,13 +40,14 @@ def start_lines(config: PretrainConfig, data: DataPipeline, step: Step, world: W
     warmup = warmup_steps(config, steps)
     yield _line("schedule", f"peak learning rate {peak_lr(config, spec, grid):.3g} after {warmup} steps of warm-up")
     rates, units = spec.true_rates(grid), spec.plan(grid)
-    rounded = abs(rates.m_corr - spec.mask_ratio) > 0.005 and spec.count is None
     why = f" (mask.mask_ratio={spec.mask_ratio:g} is rounded to {units.hidden} of {units.units} masked units)"
-    yield _line(
-        "masks",
-        f"{spec.views} view(s) of {grid[0]}x{grid[1]} tokens, {100 * rates.m_corr:.3g} % masked in each{why * rounded}, "
+    if spec.count is not None or abs(rates.m_corr - spec.mask_ratio) < 0.005:
+        why = ""
+    masked, predicted = (
+        f"{100 * rates.m_corr:.3g} % masked in each{why}",
         f"{100 * rates.m_pred:.3g} % predicted in all",
     )
+    yield _line("masks", f"{spec.views} view(s) of {grid[0]}x{grid[1]} tokens, {masked}, {predicted}")
 
 
 def _line(title: str, text: str) -> str:

@@ -51,7 +51,7 @@ def test_the_same_command_goes_on_after_a_new_file_other_rules_and_another_devic
             Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(photos / "train" / "down" / "00a.png")
             changed = replace(recipe.MACHINES["cpu"], batch=8, epochs=9, base_lr=1.0, grid=2)
             monkeypatch.setattr(recipe, "MACHINES", {"cpu": changed, "cuda": changed})
-        code, out, err = dmjd(*words)
+        code, _, err = dmjd(*words)
         assert code == 0, err
         ends[name] = (run / "log.jsonl").read_bytes()
     assert stored(run) == first
@@ -96,7 +96,7 @@ def test_the_end_advises_only_commands_that_work_and_names_skipped_steps(
 ) -> None:
     shutil.rmtree(photos / "val")
     words = ["pretrain", "experiment=own_photos", f"data.root={photos}", *SMALL, "epochs=3"]
-    code, out, err = dmjd(*words, f"run={tmp_path / 'run'}", "optim.base_lr=1e38", "optim.warmup_percent=0")
+    code, _, err = dmjd(*words, f"run={tmp_path / 'run'}", "optim.base_lr=1e38", "optim.warmup_percent=0")
     assert code == 0, err
     end = reason(tmp_path / "run")
     assert "all steps are done, 2 of 3 were skipped for a loss or gradient that is not finite" in end["detail"]
