@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir

@@ -39,6 +39,7 @@ SMALLEST = 0.01
 """Share of the images that may be smaller than the crop, as data.max_bad_percent."""
 WARMUP_PERCENT = 10.0
 VAL_PERCENT = 10.0
+VAL_PERCENT = 10.0
 MEMORY = 0.8
 """Share of a GPU's free memory that a step may take."""
 
@@ -178,7 +179,6 @@ class _Rules:
             self.set("optim.warmup_percent", WARMUP_PERCENT)
         self.set("workers", max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
         self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
-        self.set("online_knn.neighbours", min(config.online_knn.neighbours, images.count))
 
     def _set_sizes(self, least: int) -> None:
         """Image size: the largest that nearly all images reach. Patch: the largest that gives enough tokens."""

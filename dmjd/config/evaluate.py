@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, recorded, number, path
+from dmjd.config.fields import choice, number, path, recorded
 from dmjd.config.pretrain import PretrainConfig
 
 
