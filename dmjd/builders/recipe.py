@@ -39,7 +39,6 @@ SMALLEST = 0.01
 """Share of the images that may be smaller than the crop, as data.max_bad_percent."""
 WARMUP_PERCENT = 10.0
 VAL_PERCENT = 10.0
-VAL_PERCENT = 10.0
 MEMORY = 0.8
 """Share of a GPU's free memory that a step may take."""
 
@@ -154,7 +153,7 @@ class _Rules:
     def hold_out(self) -> bool:
         """Hold images out by their hash unless there is a test split; returns whether held-out images have labels."""
         data = self.config.data
-        if _test_classes(data) is None and "val_percent" in vars(data):
+        if data.name == "folder" and _test_classes(data) is None and "val_percent" in vars(data):
             self.set("data.val_percent", VAL_PERCENT)
         return (_test_classes(data) or 0) > 1
 
