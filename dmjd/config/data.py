@@ -25,7 +25,7 @@ class DataConfig:
         tars read front to back (docs/data.md). fashion_mnist, digits: small data sets. auto: Fashion-MNIST if it is
         found or can be downloaded, else digits.
     root: Folder of the images. shards: also a URL. stream: paths, URLs or pipe: commands, joined by "::".
-    image_size: Height and width of the model's input, in pixels.
+    image_size: Height and width of the model's input, in pixels; one number for a square.
     channels: Image channels, 1 (grey) or 3 (RGB).
     pad: (fashion_mnist, digits) Black border added on each side, in pixels.
     check: Validation of the training images before the first step. none: no check. header: read every file's header.
