@@ -100,7 +100,7 @@ def test_the_bar_fits_the_terminal_and_the_log_stands_above_it(
     assert any(re.match(r"images [0-3]/3 ", line) for line in lines)
     assert "a child's record" in lines, "it waits for no lock of its parent's threads"
     assert lines[-1] == "result"
-    assert lines[-2].startswith("step 7945/8000"), "the last state of the bar stays"
+    assert re.search(r"step 7945/8000[^\r]*\r\n[^\n]*result", written), "the bar's last state stays"
 
 
 def test_without_colours_there_are_none() -> None:
