@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,8 @@ def _of_checkpoint(command: str, arguments: Sequence[str]) -> list[str]:
     if not arguments:
         return []
     key, equals, _ = arguments[0].partition("=")
-    is_path = not equals or (RENAMED.get(key, key) not in keys_of(command) and Path(at_home(arguments[0])).exists())
+    is_key = RENAMED.get(key, key) in keys_of(command)
+    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
     return [f"checkpoint={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
 
 
@@ -280,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif "--cfg" in rest:
             print(_resolved(command, [text for text in rest if text != "--cfg"]), end="")
         else:
-            with _recorded_exit(), _waiting(command):
+            with _recorded_exit(), Progress(command, None):  # shown while no other progress is
                 _evaluate(command, rest) if command in EVALUATIONS else COMMANDS[command](rest)
     except UserError as error:
         return 2 if error.reported else _fail(str(error), 2)
@@ -340,11 +341,6 @@ def _overrides(arguments: Sequence[str]) -> Iterator[str]:
             if value.startswith("--") or value in _FLAGS:
                 raise ConfigError(f"{redact(text)} needs a value: {redact(text)}=VALUE or {redact(key)}=VALUE")
         yield f"{key.replace('-', '_')}={value}"
-
-
-def _waiting(command: str) -> AbstractContextManager[object]:
-    """The line of a command in which no other progress is shown; on rank 0."""
-    return nullcontext() if os.environ.get("RANK", "0") != "0" else Progress(command, None)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,7 +1,7 @@
 """Progress of a command on stderr: a live bar on a terminal, a plain line every 15 s in a pipe or a file.
 
 Log records, warnings and printed lines appear above the bar. Output to a closed terminal or pipe is dropped: a command
-goes on when its reader has left.
+goes on when its reader has left. Of the processes of a launch only that of rank 0 shows progress.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _GAP = "  "
 
 _began = time.monotonic()
 _display: _Display | None = None
+_clear = ""  # of a forked child: removes the frame of its parent's bar from the line
 _lock = threading.RLock()
 
 
@@ -93,7 +94,7 @@ class Progress:
 
     def _print_line(self) -> None:
         """Print a plain line where no bar can be shown."""
-        if not _is_terminal():
+        if not _is_terminal() and not _is_silent():
             self._printed = self._done
             _write(_GAP.join(text for _, text in self._parts()) + "\n")
 
@@ -218,7 +219,7 @@ class _Display:
 
 def _open(bar: Progress) -> None:
     global _display
-    if _is_terminal():
+    if _is_terminal() and not _is_silent():
         with _lock:
             _display = _display or _Display()
             _display.bars.append(bar)
@@ -240,6 +241,25 @@ def _is_terminal() -> bool:
     return False
 
 
+def _is_silent() -> bool:
+    """Whether this is not the first process of a launch."""
+    return os.environ.get("RANK") not in (None, "", "0")
+
+
+def _after_fork() -> None:
+    """In a child process: the bar is its parent's, and a thread of its parent may have held the locks."""
+    global _display, _lock, _clear
+    if _display is not None and _display.live is not None:
+        _clear = "\r\x1b[K"
+    _display, _lock = None, threading.RLock()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def _stderr() -> Any:
     return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
@@ -249,7 +269,7 @@ def _write(text: str) -> None:
     with _lock:
         live = None if _display is None else _display.live
         if live is None:
-            _Stderr().write(text)
+            _Stderr().write(_clear + text)
             _Stderr().flush()
         else:
             live.console.print(text, end="", markup=False, highlight=False, emoji=False)

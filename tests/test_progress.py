@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 PROGRAM = """
-import contextlib, logging, sys, time, warnings
+import contextlib, logging, os, sys, time, warnings
 from dmjd import progress
 progress.SHOW_AFTER, progress.LINE_SECONDS = float(sys.argv[1]), 0.2
 progress.begin()
@@ -27,6 +27,11 @@ with progress.Progress("pretrain", None), progress.Progress("step", 8000, 7900, 
         if step == 15:
             logging.getLogger("dmjd").info("a record" + " and more of it" * 10)
             warnings.warn("a warning")
+            child = os.fork()
+            if not child:
+                logging.getLogger("dmjd").info("a child's record")
+                os._exit(0)
+            os.waitpid(child, 0)
             for _ in progress.track("abc", "images", 3):
                 time.sleep(0.1)
 with contextlib.suppress(OSError):
@@ -80,7 +85,7 @@ def screen_lines(written: str) -> list[str]:
 def test_the_bar_fits_the_terminal_and_the_log_stands_above_it(
     columns: int, shown: tuple[str, ...], left_out: tuple[str, ...]
 ) -> None:
-    written, code = on_terminal(columns, "0.1", "60")
+    written, code = on_terminal(columns, "0.1", "45")
     assert code == 0
     lines = screen_lines(written)
     bars = [line for line in lines if line.startswith("step ")]
@@ -93,8 +98,9 @@ def test_the_bar_fits_the_terminal_and_the_log_stands_above_it(
     assert RECORD in lines, "not glued to the bar, not broken"
     assert any(line.endswith("UserWarning: a warning") for line in lines)
     assert any(re.match(r"images [0-3]/3 ", line) for line in lines)
+    assert "a child's record" in lines, "it waits for no lock of its parent's threads"
     assert lines[-1] == "result"
-    assert lines[-2].startswith("step 7960/8000"), "the last state of the bar stays"
+    assert re.search(r"step 7945/8000[^\r]*\r\n[^\n]*result", written), "the bar's last state stays"
 
 
 def test_without_colours_there_are_none() -> None:
@@ -120,6 +126,13 @@ def test_a_terminal_without_control_codes_and_a_pipe_get_lines() -> None:
             assert re.fullmatch(
                 r"step 79\d\d/8000  loss 0.1234  epoch 99/100  lr 1.5e-04  \d+ img/s  ETA 0:00:\d\d", line
             )
+
+
+def test_another_process_of_a_launch_shows_nothing() -> None:
+    command = [sys.executable, "-c", PROGRAM, "0.1", "40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "RANK": "1"})
+    assert "step" not in done.stderr
+    assert RECORD in done.stderr
 
 
 def test_a_short_command_shows_nothing() -> None:

@@ -52,7 +52,7 @@ class DataConfig:
         an error. Their endings are left out of the stored data.endings.
     skipped_folders: (folder) Names of folders to skip, separated by spaces. null: those of docs/data.md; a run stores
         the list, and keeps it.
-    image_size: Height and width of the model's input, in pixels.
+    image_size: Height and width of the model's input, in pixels; one number for a square.
     channels: Image channels, 1 (grey) or 3 (RGB).
     pad: (fashion_mnist, digits) Black border added on each side, in pixels.
     check: Validation of the training images before the first step. none: no check. header: read every file's header.

@@ -23,6 +23,7 @@ from dmjd.data.quarantine import check_share
 from dmjd.data.regular import LOOP, counts, kind_of_entry, log_skipped
 from dmjd.errors import BadImage, DataError
 from dmjd.files import FILE, FOLDER
+from dmjd.progress import track
 
 Check = Literal["none", "header", "decode"]
 
@@ -156,8 +157,10 @@ class ImageFolder:
             found = ((index, self._inspect(index, decode)) for index in indices)
             return [(index, bad) for index, bad in found if bad is not None]
 
+        starts = range(0, len(self), _CHECK_CHUNK)
         with ThreadPoolExecutor(_CHECK_THREADS) as pool:
-            return dict(chain.from_iterable(pool.map(inspect, range(0, len(self), _CHECK_CHUNK))))
+            found = pool.map(inspect, starts)
+            return dict(chain.from_iterable(track(found, f"groups of {_CHECK_CHUNK} images checked", len(starts))))
 
     def _inspect(self, index: int, decode: bool) -> BadImage | None:
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
-from dmjd.files import obstacle, read_file
+from dmjd.files import at_home, obstacle, read_file
 from dmjd.ops.images import normalise
 from dmjd.safe_load import check_torch, one_line, parse_json, weights_only_forced
 from dmjd.targets.features import NORMS, frozen_on, normalise_features, render_features
@@ -48,6 +48,7 @@ def load_clip(model: str, weights: str | None, size: tuple[int, int]) -> nn.Modu
         raise ConfigError("target.name=clip needs open_clip: pip install 'dmjd[clip]'") from error
     config: dict[str, Any] | None
     if model.startswith(LOCAL):
+        model = LOCAL + at_home(model.removeprefix(LOCAL))
         config, file = _config_in(Path(model.removeprefix(LOCAL)), weights), None
     else:
         # Any other scheme is one of downloads.
