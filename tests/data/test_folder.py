@@ -7,6 +7,7 @@ import socket
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,7 +343,7 @@ def encoded(kind: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-FILES = {
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
     **{ending: ("JPEG", {}) for ending in ("jpe", "JFIF", "jif", "mpo")},
     **{"gif": ("GIF", {}), "dib": ("BMP", {}), "apng": ("PNG", {}), "ppm": ("PPM", {}), "TGA": ("TGA", {"rle": True})},
     **{"avif": ("AVIF", {"quality": 95}), "jp2": ("JPEG2000", {}), "j2k": ("JPEG2000", {"no_jp2": True})},
