@@ -353,13 +353,16 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 def test_files_of_all_common_formats_are_listed_and_read_by_content(tmp_path: Path) -> None:
     for number, (ending, (kind, options)) in enumerate(FILES.items()):
         (tmp_path / f"{number:02d}.{ending}").write_bytes(encoded(kind, **options))
+    grey = PHOTO[..., 0].astype(">u2") * 256 + 9
+    (tmp_path / "97.pgm").write_bytes(b"P5 80 64 65535\n" + grey.astype(">u2").tobytes())
     (tmp_path / "98.jpg").write_bytes(encoded("PNG"))  # a wrong ending
     (tmp_path / "99.png").write_bytes(encoded("GIF", save_all=True, append_images=[Image.new("RGB", (80, 64))]))
     folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
-    assert len(folder) == len(FILES) + 2
+    assert len(folder) == len(FILES) + 3
     assert folder.skipped == {}
     for index in range(len(folder)):  # of the animation, the first picture
-        error = np.abs(folder.image(index).astype(int) - PHOTO).mean()
+        expected = PHOTO[..., :1] if folder.name(index).endswith("97.pgm") else PHOTO
+        error = np.abs(folder.image(index).astype(int) - expected).mean()
         assert error < (8 if folder.name(index).endswith((".gif", "99.png")) else 4), folder.name(index)
 
 
