@@ -53,4 +53,5 @@ def counts(skipped: Mapping[str, int]) -> str:
 def log_skipped(place: str, skipped: Mapping[str, int]) -> None:
     """Log the number of entries of ``place`` that were skipped, by kind; nothing if there are none."""
     if skipped:
-        _log.info("%s: skipped %d entries (%s)", place, sum(skipped.values()), counts(skipped))
+        total = sum(skipped.values())
+        _log.info("%s: skipped %d %s (%s)", place, total, "entry" if total == 1 else "entries", counts(skipped))

@@ -533,7 +533,7 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     with caplog.at_level("INFO", logger="dmjd"):
         training_source(config)
     skipped, warning = caplog.messages
-    assert skipped == f"{tmp_path}: skipped 1 entries (.txt files: 1)"
+    assert skipped == f"{tmp_path}: skipped 1 entry (.txt files: 1)"
     assert f"{len(alone)} of 12 classes have no held-out or no training image ({', '.join(alone[:5])}, ...)" in warning
 
 
@@ -541,7 +541,7 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     ("name", "folders", "percent", "sentence"),
     [
         ("folder", ["ant"], 1e-6, "val_percent=1e-06 holds out 0 of the 40 images"),
-        ("folder", ["ant"], 99.999999, "val_percent=100 holds out 40 of the 40 images"),
+        ("folder", ["ant"], 99.999999, "val_percent=99.999999 holds out 40 of the 40 images"),
         ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
         ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),
         (
