@@ -532,7 +532,9 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     config = DataConfig(name="folder", root=str(tmp_path), check="none", val_percent=25.0)
     with caplog.at_level("INFO", logger="dmjd"):
         training_source(config)
-    skipped, warning = caplog.messages
+    skipped, sides, warning = caplog.messages
+    held_images = len(held_out(few, 25))
+    assert sides == f"{tmp_path}: 25 % held out, {held_images} of 36 images"
     assert skipped == f"{tmp_path}: skipped 1 entry (.txt files: 1)"
     assert f"{len(alone)} of 12 classes have no held-out or no training image ({', '.join(alone[:5])}, ...)" in warning
 
