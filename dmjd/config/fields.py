@@ -74,6 +74,13 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
+def found_at_start(default: Any) -> Any:
+    """A field that is null until a run starts, which stores the value that it finds. null agrees with any value."""
+    item = default if isinstance(default, Field) else field(default=default)
+    item.metadata = MappingProxyType({**item.metadata, "found_at_start": True})
+    return item
+
+
 def may_change(default: Any, where: str = "") -> Any:
     """A field that does not affect results: a run may be resumed with another value.
 
@@ -83,13 +90,6 @@ def may_change(default: Any, where: str = "") -> Any:
     """
     item = default if isinstance(default, Field) else field(default=default)
     item.metadata = MappingProxyType({**item.metadata, "may_change": where})
-    return item
-
-
-def found_at_start(default: Any) -> Any:
-    """A field that is null until a run starts, which stores the value that it finds. null agrees with any value."""
-    item = default if isinstance(default, Field) else field(default=default)
-    item.metadata = MappingProxyType({**item.metadata, "found_at_start": True})
     return item
 
 

@@ -258,7 +258,7 @@ class _TorchcodecJpeg(_PillowImage):
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
     """``image`` converted to ``mode``, "L" or "RGB": the high byte of 16-bit grey, alpha dropped."""
-    if image.mode.startswith("I;16"):  # convert() would clip everything above 255 to white
+    if image.mode.startswith("I"):  # convert() would clip everything above 255 to white
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     elif "transparency" in image.info:  # Pillow warns unless a palette's alpha is dropped in a second step
         image = image.convert("RGBA")
@@ -329,9 +329,14 @@ def _require_rows(data: bytes) -> None:
 
 def _require_usable(image: Image.Image, count: int, name: str, min_size: Size) -> None:
     require_plausible(image.format, (image.height, image.width), count)
-    if image.mode in ("I", "F"):
-        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
+    require_depth(image)
     _require(name, (image.height, image.width), min_size)
+
+
+def require_depth(image: Image.Image) -> None:
+    """Raise ValueError for pixels of 32 bits. Pillow's mode of a 16-bit PGM file is "I" as well."""
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        raise ValueError("its pixels have 32 bits; convert it to 8 bits")
 
 
 def _require(name: str, size: Size, least: Size) -> None:

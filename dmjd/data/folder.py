@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from collections import Counter
@@ -26,6 +27,8 @@ from dmjd.files import FILE, FOLDER
 from dmjd.progress import track
 
 Check = Literal["none", "header", "decode"]
+
+_log = logging.getLogger("dmjd")
 
 _CHECK_THREADS = 16  # opening files is bound by the disk or the network
 _CHECK_CHUNK = 256
@@ -86,6 +89,7 @@ class ImageFolder:
         self.skipped: Mapping[str, int] = dict(skipped)
         _require_decoders(self._folder, paths, rules)
         labels, classes = _assign_labels(self._folder, paths, train, rules)
+        self._sides = ""
         self._rule = "" if held_out is None else f"{held_out.percent!r} {held_out.seed}"
         self.one_sided: Sequence[str] = ()
         if held_out is not None:
@@ -93,6 +97,7 @@ class ImageFolder:
             prefix = "" if below == "." else f"{below}/"
             sides = held_out.sides(prefix + path for path in paths)
             held_out.require_both(sides, root)
+            self._sides = f"{held_out}, {sum(sides)} of {len(paths)} images"
             self.one_sided = one_sided(labels, sides, classes)
             kept = [number for number, side in enumerate(sides) if side == (split == "test")]
             paths, labels = [paths[number] for number in kept], [labels[number] for number in kept]
@@ -147,8 +152,10 @@ class ImageFolder:
         return os.path.join(self._folder, os.fsdecode(self._paths[start : self._ends[index]].tobytes()))
 
     def report(self) -> None:
-        """Log what was skipped, and classes that are on one side of a split only; a line each."""
+        """Log what was skipped, the number of held-out images, and classes on one side of the split; a line each."""
         log_skipped(self._folder, self.skipped)
+        if self._sides:
+            _log.info("%s: %s", self._folder, self._sides)
         report_one_sided(self._folder, self.one_sided, self.num_classes)
 
     def _check(self, decode: bool) -> dict[int, BadImage]:

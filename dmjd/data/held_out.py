@@ -28,7 +28,7 @@ class HeldOut(NamedTuple):
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"{self.percent:g} % held out" + (f" with val_seed={self.seed}" if self.seed else "")
+        return f"{self.percent:.10g} % held out" + (f" with val_seed={self.seed}" if self.seed else "")
 
     def sides(self, paths: Iterable[str]) -> list[bool]:
         """Whether each image is held out; ``paths``: relative to the data set's root, with "/" between their parts.
@@ -44,7 +44,7 @@ class HeldOut(NamedTuple):
         """Raise DataError if one side of the images in ``root`` is empty."""
         if len(set(sides)) < 2:
             raise DataError(
-                f"val_percent={self.percent:g} holds out {sum(sides)} of the {len(sides)} images in {root}, and "
+                f"val_percent={self.percent:.10g} holds out {sum(sides)} of the {len(sides)} images in {root}, and "
                 "training and evaluation need at least one each; change val_percent or val_seed"
             )
 

@@ -47,10 +47,11 @@ def only_files(paths: list[str], place: str) -> list[str]:
 def counts(skipped: Mapping[str, int]) -> str:
     """Kinds and numbers of skipped entries, the most frequent first: ".txt files: 3, empty folders: 1"."""
     kinds = [f"{kind}: {count}" for kind, count in sorted(skipped.items(), key=lambda item: (-item[1], item[0]))]
-    return ", ".join([*kinds[:_MOST_KINDS], *[f"{len(kinds) - _MOST_KINDS} other kinds"] * (len(kinds) > _MOST_KINDS)])
+    return ", ".join([*kinds[:_MOST_KINDS], *[f"{len(kinds) - _MOST_KINDS} more kind(s)"] * (len(kinds) > _MOST_KINDS)])
 
 
 def log_skipped(place: str, skipped: Mapping[str, int]) -> None:
     """Log the number of entries of ``place`` that were skipped, by kind; nothing if there are none."""
     if skipped:
-        _log.info("%s: skipped %d entries (%s)", place, sum(skipped.values()), counts(skipped))
+        total = sum(skipped.values())
+        _log.info("%s: skipped %d %s (%s)", place, total, "entry" if total == 1 else "entries", counts(skipped))

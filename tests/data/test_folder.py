@@ -7,6 +7,7 @@ import socket
 import unicodedata
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -342,7 +343,7 @@ def encoded(kind: str, **options: object) -> bytes:
     return buffer.getvalue()
 
 
-FILES = {
+FILES: dict[str, tuple[str, dict[str, Any]]] = {
     **{ending: ("JPEG", {}) for ending in ("jpe", "JFIF", "jif", "mpo")},
     **{"gif": ("GIF", {}), "dib": ("BMP", {}), "apng": ("PNG", {}), "ppm": ("PPM", {}), "TGA": ("TGA", {"rle": True})},
     **{"avif": ("AVIF", {"quality": 95}), "jp2": ("JPEG2000", {}), "j2k": ("JPEG2000", {"no_jp2": True})},
@@ -352,13 +353,16 @@ FILES = {
 def test_files_of_all_common_formats_are_listed_and_read_by_content(tmp_path: Path) -> None:
     for number, (ending, (kind, options)) in enumerate(FILES.items()):
         (tmp_path / f"{number:02d}.{ending}").write_bytes(encoded(kind, **options))
+    grey = PHOTO[..., 0].astype(">u2") * 256 + 9
+    (tmp_path / "97.pgm").write_bytes(b"P5 80 64 65535\n" + grey.astype(">u2").tobytes())
     (tmp_path / "98.jpg").write_bytes(encoded("PNG"))  # a wrong ending
     (tmp_path / "99.png").write_bytes(encoded("GIF", save_all=True, append_images=[Image.new("RGB", (80, 64))]))
     folder = ImageFolder(str(tmp_path), "train", channels=3, check="decode")
-    assert len(folder) == len(FILES) + 2
+    assert len(folder) == len(FILES) + 3
     assert folder.skipped == {}
     for index in range(len(folder)):  # of the animation, the first picture
-        error = np.abs(folder.image(index).astype(int) - PHOTO).mean()
+        expected = PHOTO[..., :1] if folder.name(index).endswith("97.pgm") else PHOTO
+        error = np.abs(folder.image(index).astype(int) - expected).mean()
         assert error < (8 if folder.name(index).endswith((".gif", "99.png")) else 4), folder.name(index)
 
 
@@ -528,8 +532,10 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     config = DataConfig(name="folder", root=str(tmp_path), check="none", val_percent=25.0)
     with caplog.at_level("INFO", logger="dmjd"):
         training_source(config)
-    skipped, warning = caplog.messages
-    assert skipped == f"{tmp_path}: skipped 1 entries (.txt files: 1)"
+    skipped, sides, warning = caplog.messages
+    held_images = len(held_out(few, 25))
+    assert sides == f"{tmp_path}: 25 % held out, {held_images} of 36 images"
+    assert skipped == f"{tmp_path}: skipped 1 entry (.txt files: 1)"
     assert f"{len(alone)} of 12 classes have no held-out or no training image ({', '.join(alone[:5])}, ...)" in warning
 
 
@@ -537,7 +543,7 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     ("name", "folders", "percent", "sentence"),
     [
         ("folder", ["ant"], 1e-6, "val_percent=1e-06 holds out 0 of the 40 images"),
-        ("folder", ["ant"], 99.999999, "val_percent=100 holds out 40 of the 40 images"),
+        ("folder", ["ant"], 99.999999, "val_percent=99.999999 holds out 40 of the 40 images"),
         ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
         ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),
         (

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from PIL import Image, UnidentifiedImageError
 
-from dmjd.data.decode import identify, kind_of, read_whole, to_mode
+from dmjd.data.decode import identify, kind_of, read_whole, require_depth, to_mode
 from dmjd.errors import BadImage
 
 LOSSLESS_PIXELS = 256 * 256
@@ -62,9 +62,8 @@ def encode(name: str, data: bytes, channels: int) -> Encoded:
         small = height * width <= LOSSLESS_PIXELS and image.format in _LOSSLESS
         if small and image.format == "PNG" and _is_plain_png(data):
             return Encoded(data, "png", height, width)
-        if image.mode in ("I", "F"):
-            raise ValueError("its pixels have 32 bits; convert it to 8 bits")
-        grey = channels == 1 or image.mode in ("1", "L", "LA") or image.mode.startswith("I;16")
+        require_depth(image)
+        grey = channels == 1 or image.mode in ("1", "L", "LA") or image.mode.startswith("I")
         pixels, buffer = to_mode(image, "L" if grey else "RGB"), io.BytesIO()
         if small:
             pixels.save(buffer, "PNG")

@@ -320,7 +320,7 @@ def test_no_image_of_a_tar_is_left_out_in_silence(photo: Photo, tmp_path: Path) 
 
 def test_names_with_several_dots_keep_their_images_and_labels(photo: Photo, tmp_path: Path) -> None:
     names = ["a/img.v0", "a/img.v1", "b/x.1.2", "b/x.1.3", "c/plain"]  # keys that end at the last dot
-    members = {}
+    members: dict[str, bytes] = {}
     for number, name in enumerate(names):
         members |= {f"{name}.jpg": photo(number), f"{name}.cls": str(number).encode()}
     members |= {"d/one.left.jpg": photo(5), "d/one.right.jpg": photo(6), "d/one.cls": b"7"}  # a label for both

@@ -104,7 +104,8 @@ def test_a_tar_cut_anywhere_is_noticed_at_the_start_and_at_every_sample_behind_t
     path, dataset = Path(shards.location(0)), ShardDataset(shards, None)
     images = [dataset.image(index) for index in range(3)]
     ends = [int(record["offset"] + record["size"]) for record in shards.records]
-    for cut in reversed(range(path.stat().st_size)):
+    cuts = {*range(0, path.stat().st_size, 11), *(end + near for end in ends for near in (-1, 0, 1))}
+    for cut in sorted(cuts, reverse=True):
         os.truncate(path, cut)
         with pytest.raises(DataError, match=rf"train-000000.tar has {cut} bytes, not the .* of the manifest"):
             check_files(shards)
