@@ -61,14 +61,24 @@ class Context(Generic[Config]):
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The images of ``split``, or ``count`` of them. Raises DataError if they lack what is needed."""
-        if (split, count) in self.opened:
-            return self.opened[split, count]
-        dataset = self.frozen.dataset(split, count)
+        if (split, count) not in self.opened:
+            self.opened[split, count] = self._open(split, count)
+        dataset = self.opened[split, count]
         if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
             cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
             raise DataError(f"{self.frozen.source}: the {split} images have no {self.needs}; {cure}")
-        self.opened[split, count] = dataset
         return dataset
+
+    def _open(self, split: Split, count: int | None) -> ImageDataset:
+        try:
+            return self.frozen.dataset(split, count)
+        except DataError as error:
+            if "has no test split" not in str(error) or self.frozen.path.is_file():
+                raise
+            raise DataError(
+                f"{error}. This encoder was trained on all of these images: with data.val_percent=10 it is tested on "
+                "images that it has seen, unless it is pre-trained again with data.val_percent=10"
+            ) from error
 
     def image_settings(self) -> dict[str, Any]:
         """Settings of the images: data set, size, crop, mean and std."""
