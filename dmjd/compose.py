@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dmjd.config import RENAMED, SCHEMAS, EvaluationConfig, PretrainConfig, check_fields, expand_paths
+from dmjd.config.fields import keys
 from dmjd.errors import ConfigError
 from dmjd.files import printable
 from dmjd.redact import Typed, know, redact, shown
@@ -183,8 +184,8 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 def _data_keys(overrides: Sequence[str]) -> list[str]:
     """The keys of ``data`` that are given; ``data=NAME`` gives the key name."""
-    keys = [RENAMED.get(key, key) for key in (text.partition("=")[0] for text in overrides)]
-    return ["name" if key == "data" else key.removeprefix("data.") for key in keys if key.split(".")[0] == "data"]
+    given = (text.partition("=")[0] for text in overrides)
+    return ["name" if key == "data" else key.removeprefix("data.") for key in given if key.split(".")[0] == "data"]
 
 
 def groups_of(command: str) -> dict[str, list[str]]:
@@ -250,7 +251,7 @@ def _leaf_type(schema: type, key: str) -> Any:
     node: type = schema
     path = key.split(".")
     for depth, name in enumerate(path):
-        names = [field.name for field in fields(node)]
+        names = [field.name for field in keys(node)]
         if name not in names:
             where = ".".join(path[:depth]) or "the top level"
             near = difflib.get_close_matches(name, names, n=1)

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from dmjd.compose import dataclass_of, groups_of, values
 from dmjd.config import SCHEMAS, PlanConfig, PretrainConfig
-from dmjd.config.fields import FLOAT_LIMIT, allowed
+from dmjd.config.fields import FLOAT_LIMIT, allowed, keys
 from dmjd.errors import ConfigError
 from dmjd.redact import redact
 
@@ -73,10 +73,8 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when
     yield from textwrap.wrap(" ".join(filter(None, (f"{prefix[:-1]}:" * bool(prefix), summary, when))), width)
     parts = []
     inherited = {item.name for item in fields(PretrainConfig)} if schema is PlanConfig else set()
-    for item in sorted(fields(schema), key=lambda item: item.name in inherited):
+    for item in sorted(keys(schema), key=lambda item: item.name in inherited):
         inner = dataclass_of(hints[item.name])
-        if "internal" in item.metadata:
-            continue
         if inner is None:
             key = f"  {prefix}{item.name}={_typed(now[item.name])}"
             yield from _hanging(f"({_type(item, hints[item.name])})", f"{key:{_COLUMN - 1}} ", _COLUMN, width)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, internal, number, path
+from dmjd.config.fields import choice, number, path, recorded
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -50,7 +50,7 @@ class EvaluationConfig(EncoderConfig):
     workers: int | None = number(None, least=0)
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
-    data_keys: list[str] | None = internal()
+    data_keys: list[str] | None = recorded()
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""

@@ -68,11 +68,6 @@ def numbers_or_none(length: int, **bounds: float) -> Any:
     return field(default=None, metadata={"bounds": bounds, "length": length})
 
 
-def internal() -> Any:
-    """A field that the command line sets itself; it is None by default and is not listed in ``--help``."""
-    return field(default=None, metadata={"internal": True})
-
-
 def may_change(default: Any, where: str = "") -> Any:
     """A field that does not affect results: a run may be resumed with another value.
 
@@ -83,6 +78,16 @@ def may_change(default: Any, where: str = "") -> Any:
     item = default if isinstance(default, Field) else field(default=default)
     item.metadata = MappingProxyType({**item.metadata, "may_change": where})
     return item
+
+
+def recorded() -> Any:
+    """A field that the command line fills in, and that is stored; it is no key and not in ``--help``."""
+    return field(default=None, metadata={"recorded": True})
+
+
+def keys(schema: Any) -> list[Field[Any]]:
+    """The fields of a configuration class that are keys of the command line."""
+    return [item for item in fields(schema) if "recorded" not in item.metadata]
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, Any] | None:
