@@ -73,11 +73,11 @@ class Context(Generic[Config]):
         try:
             return self.frozen.dataset(split, count)
         except DataError as error:
-            if "has no test split" not in str(error) or self.frozen.path.is_file():
+            if "has no test split" not in str(error):
                 raise
             raise DataError(
-                f"{error}. This encoder was trained on all of these images: with data.val_percent=10 it is tested on "
-                "images that it has seen, unless it is pre-trained again with data.val_percent=10"
+                f"{error}; an encoder that was trained on all images has seen those that data.val_percent=10 holds "
+                "out: set it in pre-training for a score on unseen images"
             ) from error
 
     def image_settings(self) -> dict[str, Any]:

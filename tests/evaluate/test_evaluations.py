@@ -374,7 +374,9 @@ def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
         == evaluate("knn", trained, f"data.root={moved}", "data.image_size=[12,12]", UNTRAINED)["top1"]
     )
     shutil.rmtree(moved / "val")
-    with pytest.raises(DataError, match=r"no test split; .*trained on all of these images: with data\.val_percent=10"):
+    with pytest.raises(
+        DataError, match=r"no test split; .*trained on all images has seen those that data\.val_percent=10"
+    ):
         evaluate("knn", trained, f"data.root={moved}")
 
 
