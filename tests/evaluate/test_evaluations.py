@@ -15,12 +15,13 @@ from PIL import Image
 
 from dmjd.builders import build_objective
 from dmjd.compose import compose
+from dmjd.config import DataConfig
 from dmjd.data import build
 from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import EVALUATIONS, describe, registry
 from dmjd.evaluate import evaluate as run_evaluation
-from dmjd.evaluate.encoder import FrozenEncoder, _evaluation_data, load_encoder, loader_workers
+from dmjd.evaluate.encoder import FrozenEncoder, _differences, _evaluation_data, load_encoder, loader_workers
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.runs import checkpoint
@@ -365,6 +366,29 @@ def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
         DataError, match=r"no test split; .*trained on all images has seen those that data\.val_percent=10"
     ):
         evaluate("knn", trained, f"data.root={moved}")
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "seen"),
+    [
+        *[((0, 0), (10, 0), True), ((10, 0), (10, 0), False), ((20, 0), (10, 0), False), ((10, 0), (20, 0), True)],
+        *[((10, 0), (10, 1), True), ((0, 0), (0, 0), False)],
+    ],
+)
+def test_a_split_that_pre_training_did_not_make_has_images_that_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: tuple[int, int], evaluated: tuple[int, int], seen: bool
+) -> None:
+    """(val_percent, val_seed) of both; the same folder under two names, and another folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def data(root: str, split: tuple[int, int]) -> DataConfig:
+        config = DataConfig(name="folder", root=root)
+        vars(config).update(val_percent=float(split[0]), val_seed=split[1])
+        return config
+
+    expected = {"seen_in_pretraining": True} if seen else {}
+    assert _differences(data("photos", trained), data(str(tmp_path / "photos"), evaluated)) == expected
+    assert _differences(data("photos", trained), data("others", evaluated)) == {}
 
 
 def test_an_experiment_gives_a_file_its_data_settings(image_folder: Path) -> None:
