@@ -210,8 +210,8 @@ def _with_present_keys(values: dict[str, Any]) -> dict[str, Any]:
 
 def _data_keys(overrides: Sequence[str]) -> list[str]:
     """The keys of ``data`` that are given; ``data=NAME`` gives the key name."""
-    keys = [RENAMED.get(key, key) for key in (text.partition("=")[0] for text in overrides)]
-    return ["name" if key == "data" else key.removeprefix("data.") for key in keys if key.split(".")[0] == "data"]
+    given = (text.partition("=")[0] for text in overrides)
+    return ["name" if key == "data" else key.removeprefix("data.") for key in given if key.split(".")[0] == "data"]
 
 
 class _Checked(NamedTuple):

@@ -31,7 +31,7 @@ from tests.conftest import TINY
 Command = Callable[..., tuple[int, str, str]]
 Launch = Callable[..., multiprocessing.process.BaseProcess]
 
-SMALL = ("device=cpu", "workers=0", "train_images=100")
+SMALL = ("device=cpu", "workers=0", "train_images=100", "untrained=false")
 COLOUR = ("data.channels=3", "data.mean=[.5,.5,.5]", "data.std=[.2,.2,.2]")
 CODES = ("method.mim_loss=cross_entropy", "method.visible_branch.enabled=false")
 QUICK_PROBE = ("epochs=1", "warmup_epochs=0", "batch_size=50")

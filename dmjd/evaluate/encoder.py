@@ -16,11 +16,11 @@ from dmjd.builders.average import ENCODER
 from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
-from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
+from dmjd.data.build import build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import ConfigError, DataError, config_section
+from dmjd.errors import ConfigError, config_section
 from dmjd.evaluate.features import Features, extract_features
 from dmjd.files import read_file
 from dmjd.models.masked_image_model import Encoder
@@ -67,16 +67,8 @@ class FrozenEncoder:
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
-        try:
-            # Substitutes for bad images would make it another score.
-            dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
-        except DataError as error:
-            if "has no test split" not in str(error) or self.path.is_file():
-                raise
-            raise DataError(
-                f"{error}. This encoder was trained on all of these images: with data.val_percent=10 it is tested on "
-                "images that it has seen, unless it is pre-trained again with data.val_percent=10"
-            ) from error
+        # Substitutes for bad images would make it another score.
+        dataset = build_dataset(replace(self.data, max_bad_percent=0.0), split)
         if split == "train" or not self.data.val_percent:  # else both list the same folder
             report(dataset)
         return dataset if count is None else EvenSubset(dataset, count)
@@ -220,7 +212,7 @@ def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None
     keys = set(keys)
     if "name" in keys and other.name != own.name:
         keys |= {item.name for item in fields(other)} & {*_OF_DATA_SET}
-        keys |= {"channels"} if other.name in ("auto", *AUTO) else set()  # a folder's images are converted to the run's
+        keys |= {"channels"} if other.name not in ("folder", "shards") else set()  # which convert to the run's channels
     return replace(own, **{key: getattr(other, key) for key in keys})
 
 

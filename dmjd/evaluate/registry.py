@@ -61,9 +61,9 @@ class Context(Generic[Config]):
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The images of ``split``, or ``count`` of them. Raises DataError if they lack what is needed."""
-        if (split, count) in self.opened:
-            return self.opened[split, count]
-        dataset = self.frozen.dataset(split, count)
+        if (split, count) not in self.opened:
+            self.opened[split, count] = self._open(split, count)
+        dataset = self.opened[split, count]
         if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
             cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
             raise DataError(f"{self.frozen.source}: the {split} images have no {self.needs}; {cure}")
@@ -72,8 +72,18 @@ class Context(Generic[Config]):
                 f"{self.frozen.source}: the images have one class, and a score needs two or more; put the images of "
                 "each class into a folder of its own"
             )
-        self.opened[split, count] = dataset
         return dataset
+
+    def _open(self, split: Split, count: int | None) -> ImageDataset:
+        try:
+            return self.frozen.dataset(split, count)
+        except DataError as error:
+            if "has no test split" not in str(error):
+                raise
+            raise DataError(
+                f"{error}; an encoder that was trained on all images has seen those that data.val_percent=10 holds "
+                "out: set it in pre-training for a score on unseen images"
+            ) from error
 
     def image_settings(self) -> dict[str, Any]:
         """Settings of the images: data set, size, crop, mean and std."""

@@ -15,12 +15,13 @@ from PIL import Image
 
 from dmjd.builders import build_objective
 from dmjd.compose import compose
+from dmjd.config import DataConfig
 from dmjd.data import build
 from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import EVALUATIONS, describe, registry
 from dmjd.evaluate import evaluate as run_evaluation
-from dmjd.evaluate.encoder import FrozenEncoder, _evaluation_data, load_encoder, loader_workers
+from dmjd.evaluate.encoder import FrozenEncoder, _differences, _evaluation_data, load_encoder, loader_workers
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.runs import checkpoint
@@ -128,7 +129,7 @@ def test_linprobe_learns_something(run: Path) -> None:
     assert record["final_loss"] < 0.8 * np.log(10)
 
 
-@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", PROBE), ("linprobe", (*PROBE, "augment=false"))])
+@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", (*PROBE, "augment=true")), ("linprobe", PROBE)])
 def test_a_score_is_a_function_of_its_settings(run: Path, verb: str, words: tuple[str, ...]) -> None:
     torch.manual_seed(1)
     first = evaluate(verb, run, *words)
@@ -217,23 +218,13 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
     assert sorted((settings["k"], settings["train_images"]) for settings in kept) == [(1, 50), (5, 100), (10, 100)]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("warmup_epochs=2",),
-        ("data=digits", "data.mean=[0.5]"),
-        ("data=digits", "data.std=[0.5]"),
-        ("crop_scale=[0.5,1]",),
-        ("data=digits", "data.crop_ratio=[1,1]"),
-        ("data=digits", "data.flip=false"),
-        ("data=digits", "data.interpolation=bilinear"),
-    ],
-    ids=" ".join,
-)
-def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path, words: tuple[str, ...]) -> None:
-    first, other = (evaluate("linprobe", run, *PROBE, "augment=true", *more) for more in (("data=digits",), words))
-    assert first["final_loss"] != other["final_loss"], "the words are to matter"
-    assert len(evaluations(run)) == 2
+def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path) -> None:
+    words = [
+        *("", "warmup_epochs=2", "crop_scale=[0.5,1]", "data.mean=[0.5]", "data.std=[0.5]", "data.crop_ratio=[1,1]"),
+        *("data.flip=false", "data.interpolation=bilinear"),
+    ]
+    losses = {evaluate("linprobe", run, *PROBE, "augment=true", *more.split())["final_loss"] for more in words}
+    assert len(losses) == len(evaluations(run)) == len(words), "every one matters, and has a record of its own"
 
 
 def test_a_probe_without_augmentation_does_not_depend_on_crops(run: Path) -> None:
@@ -242,13 +233,10 @@ def test_a_probe_without_augmentation_does_not_depend_on_crops(run: Path) -> Non
     assert len(evaluations(run)) == 1
 
 
-@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", (*PROBE[:3], "augment=false"))])
-def test_more_training_images_than_there_are_is_all_of_them(
-    run: Path, caplog: pytest.LogCaptureFixture, verb: str, words: tuple[str, ...]
-) -> None:
-    whole = evaluate(verb, run, *words)
+def test_more_training_images_than_there_are_is_all_of_them(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = evaluate("knn", run)
     with caplog.at_level(logging.INFO, logger="dmjd"):
-        assert evaluate(verb, run, *words, "train_images=10000") == whole
+        assert evaluate("knn", run, "train_images=10000") == whole
     (line,) = [record.getMessage() for record in caplog.records if "train_images" in record.getMessage()]
     assert line == "train_images=10000, but there are 1437 training images: all are used"
     assert whole["settings"]["train_images"] == 1437
@@ -374,8 +362,33 @@ def test_a_run_that_moved_into_another_data_set_leaves_its_folder_behind(
         == evaluate("knn", trained, f"data.root={moved}", "data.image_size=[12,12]", UNTRAINED)["top1"]
     )
     shutil.rmtree(moved / "val")
-    with pytest.raises(DataError, match=r"no test split; .*trained on all of these images: with data\.val_percent=10"):
+    with pytest.raises(
+        DataError, match=r"no test split; .*trained on all images has seen those that data\.val_percent=10"
+    ):
         evaluate("knn", trained, f"data.root={moved}")
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "seen"),
+    [
+        *[((0, 0), (10, 0), True), ((10, 0), (10, 0), False), ((20, 0), (10, 0), False), ((10, 0), (20, 0), True)],
+        *[((10, 0), (10, 1), True), ((0, 0), (0, 0), False)],
+    ],
+)
+def test_a_split_that_pre_training_did_not_make_has_images_that_it_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: tuple[int, int], evaluated: tuple[int, int], seen: bool
+) -> None:
+    """(val_percent, val_seed) of both; the same folder under two names, and another folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def data(root: str, split: tuple[int, int]) -> DataConfig:
+        config = DataConfig(name="folder", root=root)
+        vars(config).update(val_percent=float(split[0]), val_seed=split[1])
+        return config
+
+    expected = {"seen_in_pretraining": True} if seen else {}
+    assert _differences(data("photos", trained), data(str(tmp_path / "photos"), evaluated)) == expected
+    assert _differences(data("photos", trained), data("others", evaluated)) == {}
 
 
 def test_an_experiment_gives_a_file_its_data_settings(image_folder: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,20 @@ def test_the_score_is_that_of_the_verb(
     assert ("train_images=20000, but there are 1437 training images: all are used" in caplog.text) == (bank == 20000)
     encoder = load_encoder(compose("knn", words)).encoder
     assert callback.on_epoch_end(encoder, 11, 1.0) == {"knn_top1": record["top1"]}
+
+
+@pytest.mark.parametrize(("images", "k"), [(40, 1), (200, 5), (1437, 20)])
+def test_neighbours_follow_the_images_and_the_start_names_what_to_compare_with(
+    configure: Callable[..., PretrainConfig], caplog: pytest.LogCaptureFixture, images: int, k: int
+) -> None:
+    config = configure(f"online_knn.train_images={images}")
+    with caplog.at_level(logging.INFO, logger="dmjd"):
+        OnlineKnn(config)
+    assert config.online_knn.neighbours == k, "the run stores it"
+    assert re.search(
+        rf"online kNN: k {k}, {images} training images, 360 test images; majority \d+\.\d\d %, chance 10\.00 %",
+        caplog.text,
+    )
 
 
 def test_pooling_is_as_configured(configure: Callable[..., PretrainConfig]) -> None:
