@@ -153,7 +153,7 @@ class _Rules:
     def hold_out(self) -> bool:
         """Hold images out by their hash unless there is a test split; returns whether held-out images have labels."""
         data = self.config.data
-        if _test_classes(data) is None and "val_percent" in vars(data):
+        if data.name == "folder" and _test_classes(data) is None and "val_percent" in vars(data):
             self.set("data.val_percent", VAL_PERCENT)
         return (_test_classes(data) or 0) > 1
 
