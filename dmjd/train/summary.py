@@ -13,6 +13,7 @@ from dmjd.builders.schedules import peak_lr, warmup_steps
 from dmjd.builders.step import Step
 from dmjd.config import PretrainConfig
 from dmjd.data.build import STREAM, build_dataset
+from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, UserError
 from dmjd.interop.timm import timm_call
 from dmjd.parallel.build import select_precision
@@ -55,12 +56,15 @@ def _line(title: str, text: str) -> str:
 
 
 def _images(config: PretrainConfig, data: DataPipeline) -> str:
-    source = data.source
-    classes = "" if config.data.name == STREAM else f" in {source.num_classes} classes" if source.num_classes else ""
+    source, classes = data.source, ", without labels"
+    if isinstance(source, TarStream):
+        classes = ""
+    elif source.num_classes:
+        classes = f" in {source.num_classes} classes"
     unreadable = f", {len(source.bad)} unreadable" if source.bad else ""
     added = f", without {data.added} added since the first start" if data.added else ""
     height, width = config.data.image_size
-    return f"{len(data.source)}{classes or ', without labels'}{unreadable}{added}; crops of {height}x{width} pixels"
+    return f"{len(data.source)}{classes}{unreadable}{added}; crops of {height}x{width} pixels"
 
 
 def end_detail(run: RunFolder, total_steps: int) -> str:

@@ -159,7 +159,16 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"clip": write_clip(folder), "dvae": write_dvae(folder / "dvae.pt")}
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+SAME_STEP = {
+    *("mae_vit_base_1600", "mae_vit_large", "mae_dm_vit_large", "mae_dm_vit_base_lr_classic", "convmae_large"),
+    *("mae_dm_vit_base_lr_adaptive", "mae_dm_vit_base_pred90", "mae_dm_vit_base_pred95", "beit_vit_large"),
+    *("maskfeat_token_vit_large", "maskfeat_dm_vit_large", "dmjd_vit_base_hog_800", "jd_depth4", "jd_target_hog"),
+    *("dmjd_convvit_large_hog", "dmjd_convvit_large_clip", "dmjd_convvit_base_hog_paper", "components_jd"),
+}
+"""Experiments whose shrunken copy differs from another one's in numbers alone."""
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name not in SAME_STEP])
 def test_a_shrunken_copy_takes_a_step(experiment: str, weights: dict[str, str]) -> None:
     config = shrink(configure(experiment), weights)
     step, grid = build_step(config), token_grid(config)
