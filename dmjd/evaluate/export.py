@@ -120,8 +120,16 @@ def sidecar(path: Path) -> Path:
 
 def _encoder(config: ExportConfig) -> _Encoder:
     """Load the encoder in the type of the export."""
+    if config.data is not None and Path(config.checkpoint).is_dir():
+        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     frozen = load_encoder(
-        EvaluationConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
+        EvaluationConfig(
+            checkpoint=config.checkpoint,
+            model=config.model,
+            weights=config.weights,
+            data=config.data,
+            device="cpu",
+        )
     )
     trained = frozen.trained
     if config.format == "huggingface":

@@ -549,6 +549,11 @@ def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
         exported(run)
 
 
+def test_data_describes_files_alone(run: Path) -> None:
+    with pytest.raises(ConfigError, match="data describes a file of weights, and .* has its own"):
+        exported(run, "data=digits")
+
+
 def test_the_file_that_is_exported_is_not_replaced(tmp_path: Path, tiny: Words, finished_run: Path) -> None:
     """It may hold a decoder and a head, which an export leaves out."""
     file = tmp_path / "whole.safetensors"
