@@ -55,7 +55,7 @@ class Exported(NamedTuple):
 
 @dataclass(frozen=True)
 class _Encoder:
-    """What every format is made from. state: of timm's model ``call``. card: the sidecar, without the line."""
+    """Input of the writers. state: of timm's model ``call``. card: content of the sidecar, without the line."""
 
     frozen: FrozenEncoder
     call: TimmCall

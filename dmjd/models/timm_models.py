@@ -171,10 +171,10 @@ class ConvViT(ConvViTEncoder):
         taken = _stages(indices)
         self.stages = max(taken) + 1
         for stage in range(self.stages + 1, 4):
-            setattr(self, f"patch_embed{stage}", nn.Identity())
             setattr(self, f"blocks{stage}", nn.ModuleList())
         if self.stages < 3:
-            self.patch_embed4 = nn.Identity()
+            for stage in range(self.stages + 1, 5):
+                setattr(self, f"patch_embed{stage}", nn.Identity())
             self.embed_dim = self.num_features = self.head_hidden_size = self.embed_dims[max(taken)]
         if prune_norm or self.stages < 3:
             self.norm = nn.Identity()
