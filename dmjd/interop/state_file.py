@@ -142,10 +142,9 @@ def read_state(path: Path, average: bool = False) -> State:
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
     if entries is None and averaged is None:
-        found = summary(map(str, file)) or "nothing by name; of a module that was saved whole, save the state_dict()"
         raise CheckpointError(
-            f"{path} holds no tensors under {', '.join(CONTAINERS)}, {', '.join(AVERAGES)} or at the top; it has "
-            f"{found}"
+            f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has "
+            f"{summary(map(str, file)) or 'nothing by name'}; of a module that was saved whole, save the state_dict()"
         )
     if averaged is not None and (average or entries is None):
         return State(_clean(path, averaged), "ema", average_key, key)
