@@ -32,7 +32,7 @@ def shown(lines: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: str) -> None:
-    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in EVALUATIONS else [])]
+    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in (*EVALUATIONS, "export") else [])]
     config = compose(command, overrides)
     found = shown(page(command, overrides))
     recorded = {"data_keys", "typed"}  # by the command line itself
@@ -100,7 +100,7 @@ def test_plan_shows_its_own_keys_first() -> None:
 def test_conditions_and_optional_sections_are_explained() -> None:
     texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
     condition = "(X) before a meaning: the key applies only if its section's name is X"
-    has_sections = {"pretrain", "plan", *EVALUATIONS}
+    has_sections = {"pretrain", "plan", "export", *EVALUATIONS}
     assert {command for command, text in texts.items() if condition in text} == has_sections
     optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
     assert {command for command, text in texts.items() if optional in text} == set(EVALUATIONS)

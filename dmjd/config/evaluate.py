@@ -65,10 +65,12 @@ class ExportConfig(EncoderConfig):
         for ViTMAEForPreTraining, with the decoder (target pixels and square images).
     output: Output file or folder. Default: RUN/export/encoder-....
     dtype: Data type of the exported tensors. onnx: fp32 only.
+    data: Only with data=NAME, for a file of weights: image_size, channels, mean and std of the export.
     """
 
     format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
+    data: DataConfig | None = None
 
 
 @dataclass

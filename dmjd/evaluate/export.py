@@ -55,7 +55,7 @@ class Exported(NamedTuple):
 
 @dataclass(frozen=True)
 class _Encoder:
-    """What every format is made from. state: of timm's model ``call``. card: the sidecar, without the line."""
+    """Input of the writers. state: of timm's model ``call``. card: content of the sidecar, without the line."""
 
     frozen: FrozenEncoder
     call: TimmCall
@@ -120,8 +120,16 @@ def sidecar(path: Path) -> Path:
 
 def _encoder(config: ExportConfig) -> _Encoder:
     """Load the encoder in the type of the export."""
+    if config.data is not None and Path(config.checkpoint).is_dir():
+        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     frozen = load_encoder(
-        EvaluationConfig(checkpoint=config.checkpoint, model=config.model, weights=config.weights, device="cpu")
+        EvaluationConfig(
+            checkpoint=config.checkpoint,
+            model=config.model,
+            weights=config.weights,
+            data=config.data,
+            device="cpu",
+        )
     )
     trained = frozen.trained
     if config.format == "huggingface":

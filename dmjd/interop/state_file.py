@@ -41,6 +41,10 @@ AVERAGES = (
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Types of weights. Narrower types are quantised and need a scale that is stored elsewhere."""
 
+_AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shadow|polyak)([_.]|$)")
+_TRAINED_KEY = re.compile(r"student|online|model_state|state_dict")
+"""Other keys of the two, such as ``teacher_state_dict``."""
+
 _SHADOWS = ("shadow", "shadow_params")
 
 _WRAPPERS = frozenset(
@@ -121,8 +125,11 @@ def read_state(path: Path, average: bool = False) -> State:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name")
-    (key, entries), (average_key, averaged) = _held(file, CONTAINERS), _held(file, AVERAGES)
-    if entries is None and averaged is None and _tensors(file):
+    keys = [key for key in file if isinstance(key, str)]
+    averages = [key for key in keys if _AVERAGE_KEY.search(key)]
+    others = [key for key in keys if _TRAINED_KEY.search(key) and key not in averages]
+    (key, entries), (average_key, averaged) = _held(file, [*CONTAINERS, *others]), _held(file, [*AVERAGES, *averages])
+    if entries is None and (any(_is_weight(name) for name in _tensors(file)) or (averaged is None and _tensors(file))):
         key, entries = "", file
     if entries is not None and averaged is None:
         (key, entries), (average_key, averaged) = _split(key, entries)
@@ -135,10 +142,9 @@ def read_state(path: Path, average: bool = False) -> State:
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
     if entries is None and averaged is None:
-        found = summary(map(str, file)) or "nothing by name; of a module that was saved whole, save the state_dict()"
         raise CheckpointError(
-            f"{path} holds no tensors under {', '.join(CONTAINERS)}, {', '.join(AVERAGES)} or at the top; it has "
-            f"{found}"
+            f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has "
+            f"{summary(map(str, file)) or 'nothing by name'}; of a module that was saved whole, save the state_dict()"
         )
     if averaged is not None and (average or entries is None):
         return State(_clean(path, averaged), "ema", average_key, key)
@@ -256,6 +262,11 @@ def _is_safetensors(path: Path) -> bool:
     return start[8:] == b"{" or path.suffix == SAFETENSORS
 
 
+def _is_weight(name: str) -> bool:
+    """Whether ``name`` ends as a weight's does."""
+    return name.rpartition(".")[2] in LEAVES
+
+
 def _weights(entries: Mapping[Any, Any]) -> bool:
     """Whether there are tensors other than counters."""
     return any(not _COUNTERS.search(name) for name in _tensors(entries))
@@ -269,7 +280,7 @@ def _check_weights(path: Path, entries: Mapping[Any, Any]) -> None:
     """Raise CheckpointError with the entries that have a weight's name and the first fault found."""
     faults: dict[str, list[str]] = {}
     for name, value in entries.items():
-        if str(name).rpartition(".")[2] in LEAVES and (fault := _fault(value)):
+        if _is_weight(str(name)) and (fault := _fault(value)):
             faults.setdefault(fault, []).append(str(name))
     for fault, names in faults.items():
         raise CheckpointError(f"{path}: {summary(names)} {'is' if len(names) == 1 else 'are'} {fault}")

@@ -162,7 +162,7 @@ class ConvViT(ConvViTEncoder):
         self.num_classes = num_classes
         like = next(self.parameters())
         head = nn.Linear(self.embed_dim, num_classes, device=like.device, dtype=like.dtype) if num_classes else None
-        self.head = (nn.Identity() if head is None else head).train(self.training)
+        self.head: nn.Module = (head or nn.Identity()).train(self.training)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -171,10 +171,10 @@ class ConvViT(ConvViTEncoder):
         taken = _stages(indices)
         self.stages = max(taken) + 1
         for stage in range(self.stages + 1, 4):
-            setattr(self, f"patch_embed{stage}", nn.Identity())
             setattr(self, f"blocks{stage}", nn.ModuleList())
         if self.stages < 3:
-            self.patch_embed4 = nn.Identity()
+            for stage in range(self.stages + 1, 5):
+                setattr(self, f"patch_embed{stage}", nn.Identity())
             self.embed_dim = self.num_features = self.head_hidden_size = self.embed_dims[max(taken)]
         if prune_norm or self.stages < 3:
             self.norm = nn.Identity()
@@ -207,18 +207,18 @@ class ConvViT(ConvViTEncoder):
 # torch.fx records these as calls, since what they do depends on the size of the images or on a type.
 
 
-@register_notrace_function
 def image_grid(images: Tensor) -> tuple[int, int]:
     """(h, w) tokens of ``images [B, C, H, W]``."""
     return token_grid(images.shape[-2], images.shape[-1], PATCH_SIZE)
 
 
-@register_notrace_function
 def positions_on(grid: tuple[int, int], own: tuple[int, int], positions: Tensor) -> Tensor:
     """``positions`` of the grid ``own``, or those of another grid, ``[h * w, D]``."""
     return positions if tuple(grid) == own else sincos_positions(grid, positions.shape[1]).to(positions)
 
 
+register_notrace_function(image_grid)
+register_notrace_function(positions_on)
 for _layer in (PatchEmbedding, LayerNorm, MaskedDepthwiseConv2d, Pointwise, ShortAttention):
     register_notrace_module(_layer)
 

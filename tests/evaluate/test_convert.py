@@ -265,8 +265,8 @@ def test_weights_that_are_not_finite_are_converted_on_demand_alone(tmp_path: Pat
 @pytest.mark.parametrize("rows_of_class_token", [True, False])
 def test_registers_stay_where_the_layout_has_them(tmp_path: Path, rows_of_class_token: bool) -> None:
     """timm's own ViT with registers, resized by timm, is the oracle."""
-    options = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 0, "reg_tokens": 4, "init_values": 0.1}
-    options |= {"no_embed_class": not rows_of_class_token, "global_pool": "token", "patch_size": 16}
+    options: dict[str, Any] = {"embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 0, "patch_size": 16}
+    options |= {"reg_tokens": 4, "init_values": 0.1, "global_pool": "token", "no_embed_class": not rows_of_class_token}
     model: Any = timm.create_model("vit_tiny_patch16_224", img_size=64, **options).eval()
     path = stored(tmp_path / "reg.pth", model.state_dict())
     run(path, tmp_path / "out.safetensors", "to=timm", "grid=[6,6]")

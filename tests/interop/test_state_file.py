@@ -82,6 +82,9 @@ BOTH: dict[str, dict[str, Any]] = {
     "ema-pytorch": {"ema": under("online_model.", STATE) | under("ema_model.", AVERAGE) | {"step": torch.tensor(1)}},
     "DINO": {"student": under("module.", STATE), "teacher": AVERAGE},
     "Lightning": {"state_dict": under("model.", STATE) | under("model_ema.", AVERAGE)},
+    "other keys": {"student_state_dict": STATE, "teacher_state_dict": AVERAGE},
+    "swa": {"model_state_dict": STATE, "swa_model": AVERAGE},
+    "average inside": {**STATE, "model_ema": AVERAGE},
     "beside": STATE | under("teacher.", AVERAGE),
     "torch_ema": {"model": STATE, "ema": {"decay": 0.9, "shadow_params": list(AVERAGE.values())}},
 }

@@ -142,6 +142,7 @@ def test_the_call_makes_timms_preprocessing_that_of_the_run() -> None:
     }
 
 
+@pytest.mark.long
 def test_the_map_needs_no_model_and_no_timm() -> None:
     program = """
 import sys, dmjd.interop.timm

@@ -159,10 +159,13 @@ def test_pruned_stages_leave_the_maps_before_them(stages: int) -> None:
 @torch.no_grad()
 def test_a_trace_computes_the_logits_of_any_size() -> None:
     model = create().eval()
-    tracer = torch.fx.Tracer(autowrap_functions=get_notrace_functions(), param_shapes_constant=True)
     leaves = tuple(get_notrace_modules())
-    usual = tracer.is_leaf_module
-    tracer.is_leaf_module = lambda module, name: isinstance(module, leaves) or usual(module, name)  # type: ignore[method-assign]
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+            return isinstance(m, leaves) or super().is_leaf_module(m, module_qualified_name)
+
+    tracer = Tracer(autowrap_functions=get_notrace_functions(), param_shapes_constant=True)
     traced = torch.fx.GraphModule(model, tracer.trace(model))
     for size in ((64, 64), (32, 80)):
         torch.testing.assert_close(traced(make_images(2, *size)), model(make_images(2, *size)))
