@@ -37,6 +37,7 @@ from dmjd.ops import normalise
 from tests.compare import same
 
 NOTEBOOK = Path(__file__).parents[1] / "docs/examples/own_photos.ipynb"
+HOMES = vars(dmjd)["_HOMES"]
 STUB = Path(dmjd.__file__).with_suffix(".pyi")
 
 
@@ -46,7 +47,7 @@ def settings() -> dict[str, Any]:
     return {
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),  # noqa: NPY002
+        "random": (random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state()),  # noqa: NPY002
         "logging": [(each.handlers[:], each.level, each.disabled) for each in (root, logging.getLogger("dmjd"))],
         "torch": (
             torch.get_num_threads(),
@@ -98,7 +99,7 @@ def test_a_run_has_its_log_pictures_and_report(run: dmjd.Run) -> None:
 
 
 def test_the_import_is_light_and_lists_its_names() -> None:
-    names = set(dmjd._HOMES)
+    names = set(HOMES)
     stub = {
         alias.asname
         for node in ast.parse(STUB.read_text()).body
@@ -114,7 +115,7 @@ def test_the_import_is_light_and_lists_its_names() -> None:
 @pytest.mark.parametrize("name", ["pretrain", "load_encoder"])
 def test_without_the_extra_a_name_is_an_import_error_that_names_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delitem(vars(dmjd), name, raising=False)
-    monkeypatch.delitem(sys.modules, dmjd._HOMES[name], raising=False)
+    monkeypatch.delitem(sys.modules, HOMES[name], raising=False)
     monkeypatch.delitem(sys.modules, "dmjd.compose", raising=False)
     monkeypatch.setitem(sys.modules, "hydra", None)
     with pytest.raises(ImportError) as caught:
@@ -360,7 +361,10 @@ def test_loading_leaves_torch_as_it_was(run: dmjd.Run, paths: list[Path], encode
 
 
 def test_a_file_of_weights_needs_a_description_of_its_model(run: dmjd.Run, tmp_path: Path) -> None:
-    described = {"experiment": "mae_vit_base", "backbone": {"embed_dim": 32, "depth": 1, "num_heads": 4}}
+    described: dict[str, Any] = {
+        "experiment": "mae_vit_base",
+        "backbone": {"embed_dim": 32, "depth": 1, "num_heads": 4},
+    }
     module = build_encoder(compose("pretrain", list(as_overrides(described))))
     torch.nn.init.normal_(module.get_parameter("cls_token"))  # uninitialised memory
     file = tmp_path / "vit.pth"
