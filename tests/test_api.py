@@ -95,6 +95,7 @@ def test_a_run_has_its_log_pictures_and_report(run: dmjd.Run) -> None:
     assert [row["step"] for row in run.log] == [5, 6]
     assert run.pictures.keys() >= {"views", "masks", "loss"}
     assert run.report().read_text().startswith("<!")
+    assert dmjd.write_report(run.path) == run.path / "report.html"
     with pytest.raises(ConfigError, match=r"has no config\.yaml"):
         dmjd.Run(run.path.parent)
 
@@ -269,6 +270,8 @@ def test_features_are_those_of_knn_for_every_kind_of_image(
         str(image_folder / "train"),
         paths,
         iter(map(str, paths)),
+        np.array([str(path) for path in paths]),
+        np.array(paths),
         [Image.open(path) for path in paths],
         colour,
         grey,
@@ -294,7 +297,7 @@ def test_images_of_other_sizes_are_resized_and_cropped_as_in_an_evaluation(encod
     patches = encoder.patch_tokens(images, size=24)
     assert patches.shape == (3, 6, 6, encoder.dim)
     assert torch.equal(patches.flatten(1, 2), tokens)
-    torch.testing.assert_close(encoder.embed(images, size=(24, 24)), patches.mean(dim=(1, 2)))
+    torch.testing.assert_close(encoder.embed(images, size=[24, 24]), patches.mean(dim=(1, 2)))
     with pytest.raises(ConfigError, match="pooling='cls' needs a cls token"):
         encoder.embed(images, pooling="cls")
 
@@ -344,7 +347,7 @@ def test_wrong_arguments_are_one_line(encoder: dmjd.Encoder, paths: list[Path], 
         encoder.embed(paths, pooling="max")  # type: ignore[arg-type]
     for size in (0, 30, (8, 8, 8)):
         with pytest.raises(ConfigError, match=r"^size: "):
-            encoder.embed(paths, size=size)  # type: ignore[arg-type]
+            encoder.embed(paths, size=size)
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         encoder.embed(paths, batch_size=0)
 
