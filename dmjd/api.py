@@ -253,7 +253,8 @@ def _follow(process: subprocess.Popen[bytes], arguments: str) -> tuple[str, bool
                     if line.startswith(_ERROR):
                         error = line.removeprefix(_ERROR)
                     else:
-                        print(line, flush=True)
+                        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+                        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
             except KeyboardInterrupt:
                 interrupted = True
                 process.send_signal(signal.SIGINT)

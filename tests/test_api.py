@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import io
 import json
 import logging
 import multiprocessing
@@ -202,6 +203,16 @@ def test_an_error_of_the_command_is_raised_and_not_printed(
         child("sys.stderr.write('step 1\\nerror: x=1 is not b; set é'); sys.exit(2)")
     assert str(caught.value) == "x=1 is not b; set é"
     assert capsys.readouterr().out == "step 1\n"
+
+
+def test_output_that_the_caller_cannot_print_does_not_end_the_training(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    with pytest.raises(UserError, match=r"^é$"):
+        child("os.write(1, b'M\\xc3\\xbcller \\xff\\nerror: \\xc3\\xa9'); sys.exit(2)")
+    assert printed.getvalue() == b"M\\xfcller \\xff\n"
 
 
 def test_a_process_that_is_killed_or_crashes_is_named(child: Callable[[str], None]) -> None:
