@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError
+from dmjd.files import at_home
 from dmjd.keywords import as_overrides
 from dmjd.resources import configs_dir
 from dmjd.runs.paths import RunPaths
@@ -57,15 +58,20 @@ sys.exit(main(sys.argv[1:]))
 class Run:
     """A run folder. ``dmjd.Run("runs/x")`` opens one that exists, also while it is trained.
 
+    Functions that take the path of a run take it too (``os.PathLike``).
+
     Attributes:
         path: the run folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(at_home(os.fspath(path)))
         self._files = RunPaths(self.path)
         if not self._files.config.is_file():
             raise ConfigError(f"run={self.path} has no {self._files.config.name}; name the folder of a run")
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {self.stop_reason.get('reason', 'not ended')})"
@@ -137,11 +143,11 @@ def pretrain(
     return Run(config.run)
 
 
-def knn(checkpoint: Run | str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
+def knn(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
     """k-nearest-neighbour accuracy of an encoder: the record of ``dmjd knn`` with ``top1`` in per cent.
 
     Args:
-        checkpoint: a run, its folder, a checkpoint folder or a file of weights.
+        checkpoint: a :class:`Run`, a run folder, a checkpoint folder or a file of weights.
         keys: keys of ``dmjd knn``, as for :func:`pretrain`.
 
     Raises:
@@ -150,18 +156,17 @@ def knn(checkpoint: Run | str | os.PathLike[str], **keys: Any) -> dict[str, Any]
     return _evaluate("knn", checkpoint, keys)
 
 
-def linprobe(checkpoint: Run | str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
+def linprobe(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
     """Linear-probing accuracy of an encoder: the record of ``dmjd linprobe``; arguments as for :func:`knn`."""
     return _evaluate("linprobe", checkpoint, keys)
 
 
-def _evaluate(name: str, checkpoint: Run | str | os.PathLike[str], keys: dict[str, Any]) -> dict[str, Any]:
+def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any]) -> dict[str, Any]:
     from dmjd.encoder import own_defaults
     from dmjd.evaluate import evaluate
 
-    path = checkpoint.path if isinstance(checkpoint, Run) else checkpoint
     # No workers: forking a process that has threads, as a notebook has, may hang.
-    config = compose(name, list(as_overrides({"checkpoint": path, "workers": 0, **keys})))
+    config = compose(name, list(as_overrides({"checkpoint": checkpoint, "workers": 0, **keys})))
     with own_defaults():
         return evaluate(name, config)
 
@@ -248,7 +253,8 @@ def _follow(process: subprocess.Popen[bytes], arguments: str) -> tuple[str, bool
                     if line.startswith(_ERROR):
                         error = line.removeprefix(_ERROR)
                     else:
-                        print(line, flush=True)
+                        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+                        print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
             except KeyboardInterrupt:
                 interrupted = True
                 process.send_signal(signal.SIGINT)

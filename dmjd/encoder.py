@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -47,8 +47,8 @@ def load_encoder(
     """The frozen encoder of a run or of a file of weights.
 
     Args:
-        checkpoint: a run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of
-            another code base.
+        checkpoint: a ``dmjd.Run`` or a run folder (its newest checkpoint), a checkpoint folder, or a file of weights of
+            dmjd or of another code base.
         weights: "trained": weights of the last step. "ema": their exponential moving average. "untrained": weights at
             initialisation.
         device: "auto": CUDA if available, else CPU.
@@ -112,7 +112,7 @@ class Encoder:
         *,
         pooling: Literal["mean", "cls"] = "mean",
         batch_size: int = FEATURE_BATCH,
-        size: int | tuple[int, int] | None = None,
+        size: int | Sequence[int] | None = None,
     ) -> Tensor:
         """One feature vector per image, equal to those of ``dmjd knn``. Results do not depend on the batch.
 
@@ -143,7 +143,7 @@ class Encoder:
         return features
 
     def patch_tokens(
-        self, images: Images, *, batch_size: int = FEATURE_BATCH, size: int | tuple[int, int] | None = None
+        self, images: Images, *, batch_size: int = FEATURE_BATCH, size: int | Sequence[int] | None = None
     ) -> Tensor:
         """The patch tokens of each image, float32 ``[n, h, w, D]`` on the CPU; arguments as for :meth:`embed`."""
         prefix = self.module.num_prefix_tokens
@@ -152,13 +152,13 @@ class Encoder:
         )
 
     def _run(
-        self, images: Images, batch_size: int, size: int | tuple[int, int] | None
+        self, images: Images, batch_size: int, size: int | Sequence[int] | None
     ) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """The tokens ``[B, prefix + N, D]`` of each batch with their grid."""
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         with config_section("size"):
-            height, width = self.size if size is None else (size, size) if isinstance(size, int) else size
+            height, width = self.size if size is None else size if isinstance(size, Sequence) else (size, size)
             if min(height, width) < 1:
                 raise ValueError(f"{height}x{width} pixels must be at least 1x1")
             grid = self.module.grid_of(torch.empty(1, self.channels, height, width, device="meta"))
@@ -194,7 +194,7 @@ def _each(images: Any, name: str, channels: int) -> Iterator[Opener]:
             yield partial(_open_file, path, channels)
     elif isinstance(images, Image.Image):
         yield partial(_open_picture, images, name, channels)
-    elif isinstance(images, (np.ndarray, Tensor)):
+    elif isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU"):
         batch = [(name, images)] if images.ndim != 4 else [(f"{name}[{i}]", each) for i, each in enumerate(images)]
         yield from (partial(_open_array, each, number, channels) for number, each in batch)
     elif isinstance(images, Iterable) and not isinstance(images, (bytes, dict)):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import io
 import json
 import logging
 import multiprocessing
@@ -37,6 +38,7 @@ from dmjd.ops import normalise
 from tests.compare import same
 
 NOTEBOOK = Path(__file__).parents[1] / "docs/examples/own_photos.ipynb"
+HOMES = vars(dmjd)["_HOMES"]
 STUB = Path(dmjd.__file__).with_suffix(".pyi")
 
 
@@ -46,7 +48,7 @@ def settings() -> dict[str, Any]:
     return {
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "random": (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()),  # noqa: NPY002
+        "random": (random.getstate(), str(np.random.get_state(legacy=False)), torch.get_rng_state()),  # noqa: NPY002
         "logging": [(each.handlers[:], each.level, each.disabled) for each in (root, logging.getLogger("dmjd"))],
         "torch": (
             torch.get_num_threads(),
@@ -70,9 +72,13 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run(recipe: Callable[..., list[str]], image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dmjd.Run:
-    """A run of two epochs, trained from a thread while the main one runs an event loop, as a notebook's kernel does."""
+    """A run of six steps, trained from a thread while the main one runs an event loop, as a notebook's kernel does."""
     folder = tmp_path_factory.mktemp("api") / "a run, (ü)"
-    words = [text for text in recipe(folder) if not text.startswith(("experiment=", "run=", "data=", "data.root="))]
+    words = [
+        text
+        for text in recipe(folder, "epochs=1", "checkpoint_every=6")
+        if not text.startswith(("experiment=", "run=", "data=", "data.root="))
+    ]
 
     async def train() -> dmjd.Run:
         await asyncio.to_thread(int)  # its thread stays
@@ -87,9 +93,10 @@ def run(recipe: Callable[..., list[str]], image_folder: Path, tmp_path_factory: 
 
 def test_a_run_has_its_log_pictures_and_report(run: dmjd.Run) -> None:
     assert run.finished
-    assert [row["step"] for row in run.log] == [5, 10, 12]
+    assert [row["step"] for row in run.log] == [5, 6]
     assert run.pictures.keys() >= {"views", "masks", "loss"}
     assert run.report().read_text().startswith("<!")
+    assert dmjd.write_report(run.path) == run.path / "report.html"
     with pytest.raises(ConfigError, match=r"has no config\.yaml"):
         dmjd.Run(run.path.parent)
 
@@ -98,7 +105,7 @@ def test_a_run_has_its_log_pictures_and_report(run: dmjd.Run) -> None:
 
 
 def test_the_import_is_light_and_lists_its_names() -> None:
-    names = set(dmjd._HOMES)
+    names = set(HOMES)
     stub = {
         alias.asname
         for node in ast.parse(STUB.read_text()).body
@@ -114,7 +121,7 @@ def test_the_import_is_light_and_lists_its_names() -> None:
 @pytest.mark.parametrize("name", ["pretrain", "load_encoder"])
 def test_without_the_extra_a_name_is_an_import_error_that_names_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delitem(vars(dmjd), name, raising=False)
-    monkeypatch.delitem(sys.modules, dmjd._HOMES[name], raising=False)
+    monkeypatch.delitem(sys.modules, HOMES[name], raising=False)
     monkeypatch.delitem(sys.modules, "dmjd.compose", raising=False)
     monkeypatch.setitem(sys.modules, "hydra", None)
     with pytest.raises(ImportError) as caught:
@@ -198,6 +205,16 @@ def test_an_error_of_the_command_is_raised_and_not_printed(
     assert capsys.readouterr().out == "step 1\n"
 
 
+def test_output_that_the_caller_cannot_print_does_not_end_the_training(
+    child: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="ascii"))
+    with pytest.raises(UserError, match=r"^é$"):
+        child("os.write(1, b'M\\xc3\\xbcller \\xff\\nerror: \\xc3\\xa9'); sys.exit(2)")
+    assert printed.getvalue() == b"M\\xfcller \\xff\n"
+
+
 def test_a_process_that_is_killed_or_crashes_is_named(child: Callable[[str], None]) -> None:
     with pytest.raises(RuntimeError, match=r"^run=nowhere: the training process was killed by SIGKILL"):
         child("os.kill(os.getpid(), 9)")
@@ -264,6 +281,8 @@ def test_features_are_those_of_knn_for_every_kind_of_image(
         str(image_folder / "train"),
         paths,
         iter(map(str, paths)),
+        np.array([str(path) for path in paths]),
+        np.array(paths),
         [Image.open(path) for path in paths],
         colour,
         grey,
@@ -289,7 +308,7 @@ def test_images_of_other_sizes_are_resized_and_cropped_as_in_an_evaluation(encod
     patches = encoder.patch_tokens(images, size=24)
     assert patches.shape == (3, 6, 6, encoder.dim)
     assert torch.equal(patches.flatten(1, 2), tokens)
-    torch.testing.assert_close(encoder.embed(images, size=(24, 24)), patches.mean(dim=(1, 2)))
+    torch.testing.assert_close(encoder.embed(images, size=[24, 24]), patches.mean(dim=(1, 2)))
     with pytest.raises(ConfigError, match="pooling='cls' needs a cls token"):
         encoder.embed(images, pooling="cls")
 
@@ -339,7 +358,7 @@ def test_wrong_arguments_are_one_line(encoder: dmjd.Encoder, paths: list[Path], 
         encoder.embed(paths, pooling="max")  # type: ignore[arg-type]
     for size in (0, 30, (8, 8, 8)):
         with pytest.raises(ConfigError, match=r"^size: "):
-            encoder.embed(paths, size=size)  # type: ignore[arg-type]
+            encoder.embed(paths, size=size)
     with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
         encoder.embed(paths, batch_size=0)
 
@@ -349,18 +368,21 @@ def test_loading_leaves_torch_as_it_was(run: dmjd.Run, paths: list[Path], encode
     torch.set_default_dtype(torch.float64)
     try:
         before = settings()
-        loaded = dmjd.load_encoder(next(run.path.glob("checkpoints/*12")), weights="trained", device="cpu")
+        loaded = dmjd.load_encoder(next(run.path.glob("checkpoints/*06")), weights="trained", device="cpu")
         record = dmjd.knn(run, neighbours=5, device="cpu")
         assert all(same(value, settings()[part]) for part, value in before.items())
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(loaded.embed(paths), expected)
-    assert loaded.step == record["step"] == 12
+    assert loaded.step == record["step"] == 6
     assert 0 <= record["top1"] <= 100
 
 
 def test_a_file_of_weights_needs_a_description_of_its_model(run: dmjd.Run, tmp_path: Path) -> None:
-    described = {"experiment": "mae_vit_base", "backbone": {"embed_dim": 32, "depth": 1, "num_heads": 4}}
+    described: dict[str, Any] = {
+        "experiment": "mae_vit_base",
+        "backbone": {"embed_dim": 32, "depth": 1, "num_heads": 4},
+    }
     module = build_encoder(compose("pretrain", list(as_overrides(described))))
     torch.nn.init.normal_(module.get_parameter("cls_token"))  # uninitialised memory
     file = tmp_path / "vit.pth"
@@ -428,6 +450,8 @@ def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel of the extra dev run the notebook")
     nbclient = pytest.importorskip("nbclient", reason="nbclient and ipykernel of the extra dev run the notebook")
     notebook = nbformat.read(NOTEBOOK, 4)
+    (settings,) = [cell for cell in notebook.cells if "settings = {}" in cell.source]
+    settings.source = settings.source.replace("settings = {}", 'settings = {"epochs": 3}')
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     streams = [output for output in outputs if output["output_type"] == "stream"]
