@@ -151,7 +151,9 @@ def _scores(run: Run) -> str:
         return paragraph("Not evaluated yet.")
     compared = [name for name in ("majority", "chance") if any(name in line.references for line in lines)]
     head = ["Score", "Trained", "Untrained", "Gain", *map(str.capitalize, compared), "Step"]
-    return table("Scores", "scores", head, [line.html(compared) for line in lines])
+    held = held_out(run.config)
+    where = paragraph(f"Held out of training for scores: {held}.") if held != ABSENT else ""
+    return where + table("Scores", "scores", head, [line.html(compared) for line in lines])
 
 
 @dataclass(frozen=True)
