@@ -20,7 +20,7 @@ from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
 from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
 from dmjd.report.method import held_out, masks_caption, method_name, method_summary
 from dmjd.report.run import Record, Run, columns_of, content_of, read_run
-from dmjd.report.scores import metrics, online_references, online_rows, unlike_training
+from dmjd.report.scores import ABOUT_TRAINING, metrics, online_references, online_rows, unlike_training
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -199,7 +199,7 @@ def _lines(run: Run, trained: Record | None, untrained: Record | None) -> list[_
     either = trained or untrained
     assert either is not None
     parts = ["moving average"] if either.weights == "ema" else []
-    parts += [f"{key} {plain(value)}" for key, value in either.settings.items()]
+    parts += [f"{key} {plain(value)}" for key, value in either.settings.items() if key not in ABOUT_TRAINING]
     unlike = unlike_training(run, either)
     note = ", ".join(parts) + (f"; {unlike}" if unlike else "")
     lines = []

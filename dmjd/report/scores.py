@@ -105,8 +105,12 @@ def points(run: Run, metric: Metric) -> list[Point]:
     return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
 
 
+ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
+"""Settings that :func:`unlike_training` describes."""
+
+
 def unlike_training(run: Run, record: Record) -> str:
-    """Image size and normalisation of ``record`` where they differ from those of pre-training; else empty."""
+    """Image size and normalisation of ``record`` that differ from pre-training's, and test images that it saw."""
     pretrained = run.config.get("data")
     size = look_up(pretrained, ("image_size",))
     trained = "x".join(map(str, size)) if isinstance(size, list) else plain(size)
@@ -118,6 +122,8 @@ def unlike_training(run: Run, record: Record) -> str:
         here, there = record.settings.get(key), look_up(pretrained, (key,))
         if here is not None and there is not None and here != there:
             differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
+    if record.settings.get("seen_in_pretraining"):
+        differing.append("test images that were part of it")
     return f"unlike pre-training: {'; '.join(differing)}" if differing else ""
 
 
