@@ -19,6 +19,9 @@ _ONLINE_SETTINGS = {
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
+ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
+"""Settings that :func:`unlike_training` describes."""
+
 
 class Point(NamedTuple):
     """A score, and the wall seconds and epochs until then; None where the log does not have them."""
@@ -105,10 +108,6 @@ def points(run: Run, metric: Metric) -> list[Point]:
     return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
 
 
-ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
-"""Settings that :func:`unlike_training` describes."""
-
-
 def unlike_training(run: Run, record: Record) -> str:
     """Image size and normalisation of ``record`` that differ from pre-training's, and test images that it saw."""
     pretrained = run.config.get("data")
@@ -122,9 +121,9 @@ def unlike_training(run: Run, record: Record) -> str:
         here, there = record.settings.get(key), look_up(pretrained, (key,))
         if here is not None and there is not None and here != there:
             differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
-    if record.settings.get("seen_in_pretraining"):
-        differing.append("test images that were part of it")
-    return f"unlike pre-training: {'; '.join(differing)}" if differing else ""
+    parts = [f"unlike pre-training: {'; '.join(differing)}"] if differing else []
+    parts += ["the test images were part of pre-training"] * bool(record.settings.get("seen_in_pretraining"))
+    return "; ".join(parts)
 
 
 def online_references(run: Run) -> dict[str, float]:
