@@ -29,10 +29,10 @@ from dmjd.report.method import loss_meanings
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, metrics, online_references, online_rows, points
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK)
-"""Okabe and Ito's palette without yellow, which is too light on white."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK, "#8A8A8A")
+"""Okabe and Ito's palette with grey in place of yellow, which is too light on white."""
 DASHES = ("-", "--", "-.", ":", (0, (7, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)))
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*"
 LABEL_LENGTH = 60
 """Characters of a name in the legend."""
 PANEL = (4.4, 2.7)

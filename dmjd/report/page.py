@@ -73,8 +73,9 @@ def _charts(run: Run) -> list[str]:
 
 
 def _pictures(run: Run) -> list[str]:
-    """Pictures of the run; the charts above replace the picture of its losses, which is for trackers."""
-    shown = [path for path in run.pictures if path.stem != "loss"]
+    """Pictures of the run, without those that repeat others: the losses of the charts, the masks of a single view."""
+    repeated = ("loss", "masks") if look_up(run.config, ("mask", "views")) == 1 else ("loss",)
+    shown = [path for path in run.pictures if path.stem not in repeated]
     drawn = [picture(_caption(run, path), *_description(path)) for path in shown]
     return [heading("Pictures"), *drawn] if drawn else []
 

@@ -36,7 +36,7 @@ def test_a_dmjd_without_its_branch_is_not_called_dmjd() -> None:
 
 @pytest.mark.parametrize(
     ("views", "regulation", "caption"),
-    [(1, "disjoint", "Masks"), (2, "disjoint", "Disjoint masks"), (2, "none", "Independent masks")],
+    [(1, "disjoint", "Independent masks"), (2, "disjoint", "Disjoint masks"), (2, "none", "Independent masks")],
 )
 def test_masks_are_disjoint_only_if_they_are(views: int, regulation: str, caption: str) -> None:
     config = {"method": {"name": "mae"}, "mask": {"views": views, "regulation": regulation}}

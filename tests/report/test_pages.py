@@ -41,7 +41,8 @@ def run(make_run: MakeRun) -> Path:
     description.add_text("Description", "Shown in the scale of <the image>.")
     sheet = Image.fromarray(np.random.default_rng(0).integers(0, 256, (300, 1000, 3), np.uint8))
     sheet.save(folder / "pictures" / "views.png", pnginfo=description)
-    Image.new("RGB", (10, 10)).save(folder / "pictures" / "loss.png")
+    for repeated in ("loss", "masks"):  # the charts show the losses, and the picture above the mask of a single view
+        Image.new("RGB", (10, 10)).save(folder / "pictures" / f"{repeated}.png")
     return folder
 
 
