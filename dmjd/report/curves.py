@@ -93,7 +93,9 @@ def run_charts(run: Run) -> list[Chart]:
             continue
         figure, axes = _panel()
         if key == "lr":
-            axes.plot(values_of(known, "step"), values_of(known, key), color=COLOURS[0], marker="o" * (len(known) == 1))
+            steps, rates = values_of(known, "step"), values_of(known, key)
+            kept = extremes(rates)
+            axes.plot(steps[kept], rates[kept], color=COLOURS[0], marker="o" * (len(known) == 1))
         else:
             draw_smoothed(axes, known, key, label, color=COLOURS[0])
         axes.set_ylabel(label, color=INK)
@@ -219,7 +221,8 @@ def _curve(index: int, run: Run, label: str, metric: Metric | None) -> _Curve:
 
 
 def _losses(run: Run) -> list[Point]:
-    rows = [row for row in run.rows if row.get("loss") is not None and math.isfinite(row["loss"])]
+    losses = values_of(run.rows, "loss")
+    rows = [row for row, loss in zip(run.rows, losses, strict=True) if math.isfinite(loss)]
     kept = (rows[index] for index in extremes(values_of(rows, "loss")))
     return [Point(row["loss"], run.seconds_at(row["step"]), row.get("epoch")) for row in kept]
 
