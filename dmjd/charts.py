@@ -66,12 +66,10 @@ def draw_smoothed(axes: Axes, rows: Sequence[dict[str, Any]], key: str, label: s
     axis.
     """
     steps, values = values_of(rows, "step"), values_of(rows, key)
-    smooth = moving_average(values)
+    smooth = _moving_average(values)
     last = f"{label}  {smooth[-1]:.4g}" if len(smooth) else label
     marker = "o" if len(rows) == 1 else None  # a line with one point is invisible
-    raw, few = extremes(values), np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).round().astype(int))
-    if not len(steps):
-        few = raw
+    raw, few = extremes(values), extremes(smooth)
     axes.plot(steps[raw], values[raw], color=style["color"], alpha=0.25, linewidth=0.8)
     axes.plot(steps[few], smooth[few], linewidth=1.8, label=last, marker=marker, markersize=4, **style)
     drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=np.float64) for line in axes.lines])
@@ -82,12 +80,15 @@ def draw_smoothed(axes: Axes, rows: Sequence[dict[str, Any]], key: str, label: s
 
 
 def values_of(rows: Sequence[dict[str, Any]], key: str) -> NDArray[np.float64]:
-    """Values of ``key``, one per row; NaN where a row has none or it is not finite."""
+    """Values of ``key``, one per row; NaN where a row has none or it is beyond float32, which axes cannot show."""
     values = (row.get(key) for row in rows)
-    return np.array([math.nan if value is None or not math.isfinite(value) else value for value in values], np.float64)
+    found = np.array([math.nan if value is None else value for value in values], np.float64)
+    limits = np.finfo(np.float32)
+    found[np.abs(found) < limits.tiny] = 0
+    return np.where(np.abs(found) <= limits.max, found, np.nan)
 
 
-def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+def _moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Exponential moving average over about 1 % of the curve, with bias correction; NaN values are skipped."""
     decay = 1 - 1 / max(4, len(values) / 100)
     mean = weight = 0.0

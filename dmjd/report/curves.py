@@ -29,10 +29,10 @@ from dmjd.report.method import loss_meanings
 from dmjd.report.run import Run
 from dmjd.report.scores import Metric, Point, metrics, online_references, online_rows, points
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK)
-"""Okabe and Ito's palette without yellow, which is too light on white."""
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK, "#8A8A8A")
+"""Okabe and Ito's palette with grey in place of yellow, which is too light on white."""
 DASHES = ("-", "--", "-.", ":", (0, (7, 1.5)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)))
-MARKERS = "osD^vPX"
+MARKERS = "osD^vPX*"
 LABEL_LENGTH = 60
 """Characters of a name in the legend."""
 PANEL = (4.4, 2.7)
@@ -93,7 +93,9 @@ def run_charts(run: Run) -> list[Chart]:
             continue
         figure, axes = _panel()
         if key == "lr":
-            axes.plot(values_of(known, "step"), values_of(known, key), color=COLOURS[0], marker="o" * (len(known) == 1))
+            steps, rates = values_of(known, "step"), values_of(known, key)
+            kept = extremes(rates)
+            axes.plot(steps[kept], rates[kept], color=COLOURS[0], marker="o" * (len(known) == 1))
         else:
             draw_smoothed(axes, known, key, label, color=COLOURS[0])
         axes.set_ylabel(label, color=INK)
@@ -219,7 +221,8 @@ def _curve(index: int, run: Run, label: str, metric: Metric | None) -> _Curve:
 
 
 def _losses(run: Run) -> list[Point]:
-    rows = [row for row in run.rows if row.get("loss") is not None and math.isfinite(row["loss"])]
+    losses = values_of(run.rows, "loss")
+    rows = [row for row, loss in zip(run.rows, losses, strict=True) if math.isfinite(loss)]
     kept = (rows[index] for index in extremes(values_of(rows, "loss")))
     return [Point(row["loss"], run.seconds_at(row["step"]), row.get("epoch")) for row in kept]
 

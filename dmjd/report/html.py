@@ -22,7 +22,7 @@ STYLE = (
 """
     + """
 * { box-sizing: border-box }
-body { margin: 0 auto; max-width: 60rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; max-width: 72rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem }

@@ -92,9 +92,7 @@ def loss_meanings(config: Mapping[str, Any]) -> str:
 
 
 def masks_caption(config: Mapping[str, Any]) -> str:
-    """Title of the picture of masks alone."""
-    if look_up(config, ("mask", "views")) == 1:
-        return "Masks"
+    """Title of the picture of several views' masks."""
     return "Disjoint masks" if is_disjoint(config) else "Independent masks"
 
 

@@ -20,7 +20,7 @@ from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
 from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
 from dmjd.report.method import held_out, masks_caption, method_name, method_summary
 from dmjd.report.run import Record, Run, columns_of, content_of, read_run
-from dmjd.report.scores import metrics, online_references, online_rows, unlike_training
+from dmjd.report.scores import ABOUT_TRAINING, metrics, online_references, online_rows, unlike_training
 
 
 def write_report(run_path: str | Path) -> Path:
@@ -73,8 +73,9 @@ def _charts(run: Run) -> list[str]:
 
 
 def _pictures(run: Run) -> list[str]:
-    """Pictures of the run; the charts above replace the picture of its losses, which is for trackers."""
-    shown = [path for path in run.pictures if path.stem != "loss"]
+    """Pictures of the run, without those that repeat others: the losses of the charts, the masks of a single view."""
+    repeated = ("loss", "masks") if look_up(run.config, ("mask", "views")) == 1 else ("loss",)
+    shown = [path for path in run.pictures if path.stem not in repeated]
     drawn = [picture(_caption(run, path), *_description(path)) for path in shown]
     return [heading("Pictures"), *drawn] if drawn else []
 
@@ -151,7 +152,9 @@ def _scores(run: Run) -> str:
         return paragraph("Not evaluated yet.")
     compared = [name for name in ("majority", "chance") if any(name in line.references for line in lines)]
     head = ["Score", "Trained", "Untrained", "Gain", *map(str.capitalize, compared), "Step"]
-    return table("Scores", "scores", head, [line.html(compared) for line in lines])
+    held = held_out(run.config)
+    where = paragraph(f"Held out of training for scores: {held}.") if held != ABSENT else ""
+    return where + table("Scores", "scores", head, [line.html(compared) for line in lines])
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ def _lines(run: Run, trained: Record | None, untrained: Record | None) -> list[_
     either = trained or untrained
     assert either is not None
     parts = ["moving average"] if either.weights == "ema" else []
-    parts += [f"{key} {plain(value)}" for key, value in either.settings.items()]
+    parts += [f"{key} {plain(value)}" for key, value in either.settings.items() if key not in ABOUT_TRAINING]
     unlike = unlike_training(run, either)
     note = ", ".join(parts) + (f"; {unlike}" if unlike else "")
     lines = []

@@ -15,9 +15,12 @@ from dmjd.report.run import Record, Run, columns_of
 _ONLINE_SETTINGS = {
     **{key: ("online_knn", key) for key in ("pooling", "neighbours", "temperature", "train_images")},
     "data": ("data", "name"),
-    **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std")},
+    **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std", "val_percent", "val_seed")},
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
+
+ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
+"""Settings that :func:`unlike_training` describes."""
 
 
 class Point(NamedTuple):
@@ -106,7 +109,7 @@ def points(run: Run, metric: Metric) -> list[Point]:
 
 
 def unlike_training(run: Run, record: Record) -> str:
-    """Image size and normalisation of ``record`` where they differ from those of pre-training; else empty."""
+    """Image size and normalisation of ``record`` that differ from pre-training's, and test images that it saw."""
     pretrained = run.config.get("data")
     size = look_up(pretrained, ("image_size",))
     trained = "x".join(map(str, size)) if isinstance(size, list) else plain(size)
@@ -118,7 +121,9 @@ def unlike_training(run: Run, record: Record) -> str:
         here, there = record.settings.get(key), look_up(pretrained, (key,))
         if here is not None and there is not None and here != there:
             differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
-    return f"unlike pre-training: {'; '.join(differing)}" if differing else ""
+    parts = [f"unlike pre-training: {'; '.join(differing)}"] if differing else []
+    parts += ["the test images were part of pre-training"] * bool(record.settings.get("seen_in_pretraining"))
+    return "; ".join(parts)
 
 
 def online_references(run: Run) -> dict[str, float]:
@@ -129,10 +134,8 @@ def online_references(run: Run) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     settings = json.loads(_online_settings(run))
-    root = f" in {settings['root']}" if settings.get("root") else ""
-    source = f"{settings.get('data')}{root}, {'x'.join(map(str, settings.get('image_size', [])))}"
     for record in run.evaluations:
-        if record.settings.get("data") != source:
+        if not _of_own_images(record, settings):
             continue
         found |= {name: record.references[name] for name in ("majority", "chance") if name in record.references}
         untrained = record.untrained("top1")
@@ -161,14 +164,23 @@ def _settings(record: Record) -> str:
     return json.dumps(record.settings, sort_keys=True)
 
 
+def _of_own_images(record: Record, online: dict[str, Any]) -> bool:
+    """Whether ``record`` measured the images of the online score: data set, folder, held-out part and size."""
+    source = str(record.settings.get("data"))
+    name = str(online.get("data")) + (f" in {online['root']}" if "root" in online else "")
+    size = f", {'x'.join(map(str, online.get('image_size', [])))}"
+    if "val_percent" not in online:
+        return source == name + size
+    return source.startswith(f"{name}, {online['val_percent']:g} % held out") and source.endswith(size)
+
+
 def _as_online(record: dict[str, Any], online: dict[str, Any]) -> bool:
     """Whether the settings of a kNN record are those of the online score, whose bank may be smaller than its limit."""
-    same = {"pooling": "pooling", "k": "neighbours", "temperature": "temperature", "crop_pct": "crop_pct"}
-    same |= {"mean": "mean", "std": "std"}
-    images, limit = record.get("train_images"), online.get("train_images")
-    if not all(record.get(theirs) == online.get(ours) for theirs, ours in same.items()):
+    same = ("pooling", "temperature", "crop_pct", "mean", "std")
+    images, limit = record.get("train_images"), online.get("train_images", math.inf)
+    if not all(record.get(key) == online.get(key) for key in same):
         return False
-    return isinstance(images, int) and (limit is None or images <= limit)
+    return online.get("neighbours") in (None, record.get("k")) and isinstance(images, int) and images <= limit
 
 
 def records_of(run: Run, metric: Metric) -> list[Record]:
@@ -189,6 +201,8 @@ def _metrics(record: Record) -> list[Metric]:
 
 def _online_settings(run: Run) -> str:
     values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}
+    if not values["val_percent"]:  # no split: as runs of before there was one
+        values |= {"val_percent": None, "val_seed": None}
     return json.dumps({key: value for key, value in values.items() if value is not None}, sort_keys=True)
 
 

@@ -171,7 +171,7 @@ def _references(runs: Sequence[Run], metric: Metric) -> list[str]:
 def _unlike(runs: Sequence[Run], metric: Metric) -> list[str]:
     """Runs that this score measured on images of another size or normalisation than pre-training's."""
     found = [(run.name, unlike_training(run, record)) for run in runs for record in records_of(run, metric)]
-    return [f"{name} {text}." for name, text in dict.fromkeys(found) if text]
+    return [f"{name}: {text}." for name, text in dict.fromkeys(found) if text]
 
 
 def _cost_columns(runs: Sequence[Run]) -> list[Column]:

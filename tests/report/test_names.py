@@ -36,7 +36,7 @@ def test_a_dmjd_without_its_branch_is_not_called_dmjd() -> None:
 
 @pytest.mark.parametrize(
     ("views", "regulation", "caption"),
-    [(1, "disjoint", "Masks"), (2, "disjoint", "Disjoint masks"), (2, "none", "Independent masks")],
+    [(1, "disjoint", "Independent masks"), (2, "disjoint", "Disjoint masks"), (2, "none", "Independent masks")],
 )
 def test_masks_are_disjoint_only_if_they_are(views: int, regulation: str, caption: str) -> None:
     config = {"method": {"name": "mae"}, "mask": {"views": views, "regulation": regulation}}
@@ -87,16 +87,20 @@ def test_an_evaluation_unlike_training_is_named(make_run: MakeRun) -> None:
 
     assert unlike(data="folder in /a, b, 32x32", mean=[0.5], std=[0.25]) == unlike(k=20) == ""
     assert unlike(data="folder in /a, b, 64x64") == "unlike pre-training: images of 64x64 pixels, pre-trained on 32x32"
+    assert unlike(seen_in_pretraining=True) == "the test images were part of pre-training"
     assert unlike(mean=[0.1], std=[0.25]) == "unlike pre-training: mean 0.1, pre-trained with 0.5"
 
 
 def test_online_scores_compare_with_records_of_the_same_images_only(make_run: MakeRun) -> None:
     how = {"k": 20, "temperature": 0.07, "pooling": "mean", "train_images": 500, "data": "folder in x, 8x8"}
-    data = {"name": "folder", "root": "x", "image_size": [8, 8]}
+    data: dict[str, Any] = {"name": "folder", "root": "x", "image_size": [8, 8]}
     online = {"neighbours": 20, "temperature": 0.07, "pooling": "mean", "train_images": 500}
 
+    folders: list[Path] = []
+
     def known(change: dict[str, Any]) -> dict[str, float]:
-        run = read_run(make_run(str(change), config={"data": data, "online_knn": online}))
+        folders.append(make_run(str(len(folders)), config={"data": data, "online_knn": online}))
+        run = read_run(folders[-1])
         run.evaluations.append(
             Record("knn", "trained", 1, {"top1": 9.0}, how | change, {"chance": 1.0, "majority": 2.0, "untrained": 3.0})
         )
@@ -104,4 +108,7 @@ def test_online_scores_compare_with_records_of_the_same_images_only(make_run: Ma
 
     assert known({}) == {"untrained": 3.0, "majority": 2.0, "chance": 1.0}
     assert known({"k": 5}) == known({"train_images": 900}) == {"majority": 2.0, "chance": 1.0}
-    assert known({"data": "folder in y, 8x8"}) == {}
+    assert known({"data": "folder in y, 8x8"}) == known({"data": "folder in x, 10 % held out, 8x8"}) == {}
+    data["val_percent"] = 10.0
+    assert known({"data": "folder in x, 10 % held out with val_seed=1, 8x8"})["chance"] == 1.0
+    assert known({"data": "folder in x, 8x8", "k": 1}) == {}

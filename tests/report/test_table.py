@@ -84,7 +84,7 @@ def test_a_score_is_explained_by_what_it_compares_with(make_run: MakeRun) -> Non
         path.write_text(json.dumps(json.loads(path.read_text()) | values))
     meaning = dict(table(a, b).meanings)["kNN"]
     assert "Chance: 10.00 %. Majority: 11.50 %. Untrained: 20.00 % of a, 25.00 % of b." in meaning
-    assert "a unlike pre-training: images of 64x64 pixels, pre-trained on 32x32." in meaning
+    assert "a: unlike pre-training: images of 64x64 pixels, pre-trained on 32x32." in meaning
     (a / "evaluations" / "0.json").write_text(
         json.dumps({"verb": "knn", "weights": "trained", "step": 1, "top1": 1.0, "chance": float("nan")})
     )
