@@ -42,7 +42,10 @@ def simulate_world(device: torch.device, size: int) -> SimulatedWorld:
 def answer_buckets(engine: Engine) -> None:
     """Have DDP take its buckets as they are: the fake group's answer has no value, which the reducer insists on."""
 
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def hook(
+        group: dist.ProcessGroup,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]  # as above; torch checks this annotation
+    ) -> torch.futures.Future[torch.Tensor]:
         dist.all_reduce(bucket.buffer().div_(group.size()), group=group)
         devices = [bucket.buffer().device] if bucket.buffer().is_cuda else None
         reduced: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)

@@ -9,7 +9,7 @@ import pytest
 
 from dmjd.compose import compose, values
 from dmjd.config import SCHEMAS
-from dmjd.config.fields import dataclass_of
+from dmjd.config.fields import dataclass_of, keys
 from dmjd.evaluate import EVALUATIONS
 from dmjd.keys import DESCRIBING, groups
 from dmjd.manual import meanings, page

@@ -137,8 +137,9 @@ def test_recomputed_blocks_keep_fewer_activations() -> None:
 @pytest.mark.parametrize("unit", ["block", "model"])
 @pytest.mark.parametrize("mode", ["none", "mlp", "selective", "full"])
 def test_compilation_changes_no_gradient(unit: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more blocks than torch compiles versions of one function: those of a kind have to share theirs."""
-    plain, compiled = make_objective(depth=10), make_objective(depth=10)
+    """By blocks, with more than torch compiles versions of one function: those of a kind have to share theirs."""
+    depth = 10 if unit == "block" else 2
+    plain, compiled = make_objective(depth=depth), make_objective(depth=depth)
     compile_module, units = torch.nn.Module.compile, []
 
     def compile_quickly(module: torch.nn.Module, **options: Any) -> None:

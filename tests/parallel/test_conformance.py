@@ -237,13 +237,16 @@ def test_in_bfloat16_losses_agree_within_half_a_percent(
     assert abs(ours[0][0] / alone["curve"][0][0] - 1) > 1e-4, "it did compute in bfloat16"
 
 
-EVERY_CELL = [(*compiled, mode) for compiled in walk.COMPILED for mode in MODES]
+EVERY_CELL = [
+    *((*compiled, mode, "fp32") for compiled in walk.COMPILED for mode in MODES),
+    *((*compiled, "none", "bf16") for compiled in walk.COMPILED),
+]
 SOME_CELLS = [
-    ("ddp", "model", "selective"),
-    ("zero2", "model", "full"),
-    ("ddp", "block", "none"),
-    ("fsdp", "block", "none"),
-    ("hsdp", "block", "selective"),
+    ("ddp", "model", "none", "fp32"),
+    ("zero2", "model", "full", "fp32"),
+    ("ddp", "block", "none", "fp32"),
+    ("fsdp", "block", "none", "fp32"),
+    ("zero3", "block", "selective", "fp32"),
 ]
 
 
@@ -258,14 +261,18 @@ def test_compiling_changes_nothing(backend: str, cells: list[walk.Cell], tmp_pat
     assert exit_codes(walk.walk_compiled, 2, tmp_path, free_port(), backend, cells) == [0, 0]
     seen = torch.load(tmp_path / "seen.pt", weights_only=True)
     assert list(seen) == cells
-    for (name, unit, mode), (rows, graphs) in seen.items():
-        assert_same_curve(rows, alone["curve"][:3])
+    for (name, unit, mode, precision), (rows, graphs) in seen.items():
+        if precision == "fp32":
+            assert_same_curve(rows, alone["curve"][:3])
+        else:
+            expected = seen["ddp", "block", mode, precision][0]
+            assert [row[0] for row in rows] == pytest.approx([row[0] for row in expected], rel=5e-3)
         if (name, unit) == ("ddp", "model"):
             assert graphs > 2, "cut where buckets end, so that gradients are reduced beside the backward"
         if (name, unit) == ("zero2", "model"):
             assert graphs == 1
         if (name, unit) == ("ddp", "block"):
-            assert graphs == seen["fsdp", "block", mode][1], "not cut: theirs come one by one anyway"
+            assert graphs == seen["fsdp", "block", mode, precision][1], "not cut: theirs come one by one anyway"
 
 
 @pytest.mark.long

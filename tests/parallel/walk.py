@@ -66,8 +66,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Transforms that change nothing."""
 
-Cell = tuple[str, str, str]
-"""An engine, what it compiles as one graph, and how it recomputes."""
+Cell = tuple[str, str, str, str]
+"""An engine, what it compiles as one graph, how it recomputes, and its precision."""
 
 COMPILED = (
     *(("ddp", "model"), ("zero2", "model")),
@@ -193,10 +193,11 @@ def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, c
     torch.compile = partial(torch.compile, backend=counted)  # which nn.Module.compile calls
     seen = {}
     for cell in cells:
-        name, unit, mode = cell
+        name, unit, mode, precision = cell
         torch._dynamo.reset()
         counted.graphs = 0
-        run = Run(replace(ENGINES[name], compile=unit, activation_checkpointing=mode), world, ema=False)
+        config = replace(ENGINES[name], compile=unit, activation_checkpointing=mode, precision=precision)
+        run = Run(config, world, ema=False)
         if isinstance(run.engine.module, DistributedDataParallel):
             run.engine.module.bucket_bytes_cap = BUCKET
         seen[cell] = run.take(3), counted.graphs
