@@ -6,12 +6,12 @@ import time
 import uuid
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # public names, and missing in the list of exports
 
 _POLL_SECONDS = 0.02
 
 
-def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:
+def fresh_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
     """``store`` under a prefix that only the processes of this start use. Collective.
 
     torchrun's agent keeps one store over all its restarts, so a rank that starts before rank 0 would read the address
@@ -28,7 +28,7 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
         store.wait([answer], timeout)
         prefix = store.get(answer).decode()
         store.set(f"{prefix}/present/{rank}", "")
-        return dist.PrefixStore(prefix, store)
+        return PrefixStore(prefix, store)
     missing, answered = set(range(1, size)), dict[int, str]()
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
@@ -43,4 +43,4 @@ def fresh_store(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
         if missing and time.monotonic() > deadline:
             raise RuntimeError(f"rank(s) {', '.join(map(str, sorted(missing)[:8]))} did not start")
         time.sleep(_POLL_SECONDS if missing else 0)
-    return dist.PrefixStore(own, store)
+    return PrefixStore(own, store)

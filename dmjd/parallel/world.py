@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, NotMet, UserError
@@ -189,7 +190,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
         store = fresh_store(store, rank, size, timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         group = _gloo_group(timeout)

@@ -152,7 +152,7 @@ def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Frozen:
         run, size = RunFolder(tmp_path / "drawn"), (config.data.image_size[0], config.data.image_size[1])
         run.path.mkdir(exist_ok=True)
         made = FrozenEncoder(
-            encoder, config, to_yaml(config), config.data, size, torch.device("cpu"), 7, run.path / "step", run
+            encoder, config, to_yaml(config), config.data, {}, size, torch.device("cpu"), 7, run.path / "step", run
         )
         monkeypatch.setattr(room, "load_encoder", lambda _: made)
         return made

@@ -7,16 +7,16 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from dmjd.parallel.rendezvous import fresh_store
 
 SECOND = timedelta(seconds=1)
 
 
-def start(store: dist.Store, delays: list[float]) -> dict[int, dist.Store]:
+def start(store: Store, delays: list[float]) -> dict[int, Store]:
     """One start of ``len(delays)`` ranks, as threads, each that many seconds late."""
-    stores: dict[int, dist.Store] = {}
+    stores: dict[int, Store] = {}
 
     def join(rank: int) -> None:
         time.sleep(delays[rank])
@@ -32,7 +32,7 @@ def start(store: dist.Store, delays: list[float]) -> dict[int, dist.Store]:
 
 @pytest.mark.parametrize("delays", [[0.0, 0.0, 0.0], [0.2, 0.0, 0.1], [0.0, 0.2, 0.0]])
 def test_a_new_start_does_not_see_what_the_last_one_wrote(delays: list[float]) -> None:
-    shared = dist.HashStore()  # type: ignore[attr-defined]
+    shared = HashStore()
     shared.set("dmjd/rank/2", "the name of a rank that was killed before it met the others")
     for attempt in range(3):
         stores = start(shared, delays)
@@ -44,6 +44,6 @@ def test_a_new_start_does_not_see_what_the_last_one_wrote(delays: list[float]) -
 
 def test_a_missing_rank_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"rank\(s\) 1 did not start"):
-        fresh_store(dist.HashStore(), 0, 2, SECOND / 10)  # type: ignore[attr-defined]
+        fresh_store(HashStore(), 0, 2, SECOND / 10)
     with pytest.raises(RuntimeError):
-        fresh_store(dist.HashStore(), 1, 2, SECOND / 10)  # type: ignore[attr-defined]
+        fresh_store(HashStore(), 1, 2, SECOND / 10)
