@@ -42,30 +42,23 @@ RECORD = "a record" + " and more of it" * 10
 
 def on_terminal(columns: int, *arguments: str, hang_up: bool = False, **environment: str) -> tuple[str, int]:
     """(what :data:`PROGRAM` wrote to a terminal of so many columns, its exit code)."""
-    child, terminal = pty.fork()
-    if child == 0:
-        with suppress(BaseException):
-            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-            for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
-                os.environ.pop(name, None)
-            if hang_up:
-                import signal
-
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            os.execve(
-                sys.executable,
-                [sys.executable, "-c", PROGRAM, *arguments],
-                {**os.environ, "TERM": "xterm", **environment},
-            )
-        os._exit(99)
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    }
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    environment = {**inherited, "TERM": "xterm", **environment}
     written = b""
-    with suppress(OSError):  # EIO at the end
-        while data := os.read(terminal, 1 << 16):
-            written += data
-            if hang_up and b"loss" in written:
-                break
-    os.close(terminal)
-    return written.decode(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with subprocess.Popen(command, stdin=end, stdout=end, stderr=end, env=environment) as child:
+        os.close(end)
+        with suppress(OSError):  # EIO at the end
+            while data := os.read(terminal, 1 << 16):
+                written += data
+                if hang_up and b"loss" in written:
+                    break
+        os.close(terminal)
+        return written.decode(), child.wait(60)
 
 
 def screen_lines(written: str) -> list[str]:
@@ -104,7 +97,7 @@ def test_the_bar_fits_the_terminal_and_the_log_stands_above_it(
 
 
 def test_without_colours_there_are_none() -> None:
-    written, code = on_terminal(80, "0.1", "30", NO_COLOR="1")
+    written, code = on_terminal(80, "0.1", "20", NO_COLOR="1")
     assert code == 0
     assert "loss 0.1234" in written
     assert not re.search(r"\x1b\[[\d;]*m", written)
@@ -129,7 +122,7 @@ def test_a_terminal_without_control_codes_and_a_pipe_get_lines() -> None:
 
 
 def test_another_process_of_a_launch_shows_nothing() -> None:
-    command = [sys.executable, "-c", PROGRAM, "0.1", "40"]
+    command = [sys.executable, "-c", PROGRAM, "0.1", "25"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "RANK": "1"})
     assert "step" not in done.stderr
     assert RECORD in done.stderr
@@ -141,9 +134,9 @@ def test_a_short_command_shows_nothing() -> None:
 
 
 def test_a_command_goes_on_when_its_terminal_or_its_reader_is_gone() -> None:
-    assert on_terminal(80, "0.1", "40", hang_up=True)[1] in (0, 120), "120: the result itself could not be written"
+    assert on_terminal(80, "0.1", "25", hang_up=True)[1] in (0, 120), "120: the result itself could not be written"
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "0.1", "40"], stderr=subprocess.PIPE, stdout=-1, text=True
+        [sys.executable, "-c", PROGRAM, "0.1", "25"], stderr=subprocess.PIPE, stdout=-1, text=True
     ) as child:
         assert child.stdout is not None
         assert child.stderr is not None
