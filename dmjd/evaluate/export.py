@@ -173,7 +173,7 @@ def _check_place(path: Path, suffix: str, parent: Path) -> None:
     if not standing.is_dir() or not os.access(standing, os.W_OK):
         raise ConfigError(f"{standing} is not writable; {other}")
     if printable(str(standing)) != str(standing):
-        raise ConfigError(f"{printable(str(standing))} is not UTF-8, which safetensors needs; {other}")
+        raise ConfigError(f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; {other}")
 
 
 def _write_timm(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:

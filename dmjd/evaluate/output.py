@@ -31,4 +31,4 @@ def check_output(path: Path, suffixes: Collection[str], source: Path) -> None:
     if path.exists() and source.exists() and path.samefile(source):
         raise ConfigError(f"output={path} is the input, which would be overwritten; set another file")
     if printable(str(path)) != str(path):
-        raise ConfigError(f"output={printable(str(path))} is not UTF-8, which safetensors needs; set another")
+        raise ConfigError(f"output={printable(str(path))} is not UTF-8, and safetensors takes no other names")
