@@ -118,7 +118,7 @@ BAD_OVERRIDES = {
     "keep_checkpoints=0": ["keep_checkpoints", "above 0"],
     # unknown options of groups
     "experiment=foo": ["experiment", "'foo'", *EXPERIMENTS],
-    "backbone=vit_huge": ["backbone", "'vit_huge'", "vit_base, vit_large, vit_small, vit_tiny"],
+    "backbone=vit_huge": ["backbone", "'vit_huge'", "vit_base, vit_large, vit_mini, vit_small, vit_tiny"],
     "backbone=3": ["backbone", "vit_base"],
     "mask={views: 3}": ["mask", "block, uniform"],
     "experiment=[demo,mae_vit_base]": ["experiment", "demo"],
