@@ -139,7 +139,7 @@ BAD_OVERRIDES = {
     # unknown options of groups
     "experiment=zzz": ["experiment has no option 'zzz'; choose from", *EXPERIMENTS],
     "experiment=mae_vit_bse": ["experiment has no option 'mae_vit_bse'; did you mean mae_vit_base?"],
-    "backbone=vit_huge": ["backbone", "'vit_huge'", "vit_base, vit_large, vit_small, vit_tiny"],
+    "backbone=vit_huge": ["backbone", "'vit_huge'", "vit_base, vit_large, vit_mini, vit_small, vit_tiny"],
     "backbone=3": ["backbone", "vit_base"],
     "mask={views: 3}": ["mask", "block, uniform"],
     "experiment=[demo,mae_vit_base]": ["experiment", "demo"],

@@ -65,18 +65,35 @@ class Machine:
 
 REFERENCE = 300
 MACHINES: Mapping[str, Machine] = {
-    "cpu": Machine(96, 8, 2000, ((192, 6), (192, 6)), (128, 2, 4), 32, 100, 5e-3),
-    "cuda": Machine(224, 12, 2000, ((192, 12), (384, 12)), (256, 4, 8), 128, 800, 2e-3),
+    "cpu": Machine(
+        size=96,
+        grid=8,
+        large=2000,
+        encoders=((192, 6), (192, 6)),
+        decoder=(128, 2, 4),
+        batch=32,
+        epochs=100,
+        base_lr=5e-3,
+    ),
+    "cuda": Machine(
+        size=224,
+        grid=12,
+        large=2000,
+        encoders=((192, 12), (384, 12)),
+        decoder=(256, 4, 8),
+        batch=128,
+        epochs=800,
+        base_lr=2e-3,
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Images:
-    """The training images: number, classes (0 without labels), and the shorter side in pixels that all but
-    :data:`SMALLEST` of them reach, and that half of them reach."""
+    """The training images: number, and the shorter side in pixels that all but :data:`SMALLEST` of them reach, and
+    that half of them reach."""
 
     count: int
-    classes: int
     least_side: int
     median_side: int
 
@@ -119,7 +136,7 @@ def measure(dataset: ImageDataset) -> Images:
     if not sides:
         raise DataError(f"none of the first {len(subset)} images of data.root can be read; see data.check=decode")
     sides.sort()
-    return Images(len(dataset), dataset.num_classes, sides[int(SMALLEST * len(sides))], int(median(sides)))
+    return Images(len(dataset), sides[int(SMALLEST * len(sides))], int(median(sides)))
 
 
 class _Rules:

@@ -102,6 +102,7 @@ def test_epochs_and_batch_follow_the_number_of_images(resolve: Resolve) -> None:
     assert [resolve(n, 480, device=CUDA).backbone.embed_dim for n in (300, 3000)] == [192, 384]
 
 
+@pytest.mark.long  # seconds of tracing
 def test_a_batch_fits_the_memory_of_the_gpu(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, estimate = dict[int, float](), recipe.step_bytes
 
