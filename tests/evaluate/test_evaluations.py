@@ -410,8 +410,9 @@ def test_the_untrained_score_stands_beside_the_trained_one(run: Path, verb: str,
     assert trained["untrained"] == untrained["top1"] != trained["top1"]
     assert "untrained" not in untrained
     assert trained["settings"] == untrained["settings"]
-    labels = np.array([Digits("train").label(index * 1437 // 600) for index in range(600)])
-    test = np.array([Digits("test").label(index) for index in range(360)])
+    splits = Digits("train"), Digits("test")
+    labels, test = (np.array([split.label(index) for index in range(len(split))]) for split in splits)
+    labels = labels[np.arange(600) * 1437 // 600]
     assert trained["chance"] == 10.0
     assert trained["majority"] == pytest.approx(100 * (test == np.bincount(labels).argmax()).mean())
     assert trained["test_images"] == 360
