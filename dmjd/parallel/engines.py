@@ -159,7 +159,7 @@ ENGINES = {
         ("reshard_after_forward", *_ZERO_OPTIONS),
         compile=("none", "block"),
         stage=3,
-        reduced=ZERO_BUCKET,
+        reduced=2 * ZERO_BUCKET,  # a bucket, and its copy in the order in which it is scattered
     ),
 }
 """``engine.name`` -> its record. There is no stage 0: it is DDP with other files, and with bf16 its optimizer takes a

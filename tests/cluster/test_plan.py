@@ -50,7 +50,7 @@ def test_gpu_hours_are_flops_by_rate() -> None:
         ("ddp", 400, 400, 800, 0),
         ("zero1", 400, 400, 50, 0),
         ("zero2", 400, 25, 50, 40 + 2 * 200_000_000),
-        ("zero3", 25, 25, 50, 400 + 40 + 200_000_000),
+        ("zero3", 25, 25, 50, 400 + 40 + 2 * 200_000_000),
         ("fsdp", 25, 25, 50, 120),
     ],
 )
@@ -93,7 +93,7 @@ def test_units_have_at_most_100_million_parameters_and_half_the_encoder(
 def test_zero3_keeps_what_it_may_until_the_backward_pass(reshard: bool | None, whole: int) -> None:
     million = 10**6
     gathered = state_bytes("zero3", 600 * million, 20 * million, 8, reshard).gathered
-    assert gathered == 4 * million * (whole + 20 + 50), "weights, a block's gradients and a bucket"
+    assert gathered == 4 * million * (whole + 20 + 2 * 50), "weights, a block's gradients and buckets"
 
 
 def test_the_largest_micro_batch_that_divides_the_batch_is_found() -> None:
