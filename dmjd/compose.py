@@ -226,6 +226,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     schema, available = SCHEMAS[command], groups_of(command)
     known = fields_of(command)
     checked = _Checked([], {})
+    overrides = [part for text in overrides for part in _unpacked(text, {*known, *available})]
     if issubclass(schema, EvaluationConfig):
         overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
         if _data_keys(overrides) and "name" not in _data_keys(overrides):
@@ -261,6 +262,16 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
         value = parse(key, text if str in _kinds(annotation) else _filled(key, text), annotation, item.metadata)
         checked.given[key] = _interpolated(key, value, known) if isinstance(value, str) else value
     return checked
+
+
+def _unpacked(override: str, known: Container[str]) -> list[str]:
+    """``SECTION={KEY:VALUE,...}`` as ``SECTION.KEY=VALUE`` overrides; any other override as it is."""
+    section, _, text = override.partition("=")
+    values = re.fullmatch(r"\s*\{(.*)\}\s*", text, re.DOTALL)
+    if section in known or values is None:
+        return [override]
+    parts = [part.partition(":") for part in re.split(r",(?![^\[]*\])", values[1]) if part.strip()]
+    return [f"{section}.{key.strip()}={value.strip()}" for key, _, value in parts]
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:

@@ -296,7 +296,7 @@ def test_an_evaluation_knows_which_keys_of_data_are_given() -> None:
         if "root" in keys:
             assert config.data.root == "y"
     assert compose("knn", ["checkpoint=x"]).data is None
-    with pytest.raises(ConfigError, match=r"data\.rot is not a key; did you mean root"):
+    with pytest.raises(ConfigError, match=r"data\.rot is not a key; did you mean data.root"):
         compose("knn", ["checkpoint=x", "data.rot=y"])
 
 

@@ -12,10 +12,10 @@ from dmjd.config.fields import (
     naming,
     number,
     numbers,
-    numbers_or_none,
     path,
     pixel_values,
     positive,
+    size,
 )
 
 ENDINGS: tuple[str, ...] = (
@@ -85,7 +85,7 @@ class DataConfig:
     endings: str | None = found_at_start(naming(None, "endings such as .jpg .png, or be null"))
     skip_undecodable: bool = may_change(False)
     skipped_folders: str | None = found_at_start(None)
-    image_size: list[int] = numbers(224, 224, length=2, least=1, most=16_384)
+    image_size: list[int] = size(224, 224, least=1, most=16_384)
     channels: int = positive(3)
     pad: int = number(0, least=0)
     check: str = choice("header", "none", "decode")
@@ -99,7 +99,7 @@ class DataConfig:
     crop_ratio: list[float] = numbers(0.75, 4 / 3, length=2, above=0)
     interpolation: str = choice("bicubic", "bilinear")
     crop_pct: float = may_change(number(0.875, above=0, most=1))
-    second_size: list[int] | None = numbers_or_none(length=2, least=1, most=16_384)
+    second_size: list[int] | None = size(least=1, most=16_384)
     flip: bool = True
     jitter: float = number(0.0, least=0, most=1)
     mean: list[float] = pixel_values(0.485, 0.456, 0.406, least=-FLOAT_LIMIT)

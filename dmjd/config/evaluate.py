@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dmjd.config.data import DataConfig
-from dmjd.config.fields import choice, number, path, recorded
+from dmjd.config.fields import choice, number, path, recorded, size
 from dmjd.config.pretrain import PretrainConfig
 
 
@@ -113,8 +113,8 @@ class ConvertConfig:
     output: str = path("???")
     source: str = choice("auto", *_LAYOUTS)
     to: str = choice(*_LAYOUTS)  # not "target": Hydra would take it for the config group
-    grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
-    source_grid: list[int] | None = field(default=None, metadata={"bounds": {"least": 1}, "length": 2})
+    grid: list[int] | None = size(least=1)
+    source_grid: list[int] | None = size(least=1)
     bias_tables: str = choice("auto", "shared", "per_block")
     unknown: str = choice("refuse", "drop")
     nonfinite: str = choice("refuse", "keep")

@@ -69,9 +69,11 @@ def pixel_values(*default: float, **bounds: float) -> Any:
     return field(default_factory=lambda: list(default), metadata={"bounds": {**bounds, "most": 1}, "pixels": True})
 
 
-def numbers_or_none(length: int, **bounds: float) -> Any:
-    """A list as for :func:`numbers`, or None, which is the default."""
-    return field(default=None, metadata={"bounds": bounds, "length": length})
+def size(*default: int, **bounds: float) -> Any:
+    """Height and width within bounds as for :func:`number`; on the command line one integer stands for both. Without a
+    default it is None."""
+    metadata = {"bounds": bounds, "length": 2, "square": True}
+    return field(default_factory=lambda: list(default) or None, metadata=metadata)
 
 
 def found_at_start(default: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, choice_of, number, numbers, path, positive
+from dmjd.config.fields import choice, choice_of, number, numbers, path, positive, size
 
 BACKBONES = ["vit", "convvit", "swin"]
 """Values of ``backbone.name``; each has its record in dmjd/builders/model.py, where others can be registered."""
@@ -37,7 +37,7 @@ class MaskConfig:
 
     views: int = positive(2)
     pattern: str = choice("block", "uniform", "beit")
-    block: list[int] = numbers(2, 2, length=2, least=1)
+    block: list[int] = size(2, 2, least=1)
     mask_ratio: float = number(0.6, above=0, below=1)
     pred_ratio: float | None = number(None, above=0, most=1)
     regulation: str = choice("disjoint", "none", "complementary")

@@ -97,7 +97,7 @@ def _list(key: str, plain: str, text: str, one: type, metadata: Mapping[str, Any
     if one is str:
         return [unquoted(part) for part in parts]
     values = [_number(unquoted(part), one) for part in parts]
-    if one is int and length == 2 and len(values) == 1:
+    if "square" in metadata and len(values) == 1:
         values *= 2
     if None in values or (length is not None and len(values) != length):
         count = f"{length} " if length else ""

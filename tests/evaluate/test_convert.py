@@ -318,7 +318,7 @@ def same_names(found: State, shapes: states.Shapes) -> bool:
         (["output=x.pth", "source=beit"], r"read as beit, the file has 19 unknown"),
         (["output=x.pth", "input=gone.pth"], "gone.pth is not there"),
         (["output=x.pth", "to=keras"], "to must be one of"),
-        (["output=x.pth", "grid=[14]"], "grid must hold 2 numbers"),
+        (["output=x.pth", "grid=[14,14,14]"], "grid must be a list of 2 integers"),
     ],
 )
 def test_mistakes_are_sentences_and_nothing_is_written(
