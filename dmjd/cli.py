@@ -386,8 +386,8 @@ def _usage() -> str:
         "",
         "examples",
         "  dmjd demo                        pre-train and evaluate a small model on a CPU, in minutes",
-        "  dmjd pretrain data.root=photos run=runs/photos",
-        "  dmjd knn runs/photos             score the encoder; then: dmjd report runs/photos",
+        "  dmjd pretrain experiment=own_photos data.root=photos",
+        "  dmjd knn runs/own_photos         score the encoder; then: dmjd report runs/own_photos",
     ]
     for group, commands in GROUPS.items():
         names = [*EVALUATIONS, *commands] if group == "evaluate" else commands

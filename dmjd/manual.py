@@ -46,7 +46,7 @@ MOST_USED = {
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "pretrain": (
-        ("dmjd pretrain data.root=photos run=runs/photos", "train on a folder of images"),
+        ("dmjd pretrain experiment=own_photos data.root=photos", "train on a folder of images"),
         ("dmjd pretrain experiment=mae_vit_base data.root=imagenet engine=ddp", "a published recipe, under torchrun"),
         ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
     ),

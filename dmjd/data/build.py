@@ -35,7 +35,7 @@ from dmjd.redact import MARK, is_incomplete, shown
 STREAM = "stream"
 AUTO = {"fashion_mnist": 60000, "digits": 1437}
 """The data sets that ``data.name=auto`` selects from, and the size of their training split."""
-_EXAMPLE = "'\"s3://bucket/train-{000000..000146}.tar\"'"
+_EXAMPLE = "'s3://bucket/train-{000000..000146}.tar'"
 
 _log = logging.getLogger("dmjd")
 
