@@ -63,7 +63,7 @@ class OnlineKnn:
                 f"online_knn.every_epochs={settings.every_epochs} needs at least two classes, and the images have one; "
                 "set online_knn.every_epochs=0"
             )
-        self._train = EvenSubset(train, settings.train_images)
+        self._train = EvenSubset(train, min(settings.train_images, len(train)))
         self._test = test
         if settings.neighbours is None:
             settings.neighbours = neighbours_for(len(self._train), train.num_classes)

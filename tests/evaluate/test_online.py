@@ -68,7 +68,7 @@ def test_the_score_is_that_of_the_verb(
         callback = OnlineKnn(
             configure(f"online_knn.train_images={bank}", "online_knn.neighbours=7", "online_knn.temperature=0.1")
         )
-    assert ("train_images=20000, but there are 1437 training images: all are used" in caplog.text) == (bank == 20000)
+    assert "train_images" not in caplog.text, "it is a maximum"
     encoder = load_encoder(compose("knn", words)).encoder
     assert callback.on_epoch_end(encoder, 11, 1.0) == {"knn_top1": record["top1"]}
 
