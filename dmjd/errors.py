@@ -52,6 +52,10 @@ class DataError(UserError):
     """A missing folder, an image that cannot be decoded, or a data set that is too small."""
 
 
+class BadFeatures(UserError):
+    """Features that are not finite. A run goes on without the score."""
+
+
 class BadImage(DataError):
     """An image that cannot be used. Training may replace it; any other DataError stops the run.
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.data.batch import Batch
-from dmjd.errors import DataError, UserError
+from dmjd.errors import BadFeatures, DataError
 from dmjd.ops.images import normalise
 from dmjd.progress import Progress
 
@@ -130,7 +130,7 @@ def extract_features(
 
     Raises:
         DataError: if the loader is empty or an image has no label.
-        UserError: if a feature is not finite.
+        BadFeatures: if a feature is not finite.
     """
     values: list[Tensor] = []
     labels: list[Tensor] = []
@@ -145,5 +145,5 @@ def extract_features(
         raise DataError("the data set to evaluate on has no images")
     features = Features(torch.cat(values), torch.cat(labels))
     if not bool(features.values.isfinite().all()):
-        raise UserError("the encoder's features hold NaN or infinity: evaluate an earlier checkpoint")
+        raise BadFeatures("the encoder's features hold NaN or infinity: evaluate an earlier checkpoint")
     return features

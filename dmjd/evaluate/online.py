@@ -19,7 +19,7 @@ from dmjd.config import PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
 from dmjd.evaluate.features import FEATURE_BATCH, Features, extract_features
 from dmjd.evaluate.knn import knn_accuracy, neighbours_for
 from dmjd.evaluate.registry import references
@@ -106,7 +106,7 @@ class OnlineKnn:
             return None
         try:
             bank, queries = (self._features(encoder, dataset) for dataset in (self._train, self._test))
-        except BadImage as error:
+        except (BadImage, BadFeatures) as error:
             logger.warning("no online kNN at step %d: %s", step, error)
             return None
         score = knn_accuracy(

@@ -73,7 +73,7 @@ print([name for name, kernels in dmjd.ops.status().items() if kernels["CPU"] != 
     assert references == str(on_cards_alone), "which PyTorch serves on the CPU"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_another_trainer_trains_with_the_ops_under_torch_compile(torch_alone: Path, tmp_path: Path) -> None:
     script = Path(__file__).with_name("another_trainer.py")
     losses = [float(line) for line in run(torch_alone, script, cwd=tmp_path).split()]

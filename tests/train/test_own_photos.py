@@ -95,8 +95,11 @@ def test_the_end_advises_only_commands_that_work_and_names_skipped_steps(
     photos: Path, tmp_path: Path, dmjd: Dmjd
 ) -> None:
     shutil.rmtree(photos / "val")
-    words = ["pretrain", "experiment=own_photos", f"data.root={photos}", *SMALL, "epochs=3"]
-    code, _, err = dmjd(*words, f"run={tmp_path / 'run'}", "optim.base_lr=1e38", "optim.warmup_percent=0")
+    words = ["pretrain", "experiment=own_photos", f"data.root={photos}", *SMALL, "epochs=3", "optim.warmup_percent=0"]
+    code, _, err = dmjd(*words, f"run={tmp_path / 'held'}", "optim.base_lr=1e38")
+    assert code == 0, err
+    assert "no online kNN at step 3: the encoder's features hold NaN or infinity" in err
+    code, _, err = dmjd(*words, f"run={tmp_path / 'run'}", "optim.base_lr=1e38", "data.val_percent=0")
     assert code == 0, err
     end = reason(tmp_path / "run")
     assert "all steps are done, 2 of 3 were skipped for a loss or gradient that is not finite" in end["detail"]

@@ -239,7 +239,7 @@ EvaluationBatches.__getitem__ = block
 # Shared memory and sockets
 
 
-@pytest.mark.parametrize("command", ["shards build", pytest.param("pretrain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["shards build", pytest.param("pretrain", marks=pytest.mark.long)])
 def test_a_long_tmpdir_is_not_too_long_for_the_sockets_of_workers(
     command: str, tmp_path: Path, tiny: Words, image_folder: Path
 ) -> None:

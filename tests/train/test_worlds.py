@@ -155,6 +155,7 @@ loop.Trainer.save_checkpoint = fault
 """
 
 
+@pytest.mark.long
 def test_three_processes_go_on_in_the_same_bits(
     tmp_path: Path, tiny: Callable[..., list[str]], launch_world: Callable[..., Any]
 ) -> None:
