@@ -16,7 +16,10 @@ OF_PRETRAIN = ("demo", "preflight", "submit")
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "report": ("baseline=", "output="),
-    "shards": ("build", "index", "verify", "stat", "show", "workers=", "channels=", "shard_mb=", "decode=", "output="),
+    "shards": (
+        *("build", "index", "verify", "stat", "show", "workers=", "channels=", "shard_mb=", "decode=", "output="),
+        *("val_percent=", "val_seed=", "skip_undecodable="),
+    ),
     "submit": ("pretrain", "preflight", "knn", "linprobe", "site=", "nodes=", "gpus=", "time=", "array=", "--dry-run"),
     "preflight": ("warm=true",),
     "ops": ("status",),

@@ -246,6 +246,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {name}=value to set one")
         if not equals or not key:
             hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
+            if "data.root" in known and Path(override).expanduser().is_dir():
+                hint = f": data.root={typed}"
             raise ConfigError(f"cannot parse {typed!r}; write key=value{hint if key else ''}")
         if key in available:
             option = unquoted(text)

@@ -134,8 +134,8 @@ def same_but_secrets(one: str, other: str) -> bool:
 
 
 def is_incomplete(value: str) -> bool:
-    """Whether a value of a stored configuration lacks a secret or refers to a variable."""
-    return MARK in value or "${" in value
+    """Whether a value of a stored configuration lacks a secret or refers to a variable of the environment."""
+    return MARK in value or "${oc.env:" in value
 
 
 class RedactedStream:
