@@ -159,7 +159,7 @@ class Encoder:
         """The tokens ``[B, prefix + N, D]`` of each batch with their grid."""
         if not _is_count(batch_size):
             raise ConfigError(f"batch_size={batch_size!r} must be an int of at least 1")
-        sides = self.size if size is None else (size, size) if isinstance(size, numbers.Integral) else size
+        sides: Any = self.size if size is None else (size, size) if isinstance(size, numbers.Integral) else size
         if not isinstance(sides, Sequence) or len(sides) != 2 or not all(map(_is_count, sides)):
             raise ConfigError(f"size={size!r} must be an int or (height, width), in pixels of at least 1")
         height, width = sides
@@ -187,7 +187,7 @@ class Encoder:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
 
 
 def _each(images: Any, name: str, channels: int) -> Iterator[Opener]:
