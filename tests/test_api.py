@@ -189,7 +189,7 @@ def test_an_unknown_key_is_the_command_s_error() -> None:
 
 def test_an_argument_of_a_wrong_kind_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run_paths='.*' must be a list of two run folders or more$"):
-        dmjd.write_comparison(str(tmp_path))  # type: ignore[arg-type]
+        dmjd.write_comparison(str(tmp_path))
     for function in (dmjd.load_encoder, dmjd.knn):
         with pytest.raises(ConfigError, match=r"^checkpoint=None; give a run folder, a checkpoint folder or a file"):
             function(None)  # type: ignore[arg-type]
