@@ -14,7 +14,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError
 from dmjd.files import at_home
-from dmjd.keywords import as_overrides
+from dmjd.keywords import as_overrides, of_checkpoint
 from dmjd.resources import configs_dir
 from dmjd.runs.paths import RunPaths
 
@@ -111,11 +111,11 @@ class Run:
 
 
 def pretrain(
-    data: str | os.PathLike[str] | None = None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     run: str | os.PathLike[str] | None = None,
     *,
     experiment: str | None = RECIPE,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     **keys: Any,
 ) -> Run:
     """Pre-train an encoder, or resume the run in the folder ``run``; returns when the run has ended.
@@ -126,10 +126,10 @@ def pretrain(
 
     Args:
         data: a folder of images, or the name of a data set (``dmjd pretrain --help`` lists them: "digits", ...); a
-            ``Path`` is always a folder.
+            ``Path`` is always a folder. A dict holds keys of the section: ``{"root": "photos", "val_percent": 20}``.
         run: the run folder.
         experiment: the recipe; None for the defaults of ``dmjd pretrain``.
-        overrides: further keys as on the command line: ``["optim.base_lr=1e-3"]``.
+        overrides: further keys as on the command line: ``["optim.base_lr=1e-3"]``; a string is one of them.
         keys: keys of ``dmjd pretrain``: ``epochs=20``, ``optim={"base_lr": 1e-3}``, ``**{"optim.base_lr": 1e-3}``.
 
     Raises:
@@ -137,7 +137,8 @@ def pretrain(
         Diverged: if there are more bad steps than ``guard`` allows.
         RuntimeError: if the child process crashed or was killed.
     """
-    arguments = _arguments(data, run, experiment, overrides, keys)
+    typed = [overrides] if isinstance(overrides, str) else overrides
+    arguments = _arguments(data, run, experiment, typed, keys)
     config: PretrainConfig = compose("pretrain", arguments)
     _run_child(["pretrain", *arguments], Path(config.run))
     return Run(config.run)
@@ -166,13 +167,13 @@ def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any
     from dmjd.evaluate import evaluate
 
     # No workers: forking a process that has threads, as a notebook has, may hang.
-    config = compose(name, list(as_overrides({"checkpoint": checkpoint, "workers": 0, **keys})))
+    config = compose(name, of_checkpoint(checkpoint, {"workers": 0, **keys}))
     with own_defaults():
         return evaluate(name, config)
 
 
 def _arguments(
-    data: str | os.PathLike[str] | None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None,
     run: str | os.PathLike[str] | None,
     experiment: str | None,
     typed: Sequence[str],
@@ -183,11 +184,13 @@ def _arguments(
     if experiment is not None and not any(text.startswith("experiment=") for text in typed):
         first["experiment"] = experiment
     if isinstance(data, str) and data in {path.stem for path in configs_dir().glob("data/*.yaml")}:
-        first["data"] = data
-    elif data is not None:
-        if first.get("experiment") != RECIPE:  # which reads a folder
-            first["data"] = "folder"
-        first["data.root"] = data
+        data = {"name": data}
+    section = dict(data) if isinstance(data, Mapping) else {} if data is None else {"root": data}
+    if "name" in section:
+        first["data"] = section.pop("name")
+    elif "root" in section and first.get("experiment") != RECIPE:  # which reads a folder
+        first["data"] = "folder"
+    first |= {f"data.{key}": value for key, value in section.items()}
     if run is not None:
         first["run"] = run
     return [*as_overrides(first), *as_overrides(keys), *typed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,8 @@ from dmjd.errors import ConfigError, DataError, UserError, config_section
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
 from dmjd.evaluate.features import FEATURE_BATCH, pool
-from dmjd.keywords import as_overrides
+from dmjd.files import at_home
+from dmjd.keywords import of_checkpoint
 from dmjd.models.masked_image_model import Encoder as Module
 from dmjd.ops.images import normalise
 
@@ -41,7 +43,7 @@ def load_encoder(
     checkpoint: str | os.PathLike[str],
     *,
     weights: Literal["trained", "ema", "untrained"] = "trained",
-    device: Literal["auto", "cpu", "cuda"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] | torch.device = "auto",
     **keys: Any,
 ) -> Encoder:
     """The frozen encoder of a run or of a file of weights.
@@ -58,8 +60,8 @@ def load_encoder(
     Raises:
         UserError: if there is no complete checkpoint, or it holds another model than described.
     """
-    arguments = as_overrides({"checkpoint": checkpoint, "weights": weights, "device": device, **keys})
-    config = compose("knn", list(arguments))
+    name = str(device) if isinstance(device, torch.device) else device
+    config = compose("knn", of_checkpoint(checkpoint, {"weights": weights, "device": name, **keys}))
     with own_defaults():
         return Encoder(load_frozen(config))
 
@@ -155,12 +157,13 @@ class Encoder:
         self, images: Images, batch_size: int, size: int | Sequence[int] | None
     ) -> Iterator[tuple[Tensor, tuple[int, int]]]:
         """The tokens ``[B, prefix + N, D]`` of each batch with their grid."""
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
+        if not _is_count(batch_size):
+            raise ConfigError(f"batch_size={batch_size!r} must be an int of at least 1")
+        sides: Any = self.size if size is None else (size, size) if isinstance(size, numbers.Integral) else size
+        if not isinstance(sides, Sequence) or len(sides) != 2 or not all(map(_is_count, sides)):
+            raise ConfigError(f"size={size!r} must be an int or (height, width), in pixels of at least 1")
+        height, width = sides
         with config_section("size"):
-            height, width = self.size if size is None else size if isinstance(size, Sequence) else (size, size)
-            if min(height, width) < 1:
-                raise ValueError(f"{height}x{width} pixels must be at least 1x1")
             grid = self.module.grid_of(torch.empty(1, self.channels, height, width, device="meta"))
         was_training = self.module.training
         found = _each(images, "images", self.channels)
@@ -183,10 +186,14 @@ class Encoder:
         return evaluation_view(opener(), size, self.crop_pct)
 
 
+def _is_count(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 1
+
+
 def _each(images: Any, name: str, channels: int) -> Iterator[Opener]:
     """A function that opens it, for each image in ``images``; ``name`` is for errors."""
     if isinstance(images, (str, os.PathLike)):
-        path = os.fspath(images)
+        path = at_home(os.fspath(images))
         if os.path.isdir(path):
             folder = ImageFolder(path, "train", cast(Literal[1, 3], channels), "none")
             yield from (partial(folder.open, index) for index in range(len(folder)))
@@ -194,6 +201,9 @@ def _each(images: Any, name: str, channels: int) -> Iterator[Opener]:
             yield partial(_open_file, path, channels)
     elif isinstance(images, Image.Image):
         yield partial(_open_picture, images, name, channels)
+    elif isinstance(images, Tensor) and (images.layout is not torch.strided or images.is_meta or images.is_quantized):
+        kind = "on the meta device" if images.is_meta else "quantised" if images.is_quantized else str(images.layout)
+        raise DataError(f"{name} is a tensor that is {kind}; give a dense tensor with values, uint8 or within 0..1")
     elif isinstance(images, Tensor) or (isinstance(images, np.ndarray) and images.dtype.kind not in "OU"):
         batch = [(name, images)] if images.ndim != 4 else [(f"{name}[{i}]", each) for i, each in enumerate(images)]
         yield from (partial(_open_array, each, number, channels) for number, each in batch)

@@ -30,6 +30,13 @@ def as_overrides(keys: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}={_text(f'{prefix}{name}', value)}"
 
 
+def of_checkpoint(checkpoint: Any, keys: Mapping[str, Any]) -> list[str]:
+    """Overrides of an evaluation of ``checkpoint``. Raises ConfigError if it is None."""
+    if checkpoint is None:
+        raise ConfigError("checkpoint=None; give a run folder, a checkpoint folder or a file of weights")
+    return list(as_overrides({"checkpoint": checkpoint, **keys}))
+
+
 def _text(key: str, value: Any) -> str:
     """``value`` in Hydra's grammar; strings are quoted unless they are plain words."""
     if value is None:

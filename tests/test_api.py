@@ -169,9 +169,12 @@ def test_keys_are_those_of_the_command_line() -> None:
         ("digits", ["data=digits"]),
         (Path("digits"), ["data=folder", "data.root=digits"]),
         ("a", ["data=folder", "data.root=a"]),
+        ({"root": "digits", "val_percent": 20}, ["data=folder", "data.root=digits", "data.val_percent=20"]),
+        ({"name": "shards", "root": "a"}, ["data=shards", "data.root=a"]),
+        ({"val_percent": 20}, ["data.val_percent=20"]),
     ],
 )
-def test_data_is_a_data_set_or_a_folder(data: str | Path, expected: list[str]) -> None:
+def test_data_is_a_data_set_a_folder_or_a_section(data: Any, expected: list[str]) -> None:
     assert _arguments(data, "r", "demo", [], {}) == ["experiment=demo", *expected, "run=r"]
     assert _arguments("a", None, "own_photos", ["epochs=1"], {}) == ["experiment=own_photos", "data.root=a", "epochs=1"]
     assert _arguments(None, None, "own_photos", ["experiment=demo"], {}) == ["experiment=demo"]
@@ -180,6 +183,16 @@ def test_data_is_a_data_set_or_a_folder(data: str | Path, expected: list[str]) -
 def test_an_unknown_key_is_the_command_s_error() -> None:
     with pytest.raises(ConfigError, match="epochz is not a key; did you mean epochs"):
         dmjd.pretrain("digits", experiment="demo", epochz=3)
+    with pytest.raises(ConfigError, match="epochz is not a key; did you mean epochs"):
+        dmjd.pretrain("digits", experiment="demo", overrides="epochz=3")
+
+
+def test_an_argument_of_a_wrong_kind_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^run_paths='.*' must be a list of two run folders or more$"):
+        dmjd.write_comparison(str(tmp_path))
+    for function in (dmjd.load_encoder, dmjd.knn):
+        with pytest.raises(ConfigError, match=r"^checkpoint=None; give a run folder, a checkpoint folder or a file"):
+            function(None)  # type: ignore[arg-type]
 
 
 # The child process
@@ -259,7 +272,7 @@ def test_an_exception_while_it_is_followed_ends_the_training(
 
 @pytest.fixture(scope="module")
 def encoder(run: dmjd.Run) -> dmjd.Encoder:
-    return run.encoder(device="cpu")
+    return run.encoder(device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +281,7 @@ def paths(image_folder: Path) -> list[Path]:
 
 
 def test_features_are_those_of_knn_for_every_kind_of_image(
-    run: dmjd.Run, encoder: dmjd.Encoder, image_folder: Path, paths: list[Path]
+    run: dmjd.Run, encoder: dmjd.Encoder, image_folder: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frozen = load_frozen(compose("knn", list(as_overrides({"checkpoint": run.path, "device": "cpu"}))))
     dataset = frozen.dataset("train")
@@ -296,7 +309,9 @@ def test_features_are_those_of_knn_for_every_kind_of_image(
         features = encoder.embed(images)
         assert features.dtype == torch.float32
         assert torch.equal(features, expected)
-    assert torch.equal(encoder.embed(paths[3], batch_size=1), encoder.embed(grey[3]))
+    monkeypatch.setenv("HOME", str(image_folder))
+    for path in (paths[3], f"~/{paths[3].relative_to(image_folder)}"):
+        assert torch.equal(encoder.embed(path, batch_size=1), encoder.embed(grey[3]))
     torch.testing.assert_close(encoder.embed(paths, batch_size=7), expected)
 
 
@@ -331,6 +346,8 @@ def damaged(folder: Path) -> Path:
     ("images", "message"),
     [
         ("no such.png", "no such.png cannot be read as an image (No such file or directory)"),
+        (torch.zeros(3, 4, 4).to_sparse(), "images is a tensor that is torch.sparse_coo; give a dense tensor"),
+        ([torch.zeros(3, 4, 4, device="meta")], "images[0] is a tensor that is on the meta device; give a dense"),
         (torch.full((3, 4, 4), 1.5), "images holds floating-point values from 1.5 to 1.5; they must be within 0..1"),
         ([torch.full((3, 4, 4), torch.nan)], "images[0] holds floating-point values from nan to nan"),
         (torch.zeros(2, 3, 4, 4).sub(1), "images[0] holds floating-point values from -1 to -1"),
@@ -356,11 +373,15 @@ def test_wrong_arguments_are_one_line(encoder: dmjd.Encoder, paths: list[Path], 
         encoder.embed([*paths, damaged(tmp_path)])
     with pytest.raises(ConfigError, match="pooling='max' must be"):
         encoder.embed(paths, pooling="max")  # type: ignore[arg-type]
-    for size in (0, 30, (8, 8, 8)):
-        with pytest.raises(ConfigError, match=r"^size: "):
+    with pytest.raises(ConfigError, match=r"^size: "):
+        encoder.embed(paths, size=30)
+    wrong: list[Any] = [0, (8, 8, 8), "48", 48.0, [48], (8, "8"), True]
+    for size in wrong:
+        with pytest.raises(ConfigError, match=r"^size=.* must be an int or \(height, width\), in pixels"):
             encoder.embed(paths, size=size)
-    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
-        encoder.embed(paths, batch_size=0)
+    for count in [*wrong[2:], 0, 1.5]:
+        with pytest.raises(ConfigError, match=r"^batch_size=.* must be an int of at least 1$"):
+            encoder.embed(paths, batch_size=count)
 
 
 def test_loading_leaves_torch_as_it_was(run: dmjd.Run, paths: list[Path], encoder: dmjd.Encoder) -> None:

@@ -15,7 +15,7 @@ from dmjd.builders.model import BACKBONES
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.layouts import check_finite, detect, needed_by_encoder, peel
-from dmjd.interop.names import POSITIONS, SHARED_TABLE, summary
+from dmjd.interop.names import POSITIONS, REGISTERS, SHARED_TABLE, summary
 from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import split_qv_bias
@@ -121,13 +121,13 @@ def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
     held = read_state(path, average)
     try:
         state, beside = peel(held.tensors)
-        layout, _ = detect(state)
+        layout, fitting = detect(state)
     except CheckpointError as error:
         hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
         raise CheckpointError(f"{path}: {error}{hint}") from error
     own, description = (
         {_ENCODER + name for name in encoder.state_dict()},
-        f"{path} in the layout of {layout.name}{held.note}",
+        f"{path} in the layout of {' / '.join(fitting)}{held.note}",
     )
     if beside:
         description += f", without {summary(beside)}"
@@ -147,6 +147,11 @@ def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
 
 def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[str]]:
     """The encoder's weights in ``file``, and the names that it lacks."""
+    if REGISTERS in file.weights:
+        raise CheckpointError(
+            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
+            "encoders of dmjd do not have; use the model's own code"
+        )
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [

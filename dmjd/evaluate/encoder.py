@@ -16,7 +16,7 @@ from dmjd.builders.average import ENCODER
 from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml, to_yaml
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
-from dmjd.data.build import build_dataset, report, resolve_auto
+from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
@@ -198,8 +198,16 @@ def _evaluation_data(path: Path, trained: PretrainConfig, config: EvaluationConf
             f"data=auto is {data.name} here, and {path} was trained on {trained.data.name}; leave data= out to "
             f"evaluate on the latter, or set data={data.name}"
         )
-    if data.channels != trained.data.channels:
-        raise ConfigError(f"data.channels={data.channels}, but the encoder was trained on {trained.data.channels}")
+    channels = trained.data.channels
+    if data.name in AUTO and channels != 1:
+        raise ConfigError(
+            f"data={data.name} has grey images, and the encoder reads {channels} channels; choose data=folder or "
+            "data=shards, whose images are converted"
+        )
+    if data.channels != channels:
+        raise ConfigError(
+            f"data.channels={data.channels}, but the encoder was trained on {channels}; remove data.channels"
+        )
     token_grid(replace(trained, data=data))
     check_data(data)
     return replace(data, second_size=None)  # the size of a target's images, which evaluations do not use

@@ -26,6 +26,7 @@ from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.onnx_model import check_onnx, write_onnx
 from dmjd.evaluate.output import check_output
+from dmjd.evaluate.registry import BASELINES
 from dmjd.files import obstacle, printable, read_file, standing_place
 from dmjd.interop import huggingface
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
@@ -293,18 +294,28 @@ def _model_card(made: _Encoder, line: str, use: str) -> str:
 
 
 def _scores(made: _Encoder) -> list[tuple[str, str]]:
-    """Top-1 scores of these weights in the run folder, as rows of the model card."""
+    """Top-1 scores of these weights on the held-out images of the run, as rows of the model card with conditions."""
     rows = []
+    own, data = made.frozen.source, made.frozen.data
+    images = {"data": own, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
     folder = made.frozen.run.evaluations
     for file in sorted(folder.glob("*.json")) if folder.is_dir() else []:
         try:
             record = parse_json(read_file(file))
             same = (record["weights"], record["step"]) == (made.card["weights"], made.frozen.step)
-            verb, top1 = str(record["verb"]), float(record["top1"])
+            verb, top1, settings = str(record["verb"]), float(record["top1"]), dict(record["settings"])
+            beside = [f"{key} {float(record[key]):.2f} %" for key in BASELINES if record.get(key) is not None]
+            beside += [f"{int(record['test_images'])} test images"] * ("test_images" in record)
         except (OSError, ValueError, LookupError, TypeError):
             continue
-        if same and verb.isidentifier():
-            rows.append((f"{verb} top-1", f"{top1:.2f} %"))
+        if same and verb.isidentifier() and images.items() <= settings.items():
+            conditions = {key: value for key, value in settings.items() if key not in images and key.isidentifier()}
+            beside += [
+                f"{key.replace('_', ' ')} {value}"
+                for key, value in conditions.items()
+                if isinstance(value, int | float) or str(value).isidentifier()
+            ]
+            rows.append((f"{verb} top-1", f"{top1:.2f} %" + f" ({', '.join(beside)})" * bool(beside)))
     return rows
 
 

@@ -180,7 +180,11 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         if column.format(beside["balanced"] or 0) == column.format(record[score] or 0):  # classes of equal size
             del beside["balanced"]
         shown = [f"{key} {column.format(number)}" for key, number in beside.items() if number is not None]
-        conditions = [record["weights"], f"step {record['step']}", *filter(None, [settings.get("data")])]
+        conditions = [
+            record["weights"],
+            *[f"step {record['step']}"] * ("checkpoint" not in settings),
+        ]  # unknown of a file
+        conditions += filter(None, [settings.get("data")])
         conditions += [f"{key.replace('_', ' ')} {settings[key]}" for key in settings if key.startswith("trained_")]
         conditions += ["the test images were part of pre-training"] if settings.get("seen_in_pretraining") else []
         parts = [", ".join(part) for part in (shown, conditions) if part]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,12 @@ _OUTER = ("model", "student", "teacher", "net", "network", "ema_model", "online_
 """First parts of every name, from the attribute that holds the model. No layout has them."""
 
 _MOST_OUTER = 4
+
+_MOST_LISTED = 50
+"""Names that an error takes from a file without weights."""
+
+_LFS = b"version https://git-lfs.github.com/spec/"
+"""The start of a pointer of Git LFS."""
 
 _COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
 """Names of counters that averages keep beside the weights."""
@@ -120,6 +127,9 @@ def read_state(path: Path, average: bool = False) -> State:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
+        with path.open("rb") as opened:
+            if opened.read(len(_LFS)) == _LFS:
+                raise ValueError("it is a Git LFS pointer; fetch the weights with git lfs pull")
         file: Any = load_file(path) if _is_safetensors(path) else load_torch(path, None, _inert)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
@@ -142,9 +152,10 @@ def read_state(path: Path, average: bool = False) -> State:
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
     if entries is None and averaged is None:
+        found = summary(islice(_listing(file), _MOST_LISTED)) or "nothing by name"
         raise CheckpointError(
-            f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has "
-            f"{summary(map(str, file)) or 'nothing by name'}; of a module that was saved whole, save the state_dict()"
+            f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has {found}; "
+            "of a module that was saved whole, save the state_dict()"
         )
     if averaged is not None and (average or entries is None):
         return State(_clean(path, averaged), "ema", average_key, key)
@@ -251,6 +262,15 @@ def write_state(path: Path, state: Mapping[str, Tensor], container: str | None, 
     buffer = io.BytesIO()
     torch.save(state if container is None else {container: state}, buffer)
     replace_file(path, buffer.getvalue())
+
+
+def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
+    """Dotted names of what ``entries`` holds, without what is inside a mapping of tensors."""
+    for name, part in entries.items():
+        if isinstance(part, Mapping) and part and depth and not _tensors(part):
+            yield from (f"{name}.{inner}" for inner in _listing(part, depth - 1))
+        else:
+            yield str(name)
 
 
 def _is_safetensors(path: Path) -> bool:

@@ -35,6 +35,8 @@ def write_comparison(
         ConfigError: if a run is listed twice, the baseline is not among the runs, or ``output`` is not writable.
         DataError: if a folder is not a complete run folder.
     """
+    if isinstance(run_paths, (str, os.PathLike)):
+        raise ConfigError(f"run_paths={str(run_paths)!r} must be a list of two run folders or more")
     folders = [Path(path).resolve() for path in run_paths]
     for index, folder in enumerate(folders):
         if folder in folders[:index]:

@@ -191,7 +191,8 @@ class Trainer:
         self.pictures.collect(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
             if self.world.is_main:  # the data is read again, for what can be done with the run
-                self.exit_record.write("finished", end_detail(self.run, self.total_steps), next_steps(self.config))
+                detail = end_detail(self.run, self.total_steps)
+                self.exit_record.write("finished", detail, next_steps(self.config, self.run))
         else:
             self.exit_record.write(*self.requests.stopping())
 

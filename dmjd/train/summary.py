@@ -13,6 +13,7 @@ from dmjd.builders.schedules import peak_lr, warmup_steps
 from dmjd.builders.step import Step
 from dmjd.config import PretrainConfig
 from dmjd.data.build import STREAM, build_dataset
+from dmjd.data.dataset import ImageDataset
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, UserError
 from dmjd.interop.timm import timm_call
@@ -86,21 +87,28 @@ def end_detail(run: RunFolder, total_steps: int) -> str:
     return ", ".join(parts)
 
 
-def next_steps(config: PretrainConfig) -> str:
+def next_steps(config: PretrainConfig, run: RunFolder) -> str:
     """Commands that work on a finished run, with RUN for its folder."""
-    commands = ["dmjd knn checkpoint=RUN"] if _has_scores(config) else []
+    held_out = _held_out(config)
+    bad = len(run.read_rows(run.quarantine)) + (len(held_out.bad) if held_out else 0)
+    commands = ["dmjd knn checkpoint=RUN"] if held_out and not bad else []
     commands.append("dmjd report RUN")
     with suppress(ConfigError):
         timm_call(config.backbone, config.data)
         commands.append("dmjd export checkpoint=RUN")
-    return ", ".join(commands)
+    why = f" (for scores, remove or replace {bad} bad image(s) first)" if held_out and bad else ""
+    return ", ".join(commands) + why
 
 
-def _has_scores(config: PretrainConfig) -> bool:
-    """Whether there are held-out images of several classes."""
-    if config.data.name == STREAM:
-        return False
+def _held_out(config: PretrainConfig) -> ImageDataset | None:
+    """The checked held-out images, if they have several classes."""
+    data = config.data
+    if data.name == STREAM:
+        return None
+    if data.val_percent and not data.max_bad_percent:  # the check at the start was of all files
+        data = replace(data, check="none")
     try:
-        return build_dataset(replace(config.data, check="none"), "test").num_classes > 1
+        dataset = build_dataset(replace(data, max_bad_percent=100.0), "test")
     except UserError:
-        return False
+        return None
+    return dataset if dataset.num_classes > 1 else None

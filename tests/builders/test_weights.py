@@ -22,7 +22,7 @@ from dmjd.builders.weights import load_weights
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
-from dmjd.evaluate import evaluate
+from dmjd.evaluate import describe, evaluate
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.models.objective import Objective
 from dmjd.positions import sincos_positions
@@ -192,7 +192,9 @@ def test_what_a_file_does_not_have_begins_as_ever_and_is_said(tmp_path: Path) ->
     _, state = a_vit_of_mae()
     objective, plain = objective_of("mae"), objective_of("mae")
     said = load_weights(objective, stored(tmp_path / "encoder.pth", state))
-    assert said.endswith("encoder.pth in the layout of mae; decoder, head as initialised")
+    assert said.endswith(
+        "encoder.pth in the layout of mae / dmjd / beit / maskfeat / timm; decoder, head as initialised"
+    )
     for name, value in plain.model.state_dict().items():
         found = objective.model.state_dict()[name]
         expected = state[name.removeprefix("encoder.")] if name.startswith("encoder.") else value
@@ -260,6 +262,12 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
     "wider": ("mae", dict, ["backbone.embed_dim=96"], ["encoder.blocks.0.attn.proj.bias of shape (48,), here (96,)"]),
     "without cls": ("mae", dict, ["backbone.class_token=false"], ["has unexpected encoder.cls_token"]),
     "learned as fixed": ("learned", dict, ["backbone.positions=sincos"], ["has unexpected encoder.pos_embed"]),
+    "registers": (
+        "mae",
+        lambda state: {**state, "reg_token": torch.ones(1, 4, 48), "pos_embed": fixed_positions()},
+        [],
+        ["has registers (encoder.reg_token), on which features depend", "use the model's own code"],
+    ),
     "beit as plain": (
         "beit",
         dict,
@@ -381,6 +389,13 @@ def test_cls_pooling_of_a_file_without_the_token_is_refused(tmp_path: Path) -> N
         encoder_of(stored(tmp_path / "vit.pth", model.state_dict()), *words, *IMAGES)
 
 
+@pytest.mark.parametrize("words", [["data=digits"], ["data=digits", "data.channels=3"]])
+def test_grey_images_are_not_for_an_encoder_of_colours(tmp_path: Path, words: list[str]) -> None:
+    path = stored(tmp_path / "vit.pth", a_vit_of_mae()[1])
+    with pytest.raises(ConfigError, match=r"^data=digits has grey images, and the encoder reads 3 channels; choose"):
+        encoder_of(path, *described("mae"), *words)
+
+
 def test_images_of_a_size_that_the_encoder_cannot_read_are_refused(tmp_path: Path, image_folder: Path) -> None:
     path = stored(tmp_path / "swin.pth", a_swin_of_simmim()[1])
     with pytest.raises(ConfigError, match=r"data.image_size 48x64 is not divisible by backbone.patch_size=32"):
@@ -395,6 +410,8 @@ def test_a_score_of_a_file_is_kept_beside_it(tmp_path: Path, image_folder: Path)
     (kept,) = (tmp_path / "theirs" / "evaluations").glob("knn-trained-*.json")
     assert json.loads(kept.read_text()) == record
     assert record["settings"]["checkpoint"] == "theirs.pth"
+    assert "(trained, " not in describe(record)[0]
+    assert "step" not in describe(record)[0], "unknown of a file"
     probe = ["epochs=1", "warmup_epochs=0", "batch_size=16", "augment=false"]
     evaluate("linprobe", compose("linprobe", [*words, *probe, f"output={tmp_path / 'scores'}"]))
     assert len(list((tmp_path / "scores" / "evaluations").glob("linprobe-*.json"))) == 1
@@ -434,7 +451,7 @@ def test_a_run_begins_from_a_file_and_goes_on_without_it(
     code, _, errors = dmjd("pretrain", *words)
     assert code == 0, errors
     assert "beginning from" in errors
-    assert "theirs.pth in the layout of mae; decoder, head as initialised" in errors
+    assert "theirs.pth in the layout of mae / dmjd / beit / maskfeat / timm; decoder, head as initialised" in errors
     encoder = load_encoder(compose("knn", [f"checkpoint={tmp_path / 'run'}", "device=cpu"])).encoder
     for name, value in encoder.state_dict().items():
         torch.testing.assert_close(value, model.state_dict()[name], atol=1e-6, rtol=0)

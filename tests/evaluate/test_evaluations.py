@@ -505,7 +505,7 @@ def test_an_evaluation_sees_the_centre(run: Path, image_folder: Path) -> None:
     ("words", "parts"),
     [
         (["data=folder"], ["data.name=folder needs data.root"]),
-        (["data.channels=3"], ["data.channels=3", "1"]),
+        (["data.channels=3"], ["data.channels=3", "1", "remove data.channels"]),
         (["data=digits", "data.image_size=[30,30]"], ["data.image_size 30x30", "patch_size=4"]),
         (["data=digits", "data.image_size=[32,32,3]"], ["data.image_size"]),
         (["data=digits", "data.mean=[.1,.2]"], ["data.mean", "1 channels"]),

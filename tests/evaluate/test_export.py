@@ -265,8 +265,12 @@ def test_onnx_without_its_packages_names_the_extra(run: Path, monkeypatch: pytes
 def test_transformers_computes_the_features(kind: str, frozen: Frozen) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     made = frozen(*KINDS[kind])
-    made.run.write_evaluation("knn", {"verb": "knn", "weights": "trained", "step": 7, "top1": 81.25})
-    made.run.write_evaluation("other", {"verb": "knn", "weights": "trained", "step": 8, "top1": 11.5})
+    own = {"data": made.source, "crop_pct": made.data.crop_pct, "mean": made.data.mean, "std": made.data.std, "k": 20}
+    score = {"verb": "knn", "weights": "trained", "step": 7, "top1": 81.25, "test_images": 36, "chance": 10.0}
+    made.run.write_evaluation("knn", {**score, "untrained": 40.5, "settings": own})
+    for key, value in (("data", "digits, 32x32"), ("crop_pct", 0.5), ("mean", [0.25])):
+        made.run.write_evaluation(f"other-{key}", {**score, "top1": 11.5, "settings": own | {key: value}})
+    made.run.write_evaluation("other", {**score, "step": 8, "top1": 11.5, "settings": own})
     for _ in range(2):  # an earlier export is replaced
         path, line = export(compose("export", [f"checkpoint={made.run.path}", "format=huggingface"]))
     assert not [name for name in made.run.path.iterdir() if name.name.startswith(".")]
@@ -279,7 +283,7 @@ def test_transformers_computes_the_features(kind: str, frozen: Frozen) -> None:
     assert agrees(found.last_hidden_state, expected)
     assert agrees(found.pooler_output, expected[:, 0])
     text = (path / "README.md").read_text()
-    assert "| knn top-1 | 81.25 % |" in text
+    assert "| knn top-1 | 81.25 % (untrained 40.50 %, chance 10.00 %, 36 test images, k 20) |" in text
     assert "11.5" not in text
     assert str(path.parent) not in text
     assert line.replace(str(path), path.name) in text

@@ -230,16 +230,17 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("name", "content", "cause"),
     [
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n",
-        b"<!DOCTYPE html>\n<title>404</title>",
+        ("a.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
+        ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
+        ("a.pth", b"<!DOCTYPE html>\n<title>404</title>", r"torch\.save did not write it"),
     ],
 )
-def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "pointer.pth"
+def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, name: str, content: bytes, cause: str) -> None:
+    path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"pointer\.pth cannot .*: torch\.save did not write it$"):
+    with pytest.raises(CheckpointError, match=rf"{name} cannot .*: .*{cause}$"):
         read_state(path)
 
 
@@ -339,6 +340,9 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "epoch.pth"
     torch.save({"epoch": 3, "lr": 0.1}, path)
     with pytest.raises(CheckpointError, match=r"holds no tensors .*it has epoch, lr"):
+        read_state(path)
+    torch.save({"epoch": 3, "model": {"state": {"model": {"norm.weight": torch.ones(2)}}}}, path)
+    with pytest.raises(CheckpointError, match=r"it has epoch, model\.state\.model; "):
         read_state(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list, not weights by name"):

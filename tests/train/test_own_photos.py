@@ -14,7 +14,9 @@ from PIL import Image
 from dmjd.builders import recipe
 from dmjd.compose import from_yaml
 from dmjd.config import PretrainConfig
+from dmjd.runs.folder import RunFolder
 from dmjd.train import loop
+from dmjd.train.summary import next_steps
 from tests.compare import checkpoints, reason, rows
 
 Dmjd = Callable[..., tuple[int, str, str]]
@@ -89,6 +91,15 @@ def test_the_first_start_and_the_end_say_what_was_done(photos: Path, tmp_path: P
     assert [row["step"] for row in rows(run) if "knn_top1" in row] == list(range(1, 11))
     for command in ("dmjd knn", "dmjd report"):
         assert f"{command} checkpoint={run}" in out or f"{command} {run}" in out
+    for split in ("val", "train"):  # evaluations stop at a bad image of either
+        file = next((photos / split).rglob("*.png"))
+        content = file.read_bytes()
+        file.write_bytes(content[:20])
+        if split == "train":
+            (run / "quarantine.jsonl").write_text('{"name": "a.png", "kind": "undecodable"}\n')
+        assert next_steps(config, RunFolder(run)).endswith("(for scores, remove or replace 1 bad image(s) first)")
+        assert "dmjd knn" not in next_steps(config, RunFolder(run))
+        file.write_bytes(content)
 
 
 def test_the_end_advises_only_commands_that_work_and_names_skipped_steps(
