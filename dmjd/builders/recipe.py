@@ -98,10 +98,15 @@ class Images:
     median_side: int
 
 
-def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 1) -> PretrainConfig:
+def apply_recipe[Config: PretrainConfig](
+    config: Config, device: torch.device, processes: int = 1, *, fit_memory: bool = True
+) -> Config:
     """``config`` with the values of its recipe in all keys that were not typed; logs them.
 
     A typed group counts as all keys of its section. Reads the training images' names, and sizes of some of them.
+
+    Args:
+        fit_memory: on CUDA, halve the batch until a step fits the free memory of the current GPU.
 
     Raises:
         UserError: as :func:`~dmjd.data.build.build_dataset`.
@@ -114,7 +119,7 @@ def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 
     held_out = rules.hold_out()
     images = measure(build_dataset(replace(config.data, check="none"), "train"))
     rules.apply(images, held_out)
-    if device.type == "cuda":
+    if fit_memory and device.type == "cuda":
         _fit_memory(rules, device)
     values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
     logger.info(
@@ -168,11 +173,21 @@ class _Rules:
         self.resolved = [text for text in self.resolved if not text.startswith(f"{key}=")] + [f"{key}={shown}"]
 
     def hold_out(self) -> bool:
-        """Hold images out by their hash unless there is a test split; returns whether held-out images have labels."""
+        """Hold images of two classes or more out by their hash, unless there is a test split or the images are too few.
+
+        Returns:
+            Whether held-out images have labels of two classes or more.
+        """
         data = self.config.data
-        if data.name == "folder" and _test_classes(data) is None and "val_percent" in vars(data):
+        classes = _test_classes(data)
+        if classes is None and data.name == "folder" and not self.is_typed("data.val_percent"):
             self.set("data.val_percent", VAL_PERCENT)
-        return (_test_classes(data) or 0) > 1
+            classes = _test_classes(data)
+            if classes is None or classes < 2:
+                self.set("data.val_percent", 0.0)
+                reason = "they are too few" if classes is None else "that needs two class folders or more"
+                logger.info("recipe=small_data: all images are for training and none for scores, as %s", reason)
+        return (classes or 0) > 1
 
     def apply(self, images: Images, held_out: bool) -> None:
         """All rules but that of the memory."""
