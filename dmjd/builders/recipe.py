@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -29,6 +29,8 @@ from dmjd.parallel.engines import state_bytes
 from dmjd.parallel.memory import trace_step
 
 logger = logging.getLogger("dmjd")
+
+Config = TypeVar("Config", bound=PretrainConfig)
 
 SIZES = (224, 128, 96, 64, 48, 32, 24, 16)
 """Image sizes in pixels that the rules select from."""
@@ -98,9 +100,7 @@ class Images:
     median_side: int
 
 
-def apply_recipe[Config: PretrainConfig](
-    config: Config, device: torch.device, processes: int = 1, *, fit_memory: bool = True
-) -> Config:
+def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fit_memory: bool = True) -> Config:
     """``config`` with the values of its recipe in all keys that were not typed; logs them.
 
     A typed group counts as all keys of its section. Reads the training images' names, and sizes of some of them.
@@ -232,10 +232,16 @@ class _Rules:
 
 
 def _test_classes(data: DataConfig) -> int | None:
-    """Classes of the held-out images, 0 without labels; None if no images are held out."""
+    """Classes of the held-out images, 0 without labels; None if no images are held out.
+
+    Raises:
+        DataError: if a folder has a test split that cannot be used.
+    """
     try:
         return build_dataset(replace(data, check="none"), "test").num_classes
-    except DataError:
+    except DataError as error:
+        if data.name == "folder" and not data.val_percent and "no test split" not in str(error):
+            raise
         return None
 
 
