@@ -549,7 +549,8 @@ def test_a_class_on_one_side_is_reported_with_the_side_and_a_cure_that_exists() 
     pair = [(0, True), (0, False), (1, True), (1, False)]
 
     def report(*more: tuple[int, bool]) -> list[str]:
-        return one_sided(*zip(*pair, *more, strict=True), classes, section="")
+        images = [*pair, *more]
+        return one_sided([label for label, _ in images], [side for _, side in images], classes, section="")
 
     assert report((2, False)) == ["1 of 3 classes has no held-out image (lonely)"]
     assert report((2, True)) == ["1 of 3 classes has no training image (lonely)"]
