@@ -123,8 +123,8 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
         _fit_memory(rules, device)
     values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
     logger.info(
-        "recipe=small_data: %d training images, shorter side %d pixels, %s\n  %s",
-        *(images.count, images.median_side, device.type, "\n  ".join(values)),
+        "recipe=small_data: %d training image%s, shorter side %d pixels, %s\n  %s",
+        *(images.count, "s" * (images.count > 1), images.median_side, device.type, "\n  ".join(values)),
     )
     return config
 
