@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
+from dmjd.config import RENAMED, SCHEMAS, PlanConfig, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
@@ -65,7 +65,7 @@ def _plan(arguments: Sequence[str]) -> None:
     """Estimate parameters, FLOPs, memory per GPU and GPU hours of a pre-training"""
     from dmjd.compose import compose
 
-    config = compose("plan", arguments)
+    config = _with_recipe(compose("plan", arguments))
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
@@ -428,4 +428,24 @@ def _resolved(command: str, arguments: Sequence[str]) -> str:
 
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
-    return to_yaml(compose(command, arguments))
+    return to_yaml(_with_recipe(compose(command, arguments)))
+
+
+def _with_recipe(config: Any) -> Any:
+    """``config`` as its first start resolves it: with the values of its recipe, which follow the images of
+    ``data.root``. The batch of a plan is not limited by memory, which the plan itself reports."""
+    if not isinstance(config, PretrainConfig) or config.recipe == "none":
+        return config
+    if config.data.root is None:
+        message = "recipe=%s sets keys at the first start, from the images; give data.root=FOLDER for these values"
+        logging.getLogger("dmjd").info(message, config.recipe)
+        return config
+    import torch
+
+    from dmjd.builders.recipe import apply_recipe
+
+    if isinstance(config, PlanConfig):
+        return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
+    here = torch.cuda.is_available()
+    name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"
+    return apply_recipe(config, torch.device(name), fit_memory=here)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
@@ -78,8 +79,19 @@ def typed_of(overrides: Sequence[str]) -> list[str]:
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
         if equals:
-            names[key] = f"{key}={option}" if key in options else key
+            names[key] = f"{key}={unquoted(option)}" if key in options else key
     return list(names.values())
+
+
+def options_of(names: Sequence[str]) -> dict[str, str | None]:
+    """The option of each group of pretrain after the groups in ``names``, which :func:`typed_of` made. Groups and
+    options that this version does not have are left out."""
+    available = groups_of("pretrain")
+    pairs = [name.partition("=") for name in names]
+    kept = [f"{group}={option}" for group, _, option in pairs if option in available.get(group, ())]
+    with _configs(configs_dir(), "pretrain", PretrainConfig):
+        choices = hydra_compose("pretrain", kept, return_hydra_config=True).hydra.runtime.choices
+    return {group: choices.get(group) for group in available}
 
 
 def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -109,9 +121,14 @@ def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
 @lru_cache(maxsize=64)
 def _of_groups(command: str, schema: type, folder: Path, *options: str) -> DictConfig:
     """The defaults of ``command`` under ``GROUP=OPTION`` overrides; kept, since Hydra takes 0.1 s."""
-    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
-    with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
+    with _configs(folder, command, schema):
         return hydra_compose(command, list(options))
+
+
+def _configs(folder: Path, command: str, schema: type) -> AbstractContextManager[None]:
+    """Hydra's search path for the defaults of ``command``."""
+    ConfigStore.instance().store(name=f"{command}_schema", node=schema)
+    return initialize_config_dir(str(folder.resolve()), version_base="1.3")
 
 
 def _configuration(composed: Any) -> Any:

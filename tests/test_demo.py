@@ -106,8 +106,8 @@ def test_a_run_on_digits_keeps_them_where_fashion_mnist_is_found(
     code, _, error = dmjd("pretrain", *words, "data=fashion_mnist")
     assert code == 2
     assert error.splitlines()[-1] == (
-        f"error: run={run} was started with data.name=digits and now data.name=fashion_mnist is asked for; "
-        "keep the value, or name another folder"
+        f"error: run={run} was started with data.name=digits and now data.name=fashion_mnist is asked for by "
+        "data=fashion_mnist; leave data=fashion_mnist out, or name another folder"
     )
 
 

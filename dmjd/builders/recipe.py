@@ -14,7 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -29,6 +29,8 @@ from dmjd.parallel.engines import state_bytes
 from dmjd.parallel.memory import trace_step
 
 logger = logging.getLogger("dmjd")
+
+Config = TypeVar("Config", bound=PretrainConfig)
 
 SIZES = (224, 128, 96, 64, 48, 32, 24, 16)
 """Image sizes in pixels that the rules select from."""
@@ -98,10 +100,13 @@ class Images:
     median_side: int
 
 
-def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 1) -> PretrainConfig:
+def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fit_memory: bool = True) -> Config:
     """``config`` with the values of its recipe in all keys that were not typed; logs them.
 
     A typed group counts as all keys of its section. Reads the training images' names, and sizes of some of them.
+
+    Args:
+        fit_memory: on CUDA, halve the batch until a step fits the free memory of the current GPU.
 
     Raises:
         UserError: as :func:`~dmjd.data.build.build_dataset`.
@@ -114,12 +119,12 @@ def apply_recipe(config: PretrainConfig, device: torch.device, processes: int = 
     held_out = rules.hold_out()
     images = measure(build_dataset(replace(config.data, check="none"), "train"))
     rules.apply(images, held_out)
-    if device.type == "cuda":
+    if fit_memory and device.type == "cuda":
         _fit_memory(rules, device)
     values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
     logger.info(
-        "recipe=small_data: %d training images, shorter side %d pixels, %s\n  %s",
-        *(images.count, images.median_side, device.type, "\n  ".join(values)),
+        "recipe=small_data: %d training image%s, shorter side %d pixels, %s\n  %s",
+        *(images.count, "s" * (images.count > 1), images.median_side, device.type, "\n  ".join(values)),
     )
     return config
 
@@ -168,11 +173,21 @@ class _Rules:
         self.resolved = [text for text in self.resolved if not text.startswith(f"{key}=")] + [f"{key}={shown}"]
 
     def hold_out(self) -> bool:
-        """Hold images out by their hash unless there is a test split; returns whether held-out images have labels."""
+        """Hold images of two classes or more out by their hash, unless there is a test split or the images are too few.
+
+        Returns:
+            Whether held-out images have labels of two classes or more.
+        """
         data = self.config.data
-        if data.name == "folder" and _test_classes(data) is None and "val_percent" in vars(data):
+        classes = _test_classes(data)
+        if classes is None and data.name == "folder" and not self.is_typed("data.val_percent"):
             self.set("data.val_percent", VAL_PERCENT)
-        return (_test_classes(data) or 0) > 1
+            classes = _test_classes(data)
+            if classes is None or classes < 2:
+                self.set("data.val_percent", 0.0)
+                reason = "they are too few" if classes is None else "that needs two class folders or more"
+                logger.info("recipe=small_data: all images are for training and none for scores, as %s", reason)
+        return (classes or 0) > 1
 
     def apply(self, images: Images, held_out: bool) -> None:
         """All rules but that of the memory."""
@@ -217,10 +232,16 @@ class _Rules:
 
 
 def _test_classes(data: DataConfig) -> int | None:
-    """Classes of the held-out images, 0 without labels; None if no images are held out."""
+    """Classes of the held-out images, 0 without labels; None if no images are held out.
+
+    Raises:
+        DataError: if a folder has a test split that cannot be used.
+    """
     try:
         return build_dataset(replace(data, check="none"), "test").num_classes
-    except DataError:
+    except DataError as error:
+        if data.name == "folder" and not data.val_percent and "no test split" not in str(error):
+            raise
         return None
 
 

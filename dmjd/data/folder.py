@@ -156,7 +156,7 @@ class ImageFolder:
         log_skipped(self._folder, self.skipped)
         if self._sides:
             _log.info("%s: %s", self._folder, self._sides)
-        report_one_sided(self._folder, self.one_sided, self.num_classes)
+        report_one_sided(self._folder, self.one_sided)
 
     def _check(self, decode: bool) -> dict[int, BadImage]:
         def inspect(start: int) -> list[tuple[int, BadImage]]:

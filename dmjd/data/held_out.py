@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from math import ceil
@@ -40,26 +41,37 @@ class HeldOut(NamedTuple):
         names = (unicodedata.normalize("NFC", f"{self.seed}/{path}").encode(errors="surrogateescape") for path in paths)
         return [int.from_bytes(hashlib.sha256(name).digest()[:8], "big") < limit for name in names]
 
-    def require_both(self, sides: Sequence[bool], root: str) -> None:
-        """Raise DataError if one side of the images in ``root`` is empty."""
+    def require_both(self, sides: Sequence[bool], root: str, section: str = "data.") -> None:
+        """Raise DataError if one side of the images in ``root`` is empty; ``section``: prefix of the keys' names."""
         if len(set(sides)) < 2:
             raise DataError(
-                f"val_percent={self.percent:.10g} holds out {sum(sides)} of the {len(sides)} images in {root}, and "
-                "training and evaluation need at least one each; change val_percent or val_seed"
+                f"{section}val_percent={self.percent:.10g} holds out {sum(sides)} of the {len(sides)} "
+                f"image{'s' * (len(sides) > 1)} in {root}, and training and evaluation need at least one each; change "
+                f"{section}val_percent or {section}val_seed, or set {section}val_percent=0 to train on all images"
             )
 
 
-def one_sided(labels: Iterable[int], sides: Iterable[bool], classes: Sequence[str]) -> list[str]:
-    """Names of the ``classes`` whose images are all on one side."""
-    both = set(zip(labels, sides, strict=True))
-    return [name for number, name in enumerate(classes) if not {(number, False), (number, True)} <= both]
+def one_sided(
+    labels: Iterable[int], sides: Iterable[bool], classes: Sequence[str], section: str = "data."
+) -> list[str]:
+    """A sentence for each side of a split on which some of the ``classes`` have no image, with the cure; ``section``:
+    as for :meth:`HeldOut.require_both`."""
+    images = Counter(zip(labels, sides, strict=True))
+    found = []
+    for held_out, side, change in ((True, "held-out", "raise"), (False, "training", "lower")):
+        lacking = [number for number in range(len(classes)) if not images[number, held_out]]
+        if not lacking:
+            continue
+        names = ", ".join(classes[number] for number in lacking[:_MOST_NAMED]) + ", ..." * (len(lacking) > _MOST_NAMED)
+        verb = "has" if len(lacking) == 1 else "have"
+        sentence = f"{len(lacking)} of {len(classes)} classes {verb} no {side} image ({names})"
+        if any(images[number, not held_out] > 1 for number in lacking):  # one image is on one side in every split
+            sentence += f"; {change} {section}val_percent or change {section}val_seed"
+        found.append(sentence)
+    return found
 
 
-def report_one_sided(root: str, names: Sequence[str], classes: int) -> None:
-    """Log the ``names`` of classes on one side of a split, of ``classes`` in all; nothing if there are none."""
-    if names:
-        shown = ", ".join(names[:_MOST_NAMED]) + ", ..." * (len(names) > _MOST_NAMED)
-        _log.warning(
-            "%s: %d of %d classes have no held-out or no training image (%s); raise val_percent or change val_seed",
-            *(root, len(names), classes, shown),
-        )
+def report_one_sided(root: str, sentences: Iterable[str]) -> None:
+    """Log the sentences of :func:`one_sided` about the images in ``root``, a line each."""
+    for sentence in sentences:
+        _log.warning("%s: %s", root, sentence)

@@ -10,19 +10,23 @@ import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from dmjd.builders import image_size
 from dmjd.config import PretrainConfig
+from dmjd.data import listed
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
+from dmjd.data.folder import ImageFolder
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
 from dmjd.evaluate.features import FEATURE_BATCH, Features, extract_features
 from dmjd.evaluate.knn import knn_accuracy, neighbours_for
 from dmjd.evaluate.registry import references
+from dmjd.runs.folder import RunFolder
 
 logger = logging.getLogger("dmjd")
 
@@ -48,9 +52,14 @@ class OnlineKnn:
             raise ConfigError("online_knn.pooling=cls needs backbone.class_token=true; use online_knn.pooling=mean")
         # The run checks its training images itself.
         train = build_dataset(replace(data, check="none"), "train")
+        run = RunFolder(Path(config.run))
+        if run.has_checkpoint and isinstance(train, ImageFolder):
+            listed.leave_out_added(train, run.path / listed.FILE)
         try:
             test = build_dataset(replace(data, max_bad_percent=0.0), "test")
         except DataError as error:
+            if "data.image_size" in str(error):  # the cure, with or without online kNN
+                raise
             raise DataError(f"online_knn.every_epochs={settings.every_epochs} needs test images: {error}") from error
         for split, dataset in (("training", train), ("test", test)):
             if not dataset.num_classes:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import dmjd
-from dmjd.compose import from_yaml, to_yaml, typed_of
+from dmjd.compose import from_yaml, options_of, to_yaml, typed_of
 from dmjd.config import PretrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
@@ -64,7 +64,7 @@ class RunFolder(RunPaths):
         """The configuration with which ``config`` starts or continues in this folder; writes nothing.
 
         Without a checkpoint it is ``config``. With one it is the stored configuration with what was typed now: keys,
-        and groups whose option was not typed at the first start. :data:`OF_A_LAUNCH` is never taken from it. A
+        and groups whose option is not that of the first start. :data:`OF_A_LAUNCH` is never taken from it. A
         ``config`` that was not made from overrides has to equal the stored one in all that may not change.
 
         Raises:
@@ -86,7 +86,8 @@ class RunFolder(RunPaths):
         if recorded is None or not committed:
             return config
         before = self.with_stored_data(from_yaml(PretrainConfig, _content(recorded), recorded))
-        config = self._with_stored_values(config, before)
+        typed = config.typed or []
+        config, groups = self._with_stored_values(config, before)
         if before.data.name == "auto":
             before.data.name, before.data.pad = config.data.name, config.data.pad
         elif config.data.name == "auto":
@@ -95,9 +96,13 @@ class RunFolder(RunPaths):
         difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference:
             key, old, new = difference
+            group = next((name for name in (key.partition(".")[0], "experiment", "method") if name in groups), None)
+            by, cure = "", "keep the value"
+            if group is not None and key not in typed:
+                by, cure = f" by {groups[group]}", f"leave {groups[group]} out"
             raise ConfigError(
-                f"run={self.path} was started with {key}={old} and now {key}={new} is asked for; "
-                "keep the value, or name another folder"
+                f"run={self.path} was started with {key}={old} and now {key}={new} is asked for{by}; "
+                f"{cure}, or name another folder"
             )
         return config
 
@@ -106,23 +111,29 @@ class RunFolder(RunPaths):
         """Whether a run can be continued here."""
         return bool(checkpoint.committed(self.checkpoints))
 
-    def _with_stored_values(self, config: PretrainConfig, before: PretrainConfig) -> PretrainConfig:
-        """``before``, with the values of ``config`` that were typed; see :meth:`check`."""
+    def _with_stored_values(
+        self, config: PretrainConfig, before: PretrainConfig
+    ) -> tuple[PretrainConfig, Mapping[str, str]]:
+        """``before``, with the values of ``config`` that were typed (see :meth:`check`), and group -> "GROUP=OPTION" of
+        the groups among them."""
         if config.typed is None:
-            return deepcopy(config)
+            return deepcopy(config), {}
         first = before.typed
         if first is None:  # of an older version, which recorded the whole command of each launch
             launches = self._provenance().get("launches") or [{}]
             first = typed_of([str(text) for text in launches[0].get("command", ())])
-        groups = [name.partition("=")[0] for name in config.typed if "=" in name and name not in first]
-        if {"experiment", "method"} & set(groups):  # they set keys of all sections
+        groups = {name.partition("=")[0]: name for name in config.typed if "=" in name and name not in first}
+        if groups:  # an experiment sets options that were not typed
+            options = options_of(first)
+            groups = {group: name for group, name in groups.items() if name != f"{group}={options[group]}"}
+        if {"experiment", "method"} & groups.keys():  # they set keys of all sections
             merged = deepcopy(config)
         else:
             merged = deepcopy(before)
             for key in (*OF_A_LAUNCH, *groups, *(name for name in config.typed if "=" not in name)):
                 _set(merged, key, config)
         merged.typed = first
-        return merged
+        return merged, groups
 
     def _check_places(self) -> None:
         """Check that every path that the run will write is free and writable."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dmjd.builders import build_mask_spec, recipe, token_grid
 from dmjd.builders.model import build_encoder
@@ -149,3 +151,36 @@ def test_images_that_are_too_small_are_an_error_with_the_cure(resolve: Resolve) 
         ConfigError, match=r"at least 16 pixels per side.*remove the small ones, or set data.image_size"
     ):
         resolve(300, 15)
+
+
+@pytest.mark.parametrize(
+    ("paths", "percent", "line"),
+    [
+        ([f"{kind}/{number}.png" for kind in "ab" for number in range(30)], 10, "data.val_percent=10"),
+        ([f"{kind}/{number}.png" for kind in "ab" for number in range(2)], 0, "none for scores, as they are too few"),
+        (["0.png"], 0, "none for scores, as"),
+        ([f"{number}.png" for number in range(30)], 0, "as that needs two class folders or more"),
+        ([f"a/{number}.png" for number in range(30)], 0, "as that needs two class folders or more"),
+    ],
+)
+def test_images_are_held_out_only_where_they_give_scores(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, paths: list[str], percent: float, line: str
+) -> None:
+    photo = Image.new("RGB", (32, 32))
+    for path in paths:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        photo.save(tmp_path / path)
+    with caplog.at_level("INFO", logger="dmjd"):
+        config = recipe.apply_recipe(compose("pretrain", ["experiment=own_photos", f"data.root={tmp_path}"]), CPU)
+    assert config.data.val_percent == percent
+    assert (config.online_knn.every_epochs > 0) == (percent > 0)
+    assert f"data.val_percent={percent}" in caplog.text
+    assert line in caplog.text
+
+
+def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+    for path in ("train/a/0.png", "val/b/0.png"):
+        (tmp_path / path).parent.mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / path)
+    with pytest.raises(DataError, match="b has no images in the training split; add some or remove it"):
+        recipe.apply_recipe(compose("pretrain", ["experiment=own_photos", f"data.root={tmp_path}"]), CPU)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from dmjd.accelerators import ACCELERATORS, accelerator_of
+from dmjd.builders.recipe import MACHINES
 from dmjd.cli import main
 from dmjd.cluster.plan import TRACED, Activations, Growth, Plan
-from dmjd.compose import compose
-from dmjd.config import EngineConfig
+from dmjd.compose import compose, from_yaml
+from dmjd.config import EngineConfig, PlanConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.parallel.engines import blocks_per_unit, state_bytes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 GIB = 2**30
+Command = Callable[..., tuple[int, str, str]]
 
 
 def make_plan(*words: str) -> Plan:
@@ -277,3 +281,23 @@ def test_the_plan_is_within_10_percent_of_peaks_under_every_engine(model: str) -
         plan = make_plan(*LARGE[model], *row["words"], f"gpus={gpus}", f"batch_size={gpus * micro}")
         plan.traced = traced.traced  # of a model, whatever the cluster
         assert plan.peak(engine, "none", micro) / GIB == pytest.approx(max(row["peak_gib"]), rel=0.1), row
+
+
+def test_a_plan_has_the_values_of_the_recipe_for_cuda(dmjd: Command, tmp_path: Path) -> None:
+    for number in range(4):
+        Image.new("RGB", (40, 40)).save(tmp_path / f"{number}.png")
+    code, out, err = dmjd("plan", "experiment=own_photos", f"data.root={tmp_path}", "gpus=2", "images=4", "--cfg")
+    assert code == 0, err
+    planned = from_yaml(PlanConfig, out)
+    machine = MACHINES["cuda"]
+    assert (planned.data.image_size, planned.backbone.depth, planned.batch_size, planned.epochs) == (
+        [32, 32],
+        machine.encoders[0][1],
+        4,
+        10 * machine.epochs,
+    )
+    code, out, err = dmjd("plan", "experiment=own_photos", "--cfg")
+    assert (code, from_yaml(PlanConfig, out)) == (0, compose("plan", ["experiment=own_photos"]))
+    assert err == (
+        "recipe=small_data sets keys at the first start, from the images; give data.root=FOLDER for these values\n"
+    )

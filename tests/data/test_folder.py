@@ -22,6 +22,7 @@ from dmjd.data import decode
 from dmjd.data.build import build_dataset, resolve_auto, training_source
 from dmjd.data.decode import check_header
 from dmjd.data.folder import ImageFolder
+from dmjd.data.held_out import one_sided
 from dmjd.errors import BadImage, ConfigError, DataError
 
 PHOTO = data.astronaut()[:64, :80]
@@ -525,6 +526,7 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     few = [f"{kind:02d}/{number}.jpg" for kind in range(12) for number in range(3)]
+    few = [path for path in few if path not in ("00/1.jpg", "00/2.jpg")]  # a class of one image
     touch(tmp_path, [*few, "readme.txt"])
     held = {path[:2] for path in held_out(few, 25)}
     alone = [name for name in sorted({path[:2] for path in few}) if name not in held]
@@ -534,15 +536,33 @@ def test_classes_without_a_held_out_image_are_named_in_one_line(
         training_source(config)
     skipped, sides, warning = caplog.messages
     held_images = len(held_out(few, 25))
-    assert sides == f"{tmp_path}: 25 % held out, {held_images} of 36 images"
+    assert sides == f"{tmp_path}: 25 % held out, {held_images} of 34 images"
     assert skipped == f"{tmp_path}: skipped 1 entry (.txt files: 1)"
-    assert f"{len(alone)} of 12 classes have no held-out or no training image ({', '.join(alone[:5])}, ...)" in warning
+    assert warning == (
+        f"{tmp_path}: {len(alone)} of 12 classes have no held-out image ({', '.join(alone[:5])}, ...); "
+        "raise data.val_percent or change data.val_seed"
+    )
+
+
+def test_a_class_on_one_side_is_reported_with_the_side_and_a_cure_that_exists() -> None:
+    classes = ("ant", "bee", "lonely")
+    pair = [(0, True), (0, False), (1, True), (1, False)]
+
+    def report(*more: tuple[int, bool]) -> list[str]:
+        images = [*pair, *more]
+        return one_sided([label for label, _ in images], [side for _, side in images], classes, section="")
+
+    assert report((2, False)) == ["1 of 3 classes has no held-out image (lonely)"]
+    assert report((2, True)) == ["1 of 3 classes has no training image (lonely)"]
+    assert report((2, True), (2, True)) == [
+        "1 of 3 classes has no training image (lonely); lower val_percent or change val_seed"
+    ]
 
 
 @pytest.mark.parametrize(
     ("name", "folders", "percent", "sentence"),
     [
-        ("folder", ["ant"], 1e-6, "val_percent=1e-06 holds out 0 of the 40 images"),
+        ("folder", ["ant"], 1e-6, "or set data.val_percent=0 to train on all images"),
         ("folder", ["ant"], 99.999999, "val_percent=99.999999 holds out 40 of the 40 images"),
         ("folder", ["train/ant", "val/ant"], 10, "has held-out images in val/; leave data.val_percent out"),
         ("folder", ["train/ant", "test/ant"], 10, "has held-out images in test/; leave data.val_percent out"),

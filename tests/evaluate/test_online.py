@@ -254,6 +254,15 @@ def test_a_broken_test_image_is_named_before_training(tmp_path: Path, configure:
         OnlineKnn(config)
 
 
+def test_test_images_below_the_crop_are_an_error_of_the_image_size(
+    tmp_path: Path, configure: Callable[..., PretrainConfig]
+) -> None:
+    images(tmp_path / "images", "train/a", "val/a")
+    config = configure("data=folder", f"data.root={tmp_path / 'images'}", "data.channels=1", "data.image_size=[96,96]")
+    with pytest.raises(DataError, match=r"^\S+/0\.png \(32x32\) cannot fill the 96x96 crop.*; lower data\.image_size"):
+        OnlineKnn(config)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

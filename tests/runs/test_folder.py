@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dmjd
-from dmjd.compose import compose, from_yaml, to_yaml
+from dmjd.compose import compose, from_yaml, options_of, to_yaml
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.files import read_file
@@ -178,13 +178,23 @@ def test_typed_keys_and_groups_apply_or_are_an_error(tmp_path: Path) -> None:
     assert run.check(configure("workers=0")).workers == 0
     for words, difference in (
         (["optim.weight_decay=0.05"], "optim.weight_decay=0.01 and now optim.weight_decay=0.05"),
-        (["method=mae"], "was started with"),
-        (["experiment=mae_vit_base"], "was started with"),
-        (["mask=uniform"], "mask.views=2 and now mask.views=1"),
+        (["method=mae"], "is asked for by method=mae; leave method=mae out, or name another folder"),
+        (["experiment=mae_vit_base"], "is asked for by experiment=mae_vit_base; leave"),
+        (["mask=uniform"], "mask.views=2 and now mask.views=1 is asked for by mask=uniform"),
+        (["mask=uniform", "mask.views=1"], "mask.views=2 and now mask.views=1 is asked for; keep"),
         (["data=fashion_mnist"], "data.name=digits and now data.name=fashion_mnist"),
     ):
         with pytest.raises(ConfigError, match=difference):
             run.check(configure(*words))
+
+
+def test_a_group_with_the_option_that_the_first_start_composed_changes_nothing(tmp_path: Path) -> None:
+    """Options of the defaults and of the experiment were not typed; here their values have changed since."""
+    run = stored(started(tmp_path), "weight_decay: 0.05", "weight_decay: 0.01")
+    options = options_of(configure().typed or [])
+    assert (options["experiment"], options["data"], options["method"]) == ("demo", "digits", "dmjd")
+    expected = run.check(configure())
+    assert run.check(configure(*(f"{group}={option}" for group, option in options.items()))) == expected
 
 
 def test_the_engine_is_that_of_each_launch(tmp_path: Path) -> None:

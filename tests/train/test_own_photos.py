@@ -58,8 +58,8 @@ def test_the_same_command_goes_on_after_a_new_file_other_rules_and_another_devic
         ends[name] = (run / "log.jsonl").read_bytes()
     assert stored(run) == first
     assert "48 in 2 classes, without 1 added since the first start; crops of 16x16 pixels" in err
-    train = [[row for row in log.splitlines() if b"knn" not in row] for log in ends.values()]
-    assert train[0] == train[1]
+    assert "48 training images, 12 test images" in err, "online kNN leaves the added image out as well"
+    assert ends["stopped"] == ends["straight"]
 
 
 def stop_at_four(trainer: loop.Trainer) -> bool:
@@ -73,6 +73,12 @@ def test_the_first_start_and_the_end_say_what_was_done(photos: Path, tmp_path: P
     code, out, err = dmjd("pretrain", "experiment=own_photos", f"data.root={photos}", *SMALL, f"run={run}")
     assert code == 0, err
     config = stored(run)
+    code, out_of_cfg, _ = dmjd(
+        "pretrain", "experiment=own_photos", f"data.root={photos}", *SMALL, f"run={run}", "--cfg"
+    )
+    shown = from_yaml(PretrainConfig, out_of_cfg)
+    for key in ("epochs", "batch_size", "backbone", "method"):
+        assert getattr(shown, key) == getattr(config, key), key
     assert (config.epochs, config.batch_size, config.data.image_size, config.backbone.patch_size) == (
         10,
         48,
