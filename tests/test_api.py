@@ -43,7 +43,7 @@ STUB = Path(dmjd.__file__).with_suffix(".pyi")
 
 
 def settings() -> dict[str, Any]:
-    """What a pre-training must leave as it found it."""
+    """Settings of the process that a pre-training must not change."""
     root = logging.getLogger()
     return {
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},

@@ -232,14 +232,10 @@ def _differences(trained: DataConfig, data: DataConfig) -> dict[str, Any]:
     for key in ("mean", "std"):
         if getattr(data, key) != getattr(trained, key):
             found[f"trained_{key}"] = getattr(trained, key)
-    (percent, seed), (trained_percent, trained_seed) = _held_out(data), _held_out(trained)
-    if percent and _place(data) == _place(trained) and not (seed == trained_seed and percent <= trained_percent):
+    unseen = data.val_seed == trained.val_seed and data.val_percent <= trained.val_percent
+    if data.val_percent and _place(data) == _place(trained) and not unseen:
         found["seen_in_pretraining"] = True
     return found
-
-
-def _held_out(data: DataConfig) -> tuple[float, int]:
-    return getattr(data, "val_percent", 0.0), getattr(data, "val_seed", 0)
 
 
 def _place(data: DataConfig) -> tuple[str, str | None]:

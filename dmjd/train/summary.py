@@ -38,9 +38,11 @@ def start_lines(config: PretrainConfig, data: DataPipeline, step: Step, world: W
     steps, images = data.steps_per_epoch, config.batch_size * data.steps_per_epoch
     left = len(data.source) - images
     others = f"; {left} of the {len(data.source)} images are left out of each epoch, others in the next" if left else ""
-    yield _line("steps", f"{steps} per epoch, {steps * config.epochs} in {config.epochs} epochs{others}")
+    yield _line("steps", f"{steps} per epoch, {steps * config.epochs} in {_count(config.epochs, 'epoch')}{others}")
     warmup = warmup_steps(config, steps)
-    yield _line("schedule", f"peak learning rate {peak_lr(config, spec, grid):.3g} after {warmup} steps of warm-up")
+    yield _line(
+        "schedule", f"peak learning rate {peak_lr(config, spec, grid):.3g} after {_count(warmup, 'step')} of warm-up"
+    )
     rates, units = spec.true_rates(grid), spec.plan(grid)
     why = f" (mask.mask_ratio={spec.mask_ratio:g} is rounded to {units.hidden} of {units.units} masked units)"
     if spec.count is not None or abs(rates.m_corr - spec.mask_ratio) < 0.005:
@@ -49,7 +51,11 @@ def start_lines(config: PretrainConfig, data: DataPipeline, step: Step, world: W
         f"{100 * rates.m_corr:.3g} % masked in each{why}",
         f"{100 * rates.m_pred:.3g} % predicted in all",
     )
-    yield _line("masks", f"{spec.views} view(s) of {grid[0]}x{grid[1]} tokens, {masked}, {predicted}")
+    yield _line("masks", f"{_count(spec.views, 'view')} of {grid[0]}x{grid[1]} tokens, {masked}, {predicted}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _line(title: str, text: str) -> str:

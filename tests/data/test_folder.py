@@ -371,7 +371,7 @@ def test_files_of_all_common_formats_are_listed_and_read_by_content(tmp_path: Pa
 def test_heic_is_read_with_its_package_and_names_it_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    heif = pytest.importorskip("pillow_heif")
+    heif = pytest.importorskip("pillow_heif", reason="pillow-heif, which decodes HEIC, is not installed")
     heif.register_heif_opener()
     (tmp_path / name).write_bytes(encoded("HEIF", quality=95))
     save(tmp_path / "other.png")

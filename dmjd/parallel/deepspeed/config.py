@@ -75,7 +75,7 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": ZERO_BUCKET,
-            # A block is gathered as one. What stays whole instead is gathered after each step, one by one.
+            # A block is gathered at once; parameters below the threshold would be gathered one by one after each step.
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 10**12,  # the other two decide
             "stage3_max_reuse_distance": _REUSE[engine.reshard_after_forward],
