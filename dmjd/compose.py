@@ -28,7 +28,7 @@ from dmjd.config import (
     RENAMED,
     SCHEMAS,
     EvaluationConfig,
-    PretrainConfig,
+    TrainConfig,
     check_fields,
     expand_paths,
 )
@@ -62,8 +62,8 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
-    if isinstance(config, PretrainConfig):
-        config.typed = typed_of(overrides)
+    if isinstance(config, TrainConfig):
+        config.typed = typed_of(config.command, overrides)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
         config.data_keys = _data_keys(overrides)
@@ -71,10 +71,10 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     return config
 
 
-def typed_of(overrides: Sequence[str]) -> list[str]:
-    """The names of ``overrides`` of pretrain, for ``PretrainConfig.typed``: groups with their option, keys without
+def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
+    """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
-    names, options = dict[str, str](), groups_of("pretrain")
+    names, options = dict[str, str](), groups_of(command)
     for text in overrides:
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
@@ -83,14 +83,14 @@ def typed_of(overrides: Sequence[str]) -> list[str]:
     return list(names.values())
 
 
-def options_of(names: Sequence[str]) -> dict[str, str | None]:
-    """The option of each group of pretrain after the groups in ``names``, which :func:`typed_of` made. Groups and
+def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
+    """The option of each group of a training after the groups in ``names``, which :func:`typed_of` made. Groups and
     options that this version does not have are left out."""
-    available = groups_of("pretrain")
+    available = groups_of(command)
     pairs = [name.partition("=") for name in names]
     kept = [f"{group}={option}" for group, _, option in pairs if option in available.get(group, ())]
-    with _configs(configs_dir(), "pretrain", PretrainConfig):
-        choices = hydra_compose("pretrain", kept, return_hydra_config=True).hydra.runtime.choices
+    with _configs(configs_dir(), command, SCHEMAS[command]):
+        choices = hydra_compose(command, kept, return_hydra_config=True).hydra.runtime.choices
     return {group: choices.get(group) for group in available}
 
 

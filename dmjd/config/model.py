@@ -205,3 +205,24 @@ class TargetConfig:
     projected: bool = True
     codes: int = positive(8192)
     layers: int = positive(6)
+
+
+@dataclass
+class HeadConfig:
+    """Classification head.
+
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    norm: pooled: the encoder's final norm is dropped, and a new LayerNorm follows the pooling. encoder: the encoder's
+        final norm, then pooling.
+    init_std: Standard deviation of the truncated normal distribution from which the head's weights are drawn.
+    init_scale: Factor of the head's initial weights.
+    dropout: Dropout rate before the head.
+    num_classes: Number of classes. null: that of the data.
+    """
+
+    pooling: str = choice("mean", "cls")
+    norm: str = choice("pooled", "encoder")
+    init_std: float = positive(2e-5)
+    init_scale: float = positive(1.0)
+    dropout: float = number(0.0, least=0, below=1)
+    num_classes: int | None = number(None, least=2)

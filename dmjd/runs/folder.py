@@ -121,10 +121,10 @@ class RunFolder(RunPaths):
         first = before.typed
         if first is None:  # of an older version, which recorded the whole command of each launch
             launches = self._provenance().get("launches") or [{}]
-            first = typed_of([str(text) for text in launches[0].get("command", ())])
+            first = typed_of(before.command, [str(text) for text in launches[0].get("command", ())])
         groups = {name.partition("=")[0]: name for name in config.typed if "=" in name and name not in first}
         if groups:  # an experiment sets options that were not typed
-            options = options_of(first)
+            options = options_of(before.command, first)
             groups = {group: name for group, name in groups.items() if name != f"{group}={options[group]}"}
         if {"experiment", "method"} & groups.keys():  # they set keys of all sections
             merged = deepcopy(config)
