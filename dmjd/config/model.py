@@ -152,6 +152,8 @@ class MethodConfig:
     name: Name of the method, for logs and reports only.
     mim_loss: Loss on masked tokens. cross_entropy if and only if the target is a class index (dvae, vqkd).
     mim_weight: Weight of mim_loss (the paper's lambda). The visible branch's loss has weight 1.
+    beta: Difference at which smooth L1 changes from quadratic to linear, in the visible branch's loss and in
+        mim_loss=smooth_l1.
     initialisation: Weight initialisation, as in that method's official code.
     """
 
@@ -160,6 +162,7 @@ class MethodConfig:
     visible_branch: VisibleBranchConfig = field(default_factory=VisibleBranchConfig)
     mim_loss: str = choice("mse", "l1", "smooth_l1", "cosine", "cross_entropy")
     mim_weight: float = positive(1.0)
+    beta: float = positive(2.0)
     initialisation: str = choice("mae", "beit", "simmim", "maskfeat")
 
 
