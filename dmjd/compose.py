@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
@@ -94,6 +94,21 @@ def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
     with _configs(configs_dir(), command, SCHEMAS[command]):
         choices = hydra_compose(command, kept, return_hydra_config=True).hydra.runtime.choices
     return {group: choices.get(group) for group in available}
+
+
+def keys_of_preset(preset: str) -> set[str]:
+    """Dotted keys that the file of a preset of fine-tuning sets, those of presets that it begins with included."""
+    content = parse_yaml((configs_dir() / "preset" / f"{preset}.yaml").read_text())
+    before = [name for name in content.pop("defaults", ()) if isinstance(name, str) and name != "_self_"]
+    return {key for name in before for key in keys_of_preset(name)} | set(_dotted(content))
+
+
+def _dotted(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
