@@ -37,8 +37,8 @@ from dmjd.config import (
 from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
-from dmjd.files import printable
-from dmjd.keys import DESCRIBING, fields_of, groups_of, near, takes_files
+from dmjd.files import at_home, printable
+from dmjd.keys import DESCRIBING, fields_of, groups_of, key_of_first, keys_of, near, takes_files
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
@@ -71,6 +71,18 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         config.data_keys = _data_keys(overrides)
         config.check()
     return config
+
+
+def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the key of the first one, which may be left out (:func:`~dmjd.keys.key_of_first`). It may hold
+    an equals sign, unless a key is before it."""
+    first = key_of_first(command)
+    if first is None or not arguments:
+        return list(arguments)
+    key, equals, _ = arguments[0].partition("=")
+    is_key = RENAMED.get(key, key) in keys_of(command)
+    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
+    return [f"{first}={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
 
 
 def typed_of(command: str, overrides: Sequence[str]) -> list[str]:

@@ -31,6 +31,7 @@ from dmjd.runs.classes import CLASSES, pack_classes, read_classes
 from dmjd.runs.folder import GROUPS, RunFolder
 from dmjd.runs.paths import CONFIG
 from dmjd.train.state import Stateful
+from dmjd.train.summary import count
 
 _OWN = ("drop_path", "bias_tables")
 """Keys of ``backbone`` that belong to fine-tuning; a run's others describe its weights."""
@@ -48,15 +49,8 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
         UserError: for weights or images that cannot be fine-tuned; before any model is built.
     """
     initial = run.initial_weights(config.init)
-    if initial and config.typed is not None:
-        path, typed = Path(initial["init_path"]), {name.partition("=")[0] for name in config.typed}
-        if path.is_dir():
-            config = _with_run(config, path, typed)
-        elif not any(name.split(".")[0] in ("preset", "backbone") for name in typed):
-            raise ConfigError(
-                f"init={config.init} is a file, which does not describe its model: add preset=NAME, such as "
-                "mae_vit_base, or backbone=NAME and backbone.KEY=VALUE where it differs"
-            )
+    if initial:
+        config = with_init(config, Path(initial["init_path"]))
     config = replace(config, data=resolve_auto(config.data))
     config = apply_recipe(config, world.device, world.size)
     unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
@@ -65,19 +59,39 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
     return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
 
 
-def _with_run(config: FinetuneConfig, checkpoint: Path, typed: set[str]) -> FinetuneConfig:
-    """``config`` with the backbone and data of the run that wrote ``checkpoint``, but for keys that are typed."""
-    stored = from_yaml_of_run(read_file(checkpoint / CONFIG), checkpoint / CONFIG)
-    stored = RunFolder(checkpoint.parent.parent).with_stored_data(stored)
+def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
+    """``config`` with the backbone and data of the run that wrote the checkpoint ``path``, but for keys that are typed.
+
+    A configuration that was not made from overrides stays as it is.
+
+    Raises:
+        ConfigError: for a file of weights without a description of its model, and for images of other channels.
+    """
+    if config.typed is None:
+        return config
+    typed = {name.partition("=")[0] for name in config.typed}
+    if path.is_file():
+        if not any(name.split(".")[0] in ("preset", "backbone") for name in typed):
+            raise ConfigError(
+                f"init={config.init} is a file, which does not describe its model: add preset=NAME, such as "
+                "mae_vit_base, or backbone=NAME and backbone.KEY=VALUE where it differs"
+            )
+        return config
+    stored = from_yaml_of_run(read_file(path / CONFIG), path / CONFIG)
+    stored = RunFolder(path.parent.parent).with_stored_data(stored)
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
     given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
-    data = _data(config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed)
+    data = _data(
+        config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
+    )
     if data.channels != stored.data.channels:
         raise ConfigError(
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
             f"choose images with {stored.data.channels}"
         )
-    return replace(config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given))
+    return replace(
+        config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
+    )
 
 
 def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]):
@@ -148,7 +162,7 @@ class Finetuning:
         for number, group in enumerate(self.step.groups):
             text = (
                 f"{group.name}: learning rate x {group.lr_scale:.3g}, weight decay {group.weight_decay:g}, "
-                f"{group.tensors} tensors, {group.parameters / 1e6:.3f} M parameters"
+                f"{count(group.tensors, 'tensor')}, {group.parameters:,} parameters"
             )
             yield "" if number else "groups", text
 
