@@ -230,7 +230,8 @@ def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
     makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
     if command not in makers:
         raise ConfigError(
-            f"{source} is of dmjd {str(command)[:40]}, and this version reads runs of {' and '.join(makers)}; update dmjd"
+            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {' and '.join(makers)}; update "
+            "dmjd"
         )
     config: TrainConfig = from_yaml(makers[command], text, source)
     return config

@@ -1,7 +1,8 @@
 """``dmjd submit COMMAND key=value ...``: submit a command of dmjd as a Slurm job.
 
 The batch script is launchers/slurm/pretrain.sbatch for a training, preflight.sbatch, or evaluate.sbatch for an
-evaluation, with its header filled in and the arguments written into it. It is kept in the run folder and can be submitted again as it is.
+evaluation, with its header filled in and the arguments written into it. It is kept in the run folder and can be
+submitted again as it is.
 """
 
 from __future__ import annotations

@@ -150,12 +150,14 @@ class Finetuning:
     def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
         assert not isinstance(source, TarStream), "resolve has rejected it"
         self._train, self._test = source, validation_dataset(self._config.data, source)
-        stored = [read_classes(path) for path in checkpoint.committed(run.checkpoints)[-1:]]
-        if stored and stored[0] != class_names(source):
-            raise DataError(
-                f"run={run.path} was trained on {len(stored[0])} classes, {_few(stored[0])}, and data.root now has "
-                f"{len(class_names(source))}, {_few(class_names(source))}; restore its class folders, or start another run"
-            )
+        names = class_names(source)
+        for path in checkpoint.committed(run.checkpoints)[-1:]:
+            stored = read_classes(path)
+            if stored != names:
+                raise DataError(
+                    f"run={run.path} was started with {len(stored)} classes ({_few(stored)}), and data.root now has "
+                    f"{len(names)} ({_few(names)}); restore its class folders, or name another folder"
+                )
 
     def details(self) -> Iterator[tuple[str, str]]:
         yield "classes", f"{self._train.num_classes}; {len(self._test)} test images, validated {self._every()}"
