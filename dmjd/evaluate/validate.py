@@ -39,6 +39,8 @@ class ValidateConfig(EvaluationConfig):
     batch_size: int = positive(64)
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
+    few_shot: float | None = recorded()
+    labels: str | None = recorded()
     untrained: bool | None = recorded(False)
 
 
