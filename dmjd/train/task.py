@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 from torch import Tensor
 
 from dmjd.config import AugmentConfig
 from dmjd.data.batch import Batch
+from dmjd.data.dataset import ImageDataset
+from dmjd.data.stream.batches import TarStream
 from dmjd.parallel.engine import Engine, StepResult
+from dmjd.runs.best import Best
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.train.preview import Samples
+from dmjd.train.state import Stateful
 
 
 class TrainStep(Protocol):
@@ -49,6 +53,13 @@ class Task(Protocol):
     """The learning rate at the end of warm-up."""
     parameters: str
     """The size of the model, for the start lines."""
+    parts: Mapping[str, Stateful]
+    """Parts of the loop's state, besides those of every task."""
+    best: Best | None
+    """The best validations; None for a task without validation. A checkpoint is saved at each of them."""
+
+    def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
+        """Open what evaluations need, and check it against the training images ``source``; on every rank."""
 
     def details(self) -> Iterator[tuple[str, str]]:
         """Further start lines: title and text."""
@@ -79,8 +90,12 @@ class Task(Protocol):
     def record(self, run: RunFolder) -> None:
         """Write the task's own files at the start of a launch. For rank 0."""
 
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the state of evaluations by that after ``rows`` of the log. For rank 0."""
+    def files(self) -> Mapping[str, bytes]:
+        """Further files of a checkpoint: name -> content. For rank 0."""
+
+    def restore(self, run: RunFolder) -> None:
+        """Replace the state of evaluations by that in the log of ``run``, at its start and after a rollback. For rank
+        0."""
 
     def finish(self, run: RunFolder) -> tuple[str, str]:
         """Write the results of a run whose steps are all done. For rank 0.
