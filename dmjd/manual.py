@@ -78,6 +78,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd report runs/a runs/b baseline=runs/a", "compare runs"),
         ("dmjd report runs/* output=reports", "compare all runs, in another folder"),
     ),
+    "validate": (
+        ("dmjd validate runs/finetune", "the newest checkpoint, on the test images of the fine-tuning"),
+        ("dmjd validate runs/finetune which=best weights=ema", "the best checkpoint's moving average"),
+        ("dmjd validate runs/finetune data.root=others", "on other images of the same classes"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/photos weights=ema dtype=bf16", "the moving average, in bfloat16"),
