@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from dmjd.builders.finetune import build_finetune_step, classification_and_inputs, head_classes
@@ -173,8 +174,9 @@ class Finetuning:
         return "after each epoch" if epochs == 1 else f"every {epochs} epochs"
 
     def flops_per_image(self) -> int:
-        objective, inputs = classification_and_inputs(self._config, self._classes, 1)
-        return count_flops(objective, inputs.inputs)
+        with torch.device("meta"):
+            objective, inputs = classification_and_inputs(self._config, self._classes, 1)
+            return count_flops(objective, inputs.inputs)
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
         return self.step.forward_backward(batch, epoch, skip=skip)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dmjd.builders.finetune import FinetuneStep
 from dmjd.compose import compose
 from dmjd.config import FinetuneConfig
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, DataError
 from dmjd.parallel import store
 from dmjd.runs.checkpoint import newest
 from dmjd.runs.folder import RunFolder
@@ -31,7 +31,8 @@ Same = Callable[..., None]
 STEPS_PER_EPOCH, STEPS = 6, 12
 TINY = (
     *("epochs=2", "batch_size=8", "workers=0", "engine.device=cpu", "log_every=5", "checkpoint_every=4"),
-    *("keep_checkpoints=9", "optim.warmup_epochs=1", "optim.base_lr=3e-2", "optim.eps=1e-4", "ema_decay=0.9"),
+    # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
+    *("keep_checkpoints=9", "optim.warmup_epochs=1", "optim.base_lr=3e-1", "optim.eps=1e-2", "ema_decay=0.9"),
 )
 
 
@@ -72,7 +73,7 @@ def test_the_log_has_losses_and_validations_and_the_schedule_is_right(undisturbe
     assert len(losses) + len(validations) == len(log)
     assert [row["step"] for row in losses] == [5, 10, 12]
     assert set(losses[0]) == {"step", "epoch", "loss", "grad_norm", "lr"}
-    peak = 3e-2 * 8 / 256
+    peak = 3e-1 * 8 / 256
     for row in losses:
         done = row["step"] - 1
         turned = np.pi * (done - 6) / 6
@@ -94,9 +95,9 @@ def test_the_run_folder_names_command_classes_groups_and_best(undisturbed: Path,
     # One block: the head, the block and the embeddings.
     assert {round(group["lr_scale"], 9) for group in groups} == {1, 0.65, 0.4225}
     best = json.loads((undisturbed / "best.json").read_text())
-    scores = [(row["val_ema_top1"], -row["step"]) for row in rows(undisturbed) if "val_top1" in row]
-    assert (best["score"], -best["step"]) == max(scores)
-    assert {4, 8, 12, best["step"]} == set(checkpoints(undisturbed))
+    (first, last) = [row["val_ema_top1"] for row in rows(undisturbed) if "val_top1" in row]
+    assert (best["score"], best["step"]) == (max(first, last), 12 if last > first else 6)
+    assert set(checkpoints(undisturbed)) == {4, 6, 8, 12}, "a checkpoint at each best validation"
 
 
 def test_the_score_is_recorded_in_both_runs(undisturbed: Path, pretrained: Path) -> None:
@@ -112,9 +113,10 @@ def test_the_score_is_recorded_in_both_runs(undisturbed: Path, pretrained: Path)
 
 
 def test_a_classifier_learns(tmp_path: Path, tuned: Words) -> None:
-    run = finetune(tuned(tmp_path / "run", "epochs=8", "optim.base_lr=1e-1", "ema_decay=null", "val_every=8"))
+    plain = ("augment.randaugment=null", "augment.mixup=0", "augment.cutmix=0", "ema_decay=null", "optim.eps=1e-8")
+    run = finetune(tuned(tmp_path / "run", *plain, "epochs=4", "val_every=3"))
     log = rows(run)
-    assert [row["step"] for row in log if "val_top1" in row] == [48]
+    assert [row["step"] for row in log if "val_top1" in row] == [18, 24]
     assert log[-1]["val_top1"] >= 90, "ramps that fall and rise"
 
 
@@ -153,7 +155,13 @@ finetuning.validate = fault
 
 @pytest.mark.parametrize("moment", FAULTS)
 def test_a_killed_run_ends_as_one_that_was_left_alone(
-    moment: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same, finish_through_fault: Any
+    moment: str,
+    tmp_path: Path,
+    tuned: Words,
+    undisturbed: Path,
+    launch: Launch,
+    assert_same_run: Same,
+    finish_through_fault: Any,
 ) -> None:
     arguments = ["finetune", *tuned(tmp_path / "run")]
     finish_through_fault(lambda fault: launch(arguments, fault), FAULTS[moment])
@@ -185,7 +193,7 @@ setattr(module, name, fault)
     first = launch(arguments, fault)
     first.join(60)
     assert first.exitcode == 0
-    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", 6 if name == "SIGTERM" else 2)
+    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", 6 if name == "SIGTERM" else 3)
     second = launch(arguments)
     second.join(60)
     assert second.exitcode == 0
@@ -214,33 +222,25 @@ def test_a_rollback_forgets_validations_after_its_checkpoint(
 # Several processes
 
 
-@pytest.fixture(scope="session")
-def alone(tmp_path_factory: pytest.TempPathFactory, tuned: Words) -> Path:
-    return finetune(tuned(tmp_path_factory.mktemp("alone") / "run", *EVEN))
-
-
-# A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
-EVEN = ("optim.eps=1e-2", "log_every=1", "optim.base_lr=3e-1")
-
-
 @pytest.mark.parametrize(
-    "engine", ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("hsdp", "zero1", "zero2", "zero3"))]
+    "engine",
+    ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.long) for name in ("hsdp", "zero1", "zero2", "zero3"))],
 )
 def test_two_processes_train_and_validate_as_one(
-    engine: str, tmp_path: Path, tuned: Words, alone: Path, launch_world: Launch
+    engine: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch_world: Launch
 ) -> None:
     if engine.startswith("zero"):
         pytest.importorskip("deepspeed")
     run = tmp_path / "run"
-    ranks = launch_world(2, ["finetune", *tuned(run, *EVEN, f"engine={engine}", "engine.grad_accum_steps=2")])
+    ranks = launch_world(2, ["finetune", *tuned(run, f"engine={engine}", "engine.grad_accum_steps=2")])
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    for one, two in zip(rows(alone), rows(run), strict=True):
+    for one, two in zip(rows(undisturbed), rows(run), strict=True):
         assert one == pytest.approx(two, rel=1e-4, abs=1e-6)
     before, after, sharded = (
         store.read_model(folder / "checkpoints" / f"step-{step:08d}")
-        for folder, step in ((alone, 4), (alone, STEPS), (run, STEPS))
+        for folder, step in ((undisturbed, 4), (undisturbed, STEPS), (run, STEPS))
     )
     for name, value in after.items():
         torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-5)
@@ -330,7 +330,7 @@ def test_added_classes_are_refused_on_resuming(tmp_path: Path, tuned: Words, ima
     for split in ("train", "val"):
         shutil.copytree(images / split / "up", images / split / "a")
     shutil.rmtree(run / "checkpoints" / "step-00000006")
-    with pytest.raises(ConfigError if False else Exception, match=r"started with 2 classes \(down, up\).*3 \(a, down"):
+    with pytest.raises(DataError, match=r"started with 2 classes \(down, up\).*3 \(a, down"):
         finetune(arguments)
 
 
