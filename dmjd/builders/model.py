@@ -190,4 +190,4 @@ def build_objective(config: PretrainConfig, target_dim: int) -> Objective:
                 projector=method.visible_branch.projector,
             )
         model = MaskedImageModel(encoder, decoder, branch, target_dim, method.initialisation)
-        return Objective(model, mim_loss=method.mim_loss, mim_weight=method.mim_weight)
+        return Objective(model, mim_loss=method.mim_loss, mim_weight=method.mim_weight, beta=method.beta)

@@ -14,18 +14,15 @@ from dmjd.masking import MaskedViews
 from dmjd.models.masked_image_model import MaskedImageModel, Model
 from dmjd.ops.tokens import gather_tokens
 
-BETA = 2.0
-"""The difference at which smooth L1 changes from quadratic to linear (the paper's Eq. 5)."""
-
 TOKEN_LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": F.mse_loss,
     "l1": F.l1_loss,
-    "smooth_l1": partial(F.smooth_l1_loss, beta=BETA),
+    "smooth_l1": F.smooth_l1_loss,
     "cosine": lambda prediction, target: (1 - F.cosine_similarity(prediction, target, dim=-1)).mean(),
     "cross_entropy": lambda logits, codes: F.cross_entropy(logits.flatten(0, -2), codes.flatten()),
 }
 """L_mim by name: the mean over tokens and, if the loss is per channel, over channels. Targets are codes for
-"cross_entropy", vectors for the others."""
+"cross_entropy", vectors for the others. :class:`Objective` sets the beta of "smooth_l1"."""
 
 
 class Losses(NamedTuple):
@@ -74,15 +71,20 @@ class Objective(Trainable):
     Args:
         mim_loss: a key of :data:`TOKEN_LOSSES`.
         mim_weight: lambda.
+        beta: the difference at which smooth L1 changes from quadratic to linear (the paper's Eq. 5), in L_vis and in
+            L_mim "smooth_l1".
     """
 
-    def __init__(self, model: MaskedImageModel, *, mim_loss: str = "mse", mim_weight: float = 1.0) -> None:
+    def __init__(
+        self, model: MaskedImageModel, *, mim_loss: str = "mse", mim_weight: float = 1.0, beta: float = 2.0
+    ) -> None:
         super().__init__(model)
         if mim_loss not in TOKEN_LOSSES:
             raise ValueError(f"mim_loss must be one of {', '.join(TOKEN_LOSSES)}, got {mim_loss!r}")
         if mim_loss == "cross_entropy" and model.visible_branch is not None:
             raise ValueError("mim_loss='cross_entropy' has codes as targets, but the visible branch predicts vectors")
-        self.mim_loss = TOKEN_LOSSES[mim_loss]
+        self.visible_loss = partial(F.smooth_l1_loss, beta=beta)
+        self.mim_loss = self.visible_loss if mim_loss == "smooth_l1" else TOKEN_LOSSES[mim_loss]
         self.mim_weight = mim_weight
 
     def forward(
@@ -99,7 +101,7 @@ class Objective(Trainable):
         if prediction.visible is None:
             return Losses(self.mim_weight * masked, masked, None)
         visible_targets = gather_tokens(targets, masked_views.views.visible)
-        visible = F.smooth_l1_loss(prediction.visible.float(), visible_targets, beta=BETA)
+        visible = self.visible_loss(prediction.visible.float(), visible_targets)
         return Losses(visible + self.mim_weight * masked, masked, visible)
 
 
