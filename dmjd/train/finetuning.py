@@ -15,7 +15,7 @@ from dmjd.builders.finetune import build_finetune_step, classification_and_input
 from dmjd.builders.recipe import apply_recipe
 from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
-from dmjd.config import DataConfig, FinetuneConfig, TrainConfig
+from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import AUTO, build_dataset, resolve_auto
 from dmjd.data.dataset import ImageDataset
@@ -95,7 +95,7 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
     )
 
 
-def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]):
+def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> BackboneConfig:
     keys = {key.removeprefix("backbone.") for key in given if key.startswith("backbone.")}
     backbone, own = stored.backbone, config.backbone
     sections = {name: getattr(backbone, name) for name in ("windows", "conv_stages")}
@@ -175,8 +175,8 @@ class Finetuning:
 
     def flops_per_image(self) -> int:
         with torch.device("meta"):
-            objective, inputs = classification_and_inputs(self._config, self._classes, 1)
-            return count_flops(objective, inputs.inputs)
+            objective, inputs = classification_and_inputs(self._config, self._classes, images=2)  # a pair is mixed
+            return count_flops(objective, inputs.inputs) // 2
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
         return self.step.forward_backward(batch, epoch, skip=skip)

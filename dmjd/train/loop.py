@@ -298,7 +298,7 @@ class Trainer:
             rows = self.task.evaluate(step, step / self.steps_per_epoch)
             if rows is None:
                 raise StoppedBefore(step + 1)
-            self.world.on_main(lambda: [self.journal.log_row(step, row) for row in rows])
+            self.world.on_main(lambda: self.journal.log_rows(step, rows))
         self.position.evaluated = True
 
     # Checkpoints

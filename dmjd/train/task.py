@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from dmjd.builders.step import TrainStep
 from dmjd.config import AugmentConfig
 from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.stream.batches import TarStream
-from dmjd.parallel.engine import Engine, StepResult
 from dmjd.runs.best import Best
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.train.preview import Samples
 from dmjd.train.state import Stateful
-
-
-class TrainStep(Protocol):
-    """The step of a task: engine and average, as :mod:`dmjd.builders` puts them together."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        """For the engine's ``save`` and ``load``; empty without ``ema_decay``."""
-
-    @property
-    def began_from(self) -> str:
-        """The initial weights that were read, and those that were not; empty without any."""
-
-    def update(self, lr: float) -> StepResult:
-        """One optimizer step, then one of the average."""
 
 
 class Task(Protocol):
@@ -44,19 +26,32 @@ class Task(Protocol):
     are raised there, before the run folder is written.
     """
 
-    step: TrainStep
-    augment: AugmentConfig | None
-    """Augmentation in the loader workers beyond the crop."""
-    views: int
-    """Views of an image that a step computes."""
-    peak_lr: float
-    """The learning rate at the end of warm-up."""
-    parameters: str
-    """The size of the model, for the start lines."""
-    parts: Mapping[str, Stateful]
-    """Parts of the loop's state, besides those of every task."""
-    best: Best | None
-    """The best validations; None for a task without validation. A checkpoint is saved at each of them."""
+    @property
+    def step(self) -> TrainStep[Any]: ...
+
+    @property
+    def augment(self) -> AugmentConfig | None:
+        """Augmentation in the loader workers beyond the crop."""
+
+    @property
+    def views(self) -> int:
+        """Views of an image that a step computes."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of warm-up."""
+
+    @property
+    def parameters(self) -> str:
+        """The size of the model, for the start lines."""
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """Parts of the loop's state, besides those of every task."""
+
+    @property
+    def best(self) -> Best | None:
+        """The best validations; None for a task without validation. A checkpoint is saved at each of them."""
 
     def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
         """Open what evaluations need, and check it against the training images ``source``; on every rank."""
