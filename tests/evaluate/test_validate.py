@@ -24,7 +24,7 @@ from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import evaluate
 from dmjd.evaluate import export as exporting
 from dmjd.evaluate.convert import convert
-from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.export import export, sidecar
 from dmjd.evaluate.validate import record_finetune
 from dmjd.runs.best import Validated, read_best
@@ -162,6 +162,8 @@ def test_other_images_must_have_the_same_classes(runs: tuple[Path, Path], tuned:
             validated(tuned, f"data.root={folder}")
     with pytest.raises(ConfigError, match=r"has no classifier; make one with dmjd finetune .*, or score the encoder"):
         validated(runs[0])
+    with pytest.raises(ConfigError, match="has no classifier; make one with dmjd finetune"):
+        package.load_classifier(runs[0])
     with pytest.raises(ConfigError, match="weights=untrained"):
         evaluate("knn", compose("knn", [f"checkpoint={tuned}", *CPU, "weights=untrained"]))
 
@@ -180,12 +182,16 @@ def test_features_are_those_that_the_head_reads(tuned: Path, image_folder: Path)
         mean, std = (torch.tensor(card[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
         images = (pixels.permute(0, 3, 1, 2) / 255 - mean) / std
         encoder = package.load_encoder(tuned, weights=weights, device="cpu")
-        encoder.crop_pct = 1.0
+        classifier = package.load_classifier(tuned, weights=weights, device="cpu")
+        encoder.crop_pct = classifier.crop_pct = 1.0
         with torch.no_grad():
             assert agrees(encoder.embed(pixels.numpy()), model.forward_head(model.forward_features(images), True))
-            frozen = load_encoder(compose("validate", [f"checkpoint={tuned}", f"weights={weights}", "device=cpu"]))
-            assert agrees(frozen.logits(pixels), model(images))
-        assert card["classes"] == ["down", "up"] == frozen.classes
+            logits = model(images)
+        assert agrees(classifier.logits(pixels.numpy()), logits)
+        names, probabilities = zip(*classifier.predict(pixels.numpy()), strict=True)
+        assert list(names) == [("down", "up")[index] for index in logits.argmax(1).tolist()]
+        torch.testing.assert_close(torch.tensor(probabilities), logits.softmax(1).amax(1))
+        assert card["classes"] == ["down", "up"] == classifier.classes
         assert path.name == f"classifier-{weights}-step00000016-fp32.safetensors"
     for name in ("knn", "linprobe"):
         record = evaluate(name, compose(name, [f"checkpoint={tuned}", *CPU]))
