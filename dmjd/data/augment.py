@@ -27,7 +27,7 @@ from dmjd.ops.philox import Domain, keyed_bits
 _LANE = 1
 """Lane of ``Domain.CROP``; lane 0 draws the crop."""
 
-_SECTION = r"m\d\d?|n[1-9]|p(0?\.\d+|[01](\.0*)?)|mstd\d+(\.\d+)?|mmax[1-9]\d?|inc[01]|t(weights|3a|3aw)"
+_SECTION = r"m\d\d?|n[1-9]|p(0(\.\d+)?|1(\.0+)?)|mstd\d+(\.\d+)?|mmax[1-9]\d?|inc[01]|t(weights|3a|3aw)"
 _POLICY = re.compile(f"rand(-({_SECTION}))*")
 
 
