@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from dmjd.builders.average import Ema
 from dmjd.builders.data import check_data, image_size, token_grid
 from dmjd.builders.layer_decay import Group, group_table, set_layers
+from dmjd.builders.mixing import Mixing, check_augment
 from dmjd.builders.model import build_classification, materialised
 from dmjd.builders.preparation import draw_branch_scales, draw_dropout
 from dmjd.builders.step import TrainStep
@@ -50,7 +51,7 @@ class ClassifierPreparation:
     before the head, and their dropout rate.
     """
 
-    mixing: Callable[[Batch, int], tuple[Tensor, Tensor]]
+    mixing: Mixing
     seed: int
     depth: int
     drop_path: float
@@ -122,18 +123,13 @@ def build_finetune_step(
     world = alone(select_device(config.engine.device)) if world is None else world
     parts = config.engine.grad_accum_steps
     check_batch(config.batch_size, parts, world.size)
-    micro_batch = config.batch_size // (parts * world.size)
-    if (config.augment.mixup or config.augment.cutmix) and micro_batch % 2:
-        raise ConfigError(
-            f"augment.mixup and augment.cutmix mix pairs of images, and batch_size={config.batch_size} gives "
-            f"micro-batches of {micro_batch}; change batch_size or engine.grad_accum_steps, or set both to 0"
-        )
+    check_augment(config, world.size)
     classes = head_classes(config, num_classes)
     objective = _objective(config, classes)
     parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
     began_from = "" if initial is None else world.all_or_none(lambda: load_classifier(objective, initial))
     groups = group_table(objective, config.optim)
-    engine = build_engine(objective, config.engine, config.optim, world, micro_batch)
+    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay)
     return FinetuneStep(
         config=config,
@@ -175,8 +171,6 @@ def _objective(config: FinetuneConfig, classes: int) -> Classification:
 
 
 def _preparation(config: FinetuneConfig, classes: int, objective: Classification) -> ClassifierPreparation:
-    from dmjd.builders.mixing import Mixing
-
     encoder = objective.model.encoder
     return ClassifierPreparation(
         Mixing(config.augment, config.data, classes, config.seed),
