@@ -28,6 +28,8 @@ from dmjd.config import (
     RENAMED,
     SCHEMAS,
     EvaluationConfig,
+    FinetuneConfig,
+    PretrainConfig,
     TrainConfig,
     check_fields,
     expand_paths,
@@ -188,6 +190,23 @@ def _stored(value: Any) -> Any:
 def to_yaml(config: Any) -> str:
     """:func:`stored` as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(stored(config)))
+
+
+def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
+    """The stored configuration of a run, of the class of the command that made it. Raises ConfigError as
+    :func:`from_yaml`, and for a command of another version."""
+    try:
+        values = parse_yaml(text if isinstance(text, str) else text.decode())
+    except ValueError as error:
+        raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
+    command = values.get("command", PretrainConfig.command) if isinstance(values, dict) else PretrainConfig.command
+    makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
+    if command not in makers:
+        raise ConfigError(
+            f"{source} is of dmjd {str(command)[:40]}, and this version reads runs of {' and '.join(makers)}; update dmjd"
+        )
+    config: TrainConfig = from_yaml(makers[command], text, source)
+    return config
 
 
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:

@@ -35,4 +35,4 @@ class FinetuneConfig(TrainConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     freeze: int = number(0, least=0)
     val_every: int = may_change(positive(1))
-    command: str = may_change(recorded("finetune"))
+    command: str = recorded("finetune")

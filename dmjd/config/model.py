@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, choice_of, number, numbers, path, positive, size
+from dmjd.config.fields import choice, choice_of, found_at_start, number, numbers, path, positive, size
 
 BACKBONES = ["vit", "convvit", "swin"]
 """Values of ``backbone.name``; each has its record in dmjd/builders/model.py, where others can be registered."""
@@ -217,7 +217,7 @@ class HeadConfig:
     init_std: Standard deviation of the truncated normal distribution from which the head's weights are drawn.
     init_scale: Factor of the head's initial weights.
     dropout: Dropout rate before the head.
-    num_classes: Number of classes. null: that of the data.
+    num_classes: Number of classes. null: that of the data, which the run stores.
     """
 
     pooling: str = choice("mean", "cls")
@@ -225,4 +225,4 @@ class HeadConfig:
     init_std: float = positive(2e-5)
     init_scale: float = positive(1.0)
     dropout: float = number(0.0, least=0, below=1)
-    num_classes: int | None = number(None, least=2)
+    num_classes: int | None = found_at_start(number(None, least=2))

@@ -51,7 +51,7 @@ class PretrainConfig(TrainConfig):
     method: MethodConfig = field(default_factory=MethodConfig)
     target: TargetConfig = field(default_factory=TargetConfig)
     online_knn: OnlineKnnConfig = may_change(field(default_factory=OnlineKnnConfig))
-    command: str = may_change(recorded("pretrain"))
+    command: str = recorded("pretrain")
 
 
 @dataclass

@@ -69,7 +69,7 @@ class TrainConfig:
     memory_history: bool = may_change(False)
     recipe: str = choice("none", "small_data")
     typed: list[str] | None = may_change(recorded())  # overrides: groups with their option, keys without their value
-    command: str = may_change(recorded(""))  # that made the run
+    command: str = recorded("")  # that made the run
 
 
 def check_batch(batch_size: int, grad_accum_steps: int, processes: int) -> None:

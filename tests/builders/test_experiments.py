@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmjd.builders import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
+from dmjd.builders import (
+    build_mask_spec,
+    build_objective,
+    build_schedule,
+    check_target,
+    peak_lr,
+    target_dim,
+    token_grid,
+)
 from dmjd.builders.schedules import warmup_steps
 from dmjd.builders.step import build_step
 from dmjd.compose import compose
@@ -144,7 +152,7 @@ def test_an_experiment_is_the_published_model(experiment: str) -> None:
         rate = config.mask.pred_ratio
         expected = PREDICTED.get(experiment, 1.0) if rate is None else round(rate * 196) / 196
         assert spec.true_rates(grid).m_pred == pytest.approx(expected)
-    schedule = build_schedule(config, spec, grid, steps_per_epoch=10)
+    schedule = build_schedule(config, peak_lr(config, spec, grid), steps_per_epoch=10)
     assert 0 <= schedule(0) <= schedule(warmup_steps(config, steps_per_epoch=10) + 1)
 
 
@@ -160,7 +168,7 @@ def test_learning_rates_are_the_published_ones() -> None:
     for experiment, rate in published.items():
         config = configure(experiment)
         grid = token_grid(config)
-        schedule = build_schedule(config, build_mask_spec(config.mask, grid), grid, steps_per_epoch=10)
+        schedule = build_schedule(config, peak_lr(config, build_mask_spec(config.mask, grid), grid), steps_per_epoch=10)
         assert schedule(warmup_steps(config, steps_per_epoch=10)) == pytest.approx(rate), experiment
 
 
