@@ -87,9 +87,11 @@ class BackboneConfig:
     class_token: (vit) Prepend a cls token.
     masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
         learned embedding (BEiT, SimMIM).
-    drop_path: (vit, convvit) Stochastic depth rate of the last block; increases linearly from 0 with depth.
+    drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth.
     positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position.
-        relative: BEiT's relative position bias, shared by all blocks.
+        relative: BEiT's relative position bias.
+    bias_tables: (positions=relative) Tables of the relative position bias. shared: one for all blocks, as in
+        pre-training. per_block: one per block, as in the fine-tuning of BEiT and SimMIM.
     block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
     layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
     multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
@@ -105,6 +107,7 @@ class BackboneConfig:
     masked_tokens: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
     positions: str = choice("sincos", "learned", "relative")
+    bias_tables: str = choice("shared", "per_block")
     block: str = choice("plain", "beit")
     layer_scale: float | None = number(None, above=0)
     conv_stages: ConvStagesConfig = field(default_factory=ConvStagesConfig)
