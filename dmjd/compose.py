@@ -28,7 +28,9 @@ from dmjd.config import (
     RENAMED,
     SCHEMAS,
     EvaluationConfig,
+    FinetuneConfig,
     PretrainConfig,
+    TrainConfig,
     check_fields,
     expand_paths,
 )
@@ -62,8 +64,8 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
-    if isinstance(config, PretrainConfig):
-        config.typed = typed_of(overrides)
+    if isinstance(config, TrainConfig):
+        config.typed = typed_of(config.command, overrides)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
         config.data_keys = _data_keys(overrides)
@@ -71,10 +73,10 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     return config
 
 
-def typed_of(overrides: Sequence[str]) -> list[str]:
-    """The names of ``overrides`` of pretrain, for ``PretrainConfig.typed``: groups with their option, keys without
+def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
+    """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
-    names, options = dict[str, str](), groups_of("pretrain")
+    names, options = dict[str, str](), groups_of(command)
     for text in overrides:
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
@@ -83,14 +85,14 @@ def typed_of(overrides: Sequence[str]) -> list[str]:
     return list(names.values())
 
 
-def options_of(names: Sequence[str]) -> dict[str, str | None]:
-    """The option of each group of pretrain after the groups in ``names``, which :func:`typed_of` made. Groups and
+def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
+    """The option of each group of a training after the groups in ``names``, which :func:`typed_of` made. Groups and
     options that this version does not have are left out."""
-    available = groups_of("pretrain")
+    available = groups_of(command)
     pairs = [name.partition("=") for name in names]
     kept = [f"{group}={option}" for group, _, option in pairs if option in available.get(group, ())]
-    with _configs(configs_dir(), "pretrain", PretrainConfig):
-        choices = hydra_compose("pretrain", kept, return_hydra_config=True).hydra.runtime.choices
+    with _configs(configs_dir(), command, SCHEMAS[command]):
+        choices = hydra_compose(command, kept, return_hydra_config=True).hydra.runtime.choices
     return {group: choices.get(group) for group in available}
 
 
@@ -188,6 +190,23 @@ def _stored(value: Any) -> Any:
 def to_yaml(config: Any) -> str:
     """:func:`stored` as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(stored(config)))
+
+
+def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
+    """The stored configuration of a run, of the class of the command that made it. Raises ConfigError as
+    :func:`from_yaml`, and for a command of another version."""
+    try:
+        values = parse_yaml(text if isinstance(text, str) else text.decode())
+    except ValueError as error:
+        raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
+    command = values.get("command", PretrainConfig.command) if isinstance(values, dict) else PretrainConfig.command
+    makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
+    if command not in makers:
+        raise ConfigError(
+            f"{source} is of dmjd {str(command)[:40]}, and this version reads runs of {' and '.join(makers)}; update dmjd"
+        )
+    config: TrainConfig = from_yaml(makers[command], text, source)
+    return config
 
 
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
-from dmjd.config import SCHEMAS, PretrainConfig
+from dmjd.config import SCHEMAS, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import dataclass_of, leaves
 from dmjd.resources import configs_dir
 
@@ -22,9 +22,12 @@ def groups() -> dict[str, list[str]]:
 
 def groups_of(command: str) -> dict[str, list[str]]:
     """The groups that ``command`` takes, with their options."""
-    names = {field.name for field in fields(SCHEMAS[command])}
-    if issubclass(SCHEMAS[command], PretrainConfig) or takes_files(SCHEMAS[command]):
+    schema = SCHEMAS[command]
+    names = {field.name for field in fields(schema)}
+    if issubclass(schema, PretrainConfig) or takes_files(schema):
         names |= set(DESCRIBING)
+    if issubclass(schema, FinetuneConfig):
+        names = (names | {"preset"}) - {"optim"}  # whose option has the learning rate of pre-training
     return {name: options for name, options in groups().items() if name in names}
 
 

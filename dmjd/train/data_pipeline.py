@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dmjd.config import PretrainConfig
+from dmjd.config import TrainConfig
 from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
@@ -40,7 +40,7 @@ class DataPipeline:
         UserError: on all ranks, if the data cannot be read or differ between ranks.
     """
 
-    def __init__(self, config: PretrainConfig, bad_images: Path, world: World, resumed: bool = False) -> None:
+    def __init__(self, config: TrainConfig, bad_images: Path, world: World, resumed: bool = False) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
         self.source = world.all_or_none(lambda: training_source(config.data))
         self._list = bad_images.parent / listed.FILE

@@ -50,7 +50,7 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
     """The time at which the run stops, on the clock of ``time.time()``; None for no limit.
 
     Args:
-        time_budget: as in :class:`dmjd.config.PretrainConfig`; it begins now.
+        time_budget: as in :class:`dmjd.config.TrainConfig`; it begins now.
         time_margin: seconds before the end of the Slurm job.
 
     Raises:

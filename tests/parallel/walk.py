@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmjd.builders.average import EncoderEma
+from dmjd.builders.average import ENCODER, Ema
 from dmjd.builders.schedules import cosine
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.masking import MaskedViews, MaskSpec
@@ -127,7 +127,7 @@ class Run:
         # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
         optim = OptimConfig(clip_grad=0.5, eps=1e-2)
         self.engine: Engine = build_engine(make_objective(convolutional), config, optim, world)
-        self.ema = EncoderEma(self.engine.local_shards(), 0.9) if ema else None
+        self.ema = Ema(self.engine.local_shards(), 0.9, ENCODER) if ema else None
         self.step = 0
 
     def forward_backward(self, poisoned: bool = False) -> float:

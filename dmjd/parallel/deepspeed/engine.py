@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.apply import blocks
 from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.deepspeed.config import deepspeed_config
@@ -44,8 +44,8 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        objective: Objective,
-        bare: Objective,
+        objective: Trainable,
+        bare: Trainable,
         engine: EngineConfig,
         optim: OptimConfig,
         world: World,
@@ -59,7 +59,7 @@ class DeepSpeedEngine:
         self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
         settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
-        optimizer = build_optimizer(dict(objective.named_parameters()), optim)
+        optimizer = build_optimizer(dict(objective.named_parameters()), optim, objective.lr_scales)
         if self.stage == 3:
             leaf = zero_files.import_deepspeed("deepspeed.utils").set_z3_leaf_module
             for block in blocks(objective.model):  # gathered as one, since hooks inside a graph would break it
@@ -174,7 +174,7 @@ class DeepSpeedEngine:
                 whole[name] = value.to(device, copy=True)
         return whole
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         if self.stage == 3:  # a copy: calling the objective itself would gather, and wait for the other ranks
             return filled(self._bare, self._whole(self.device))
         return nullcontext(self.objective if self._world.is_main else None)
@@ -189,7 +189,7 @@ class DeepSpeedEngine:
             torch.cuda.synchronize(self.device)
 
 
-def _let_host_run_ahead(coordinator: Any, objective: Objective) -> None:
+def _let_host_run_ahead(coordinator: Any, objective: Trainable) -> None:
     """DeepSpeed's host waits for the device when more than two parameters are being gathered, which is within a block.
     Let it wait when those of four blocks are."""
     most = max(len(list(block.parameters())) for block in blocks(objective.model))
@@ -203,7 +203,7 @@ def _list_once(module: nn.Module) -> None:
 
 
 def _initialise(
-    objective: Objective,
+    objective: Trainable,
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
     file: str | None,
