@@ -91,7 +91,7 @@ def official_step(folder: Path, case: str, batch: int, compiled: bool) -> Callab
 
 
 def our_step(case: str, batch: int, overrides: Iterable[str]) -> Callable[[int], None]:
-    arguments = [CASES[case][0], f"batch_size={batch}", "init=none", *overrides]
+    arguments = [CASES[case][0], f"batch_size={batch}", "init=null", *overrides]
     step = build_finetune_step(compose("finetune", arguments), CLASSES)
     step.engine.module.train()
     pool = _pool(batch)
