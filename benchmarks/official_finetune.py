@@ -27,7 +27,7 @@ import torch
 from official_step import Official, _modules, measure_steps, report
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmjd.builders.finetune import build_finetune_step
 from dmjd.compose import compose
@@ -53,6 +53,7 @@ def official(folder: Path, case: str, compiled: bool) -> tuple[Official, Iterabl
     _, module, function, decay, drop_path = CASES[case]
     models, layer_decay = _modules(folder, module, "util.lr_decay")
     model = getattr(models, function)(num_classes=CLASSES, drop_path_rate=drop_path, global_pool=True).cuda().train()
+    type(model).forward = _forward  # timm's passes arguments that the official forward_features lacks
     groups = layer_decay.param_groups_lrd(model, 0.05, model.no_weight_decay(), decay)
     groups = [{**group, "lr": 1e-3 * group["lr_scale"]} for group in groups]
     mixup = Mixup(0.8, 1.0, prob=1.0, switch_prob=0.5, mode="batch", label_smoothing=0.1, num_classes=CLASSES)
@@ -66,6 +67,10 @@ def official(folder: Path, case: str, compiled: bool) -> tuple[Official, Iterabl
             return criterion(forward(images), targets)
 
     return Official(model, loss), groups
+
+
+def _forward(model: nn.Module, images: Tensor) -> Tensor:
+    return model.head(model.forward_features(images))
 
 
 def official_step(folder: Path, case: str, batch: int, compiled: bool) -> Callable[[int], None]:
