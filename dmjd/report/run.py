@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column
-from dmjd.files import printable, read_file
+from dmjd.files import at_home, printable, read_file
 from dmjd.report.format import plain
 from dmjd.runs.paths import RunPaths
 from dmjd.safe_load import parse_json, parse_yaml
@@ -71,6 +72,9 @@ class Run:
     timing: timing.jsonl: speed, and ``seconds`` over all launches. Early versions wrote both into one file; ``rows``
         and ``timing`` are then equal.
     evaluations, pictures: in the order of their file names.
+    path: the folder.
+    groups: (fine-tuning) the parameter groups of groups.json.
+    origin: (fine-tuning) the run that ``init`` names, if it can be read.
     """
 
     name: str
@@ -81,6 +85,14 @@ class Run:
     timing: list[dict[str, Any]]
     evaluations: list[Record]
     pictures: list[Path]
+    path: Path = field(default_factory=Path)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    origin: Run | None = None
+
+    @property
+    def fine_tuned(self) -> bool:
+        """Whether this is a run of ``dmjd finetune``."""
+        return self.config.get("command") == "finetune"
 
     def last(self, key: str) -> Any:
         """The latest logged value of ``key``; None if it was never logged."""
@@ -130,6 +142,7 @@ def read_run(path: str | Path) -> Run:
     if not isinstance(launches, list) or not all(isinstance(launch, dict) for launch in launches):
         raise DataError(f"{folder.provenance} is damaged: launches must be a list of mappings")
     rows = _rows(folder.log)
+    tuned = config.get("command") == "finetune"
     return Run(
         name=printable(folder.path.resolve().name),
         config=config,
@@ -139,7 +152,51 @@ def read_run(path: str | Path) -> Run:
         timing=_rows(folder.timing) if folder.timing.is_file() else rows,
         evaluations=[_record(file) for file in sorted(folder.evaluations.glob("*.json"))],
         pictures=sorted(folder.pictures.glob("*.png")),
+        path=folder.path,
+        groups=_groups(folder.path / "groups.json") if tuned else [],
+        origin=_origin(config.get("init"), folder.path) if tuned else None,
     )
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Read several run folders; runs of one name are called after their parent folders too."""
+    runs = [read_run(path) for path in paths]
+    names = _distinct_names([Path(path).resolve() for path in paths]) if len(runs) > 1 else [run.name for run in runs]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Folder names with as many parents as make them distinct."""
+    depth = 1
+    while True:
+        names = [printable("/".join(folder.parts[-depth:])) for folder in folders]
+        if len({*names}) == len(names):
+            return names
+        depth += 1
+
+
+def _origin(init: Any, folder: Path) -> Run | None:
+    """The run that ``init`` names by its folder or that of a checkpoint; None for a file, or if it cannot be read."""
+    if not isinstance(init, str):
+        return None
+    place = Path(at_home(init))
+    for path in (place, place.parent.parent):
+        with suppress(DataError, OSError, ValueError):
+            if path.resolve() != folder.resolve():
+                return read_run(path)
+    return None
+
+
+def _groups(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    try:
+        rows = parse_json(content_of(file))
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file} must hold a list of parameter groups")
+    return rows
 
 
 def content_of(file: Path) -> bytes:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, NamedTuple
 
 from dmjd.evaluate import EVALUATIONS, Column
@@ -18,6 +19,9 @@ _ONLINE_SETTINGS = {
     **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std", "val_percent", "val_seed")},
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
+
+_REPEATS = ("seed", "run")
+"""Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
 
 ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
 """Settings that :func:`unlike_training` describes."""
@@ -35,7 +39,7 @@ class Point(NamedTuple):
 class Metric:
     """One column of a comparison: a score of an evaluation under fixed conditions.
 
-    settings: as JSON with sorted keys, so that metrics are hashable.
+    settings: as JSON with sorted keys, so that metrics are hashable; without the seed.
     online: measured during training, not on a finished checkpoint.
     """
 
@@ -100,12 +104,22 @@ def metrics(runs: Sequence[Run]) -> list[Metric]:
 
 
 def points(run: Run, metric: Metric) -> list[Point]:
-    """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation."""
+    """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation, of which
+    repeats with several seeds are averaged."""
     if metric.online:
         rows = online_rows(run) if metric in _metrics_of(run) else []
         return [Point(row["knn_top1"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
-    latest = max(records_of(run, metric), key=lambda record: record.step, default=None)
-    return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
+    latest = latest_of(run, metric)
+    if not latest:
+        return []
+    return [Point(mean(record.scores[metric.score] for record in latest), run.seconds_at(latest[0].step))]
+
+
+def latest_of(run: Run, metric: Metric) -> list[Record]:
+    """The records of ``metric`` at the latest step that was evaluated: one, or one for each seed."""
+    records = records_of(run, metric)
+    latest = max((record.step for record in records), default=None)
+    return [record for record in records if record.step == latest]
 
 
 def unlike_training(run: Run, record: Record) -> str:
@@ -161,7 +175,8 @@ def references(run: Run, metric: Metric) -> dict[str, float]:
 
 
 def _settings(record: Record) -> str:
-    return json.dumps(record.settings, sort_keys=True)
+    kept = {key: value for key, value in record.settings.items() if key not in _REPEATS}
+    return json.dumps(kept, sort_keys=True)
 
 
 def _of_own_images(record: Record, online: dict[str, Any]) -> bool:

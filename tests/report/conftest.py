@@ -11,6 +11,7 @@ import yaml
 from dmjd.report.curves import Convergence
 
 STEPS_PER_EPOCH = 100
+VIT_B = {"name": "vit", "patch_size": 16, "embed_dim": 768, "depth": 12}
 A100 = "NVIDIA A100-SXM4-40GB"
 
 MakeRun = Callable[..., Path]
@@ -94,7 +95,9 @@ def pattern_runs(make_run: MakeRun) -> list[Path]:
 
     def row(name: str, epochs: int, hours: float, views: int, pattern: str, rates: tuple[float, float]) -> Path:
         judged = [("finetune", "trained", epochs, 83.6, dict[str, Any]())]
-        return make_run(name, views=views, pattern=pattern, epochs=epochs, hours=hours, rates=rates, evaluations=judged)
+        model = {"backbone": VIT_B, "target": {"name": "pixels", "norm": "patch"}}
+        shape = {"views": views, "pattern": pattern, "epochs": epochs, "hours": hours, "rates": rates}
+        return make_run(name, **shape, evaluations=judged, config=model)
 
     return [
         row("mae_vit_base", 1600, 227, 1, "uniform", (147 / 196, 147 / 196)),

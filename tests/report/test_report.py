@@ -204,8 +204,9 @@ def test_everything_is_escaped(folder: Path, evaluate: Callable[..., None]) -> N
     source = write_report(renamed).read_text()
     assert "<script" not in source
     # Name (title, h1), method (line, summary), configuration, device (line, summary, provenance), started (line,
-    # provenance), provenance key and value, picture, evaluation (verb, settings twice).
-    assert Page(source).text.count(evil) == 16
+    # provenance), provenance key and value, picture, evaluation (verb, settings twice); in the table beside published
+    # rows name, method and device, and in its note name and method.
+    assert Page(source).text.count(evil) == 21
 
 
 def test_report_is_replaced_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
