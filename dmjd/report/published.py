@@ -122,7 +122,7 @@ _HOG_JD: dict[str, Any] = {**_JD, "target.norm": "layernorm"}
 
 
 def _jd_target(target: str, setting: str, norm: str, finetune: float) -> Published:
-    only = {**_JD, "target.norm": norm}
+    only = {**_JD, "target.norm": norm, "method.decoder.depth": 8}
     row = ("ConvMAE +DMJD", "ConViT-B", target, "100", "paper, Table IV")
     return Published(*row, views=2, finetune=finetune, setting=f"50 epochs, {setting}", only=only)
 

@@ -53,14 +53,15 @@ class Record:
         return self.references.get("untrained") if score == self.main_score else None
 
 
+FINETUNE = {"top1": Column("Ft.", "fine-tuning top-1"), "top5": Column("Ft. top-5", "fine-tuning top-5")}
+
+
 def columns_of(evaluation: str) -> Mapping[str, Column]:
-    """Score -> its column. Records that people write by hand, of fine-tuning for instance, have a top-1 in per cent."""
+    """Score -> its column; ``finetune`` is the record that a fine-tuning run leaves in the run that it began from.
+    Records that people write by hand have a top-1 in per cent."""
     if evaluation in EVALUATIONS:
         return EVALUATIONS[evaluation].columns
-    by_hand = (
-        Column("Ft.", "fine-tuning top-1") if evaluation == "finetune" else Column(evaluation, f"{evaluation} top-1")
-    )
-    return {"top1": by_hand}
+    return FINETUNE if evaluation == "finetune" else {"top1": Column(evaluation, f"{evaluation} top-1")}
 
 
 @dataclass(frozen=True)

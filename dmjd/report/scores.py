@@ -20,6 +20,8 @@ _ONLINE_SETTINGS = {
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
+_FIRST_PROTOCOL = ("protocol", "auto")
+"""The setting of linear probes that records of before there were protocols lack."""
 _REPEATS = ("seed", "run")
 """Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
 
@@ -175,7 +177,12 @@ def references(run: Run, metric: Metric) -> dict[str, float]:
 
 
 def _settings(record: Record) -> str:
-    kept = {key: value for key, value in record.settings.items() if key not in _REPEATS}
+    """The conditions of a record: settings without those of repeats, and without those that earlier records lack."""
+    kept = {
+        key: value
+        for key, value in record.settings.items()
+        if key not in _REPEATS and value is not None and (key, value) != _FIRST_PROTOCOL
+    }
     return json.dumps(kept, sort_keys=True)
 
 
