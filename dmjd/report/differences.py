@@ -14,7 +14,7 @@ MAX_KEYS = 4
 _FIRST = ("method.", "target.", "backbone.", "mask.", "optim.")
 _IGNORED = ("run", "typed")
 """Keys that change nothing: the folder, and which keys were typed."""
-_SEED = "seed"
+SEED = "seed"
 _LONG = 8
 """Characters from which the last part of a key is clear alone."""
 
@@ -32,7 +32,7 @@ def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
     """The runs whose configurations differ in the seed only and that reached the same step; in their order."""
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
-        leaves = [(key, plain(value)) for key, value in _leaves(run.config) if key not in (*_IGNORED, _SEED)]
+        leaves = [(key, plain(value)) for key, value in _leaves(run.config) if key not in (*_IGNORED, SEED)]
         groups.setdefault((run.last("step"), *sorted(leaves)), []).append(run)
     return [*groups.values()]
 

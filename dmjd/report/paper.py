@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
 from dmjd.report.cost import PAPER_GPUS, PAPER_HOURS, computed, device_hours, hardware
-from dmjd.report.differences import seed_groups, short_names
+from dmjd.report.differences import SEED, seed_groups, short_names
 from dmjd.report.format import ABSENT, hours, plain, spread
 from dmjd.report.html import disclosure, heading, notes
 from dmjd.report.method import method_name
@@ -67,7 +67,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
     found = [metric for metric in metrics(runs) if not metric.online and _is_main(metric)]
     found.sort(key=lambda metric: list(SCORES).index(metric.evaluation))
     heads = {metric: (metric.evaluation, _title(metric, found)) for metric in found}
-    names = short_names([group[0] for group in groups])
+    names = _differing([group[0] for group in groups], seeds=all(len(group) == 1 for group in groups))
     rows: list[_Row] = []
     values: list[str] = []
     for group, name in zip(groups, names, strict=True):
@@ -157,6 +157,15 @@ def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, tuple[str, 
                 row[head] = spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
     below = {"Run": "untrained encoder", "Backbone": cells["Backbone"]}
     return [_Row(cells, trained), *([_Row(below, untrained)] if untrained else [])]
+
+
+def _differing(runs: Sequence[Run], seeds: bool) -> list[str]:
+    """Keys in which one run of each row differs from the others; with ``seeds`` the seed too."""
+    if seeds:
+        return short_names(runs)
+    return short_names(
+        [replace(run, config={key: run.config[key] for key in run.config if key != SEED}) for run in runs]
+    )
 
 
 def _facts(group: Sequence[Run]) -> dict[str, str]:

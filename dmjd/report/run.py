@@ -135,6 +135,13 @@ def read_run(path: str | Path) -> Run:
         DataError: if the folder or one of config.yaml, provenance.json and log.jsonl is missing, or a file is damaged.
             The last line of a log may be incomplete: the run may be writing it, or was killed while it did.
     """
+    run = _read(path)
+    if not run.fine_tuned:
+        return run
+    return replace(run, groups=_groups(run.path / "groups.json"), origin=_origin(run))
+
+
+def _read(path: str | Path) -> Run:
     folder = RunPaths(Path(path))
     if not folder.path.is_dir():
         raise DataError(f"no run folder at {folder.path}")
@@ -143,7 +150,6 @@ def read_run(path: str | Path) -> Run:
     if not isinstance(launches, list) or not all(isinstance(launch, dict) for launch in launches):
         raise DataError(f"{folder.provenance} is damaged: launches must be a list of mappings")
     rows = _rows(folder.log)
-    tuned = config.get("command") == "finetune"
     return Run(
         name=printable(folder.path.resolve().name),
         config=config,
@@ -154,8 +160,6 @@ def read_run(path: str | Path) -> Run:
         evaluations=[_record(file) for file in sorted(folder.evaluations.glob("*.json"))],
         pictures=sorted(folder.pictures.glob("*.png")),
         path=folder.path,
-        groups=_groups(folder.path / "groups.json") if tuned else [],
-        origin=_origin(config.get("init"), folder.path) if tuned else None,
     )
 
 
@@ -176,15 +180,15 @@ def _distinct_names(folders: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def _origin(init: Any, folder: Path) -> Run | None:
-    """The run that ``init`` names by its folder or that of a checkpoint; None for a file, or if it cannot be read."""
-    if not isinstance(init, str):
-        return None
-    place = Path(at_home(init))
-    for path in (place, place.parent.parent):
-        with suppress(DataError, OSError, ValueError):
-            if path.resolve() != folder.resolve():
-                return read_run(path)
+def _origin(run: Run) -> Run | None:
+    """The pre-training run whose folder or checkpoint ``init`` names; None for a file, or if it cannot be read."""
+    init = run.config.get("init")
+    if isinstance(init, str):
+        place = Path(at_home(init))
+        for path in (place, place.parent.parent):
+            with suppress(DataError, OSError, ValueError):
+                origin = _read(path)
+                return None if origin.fine_tuned else origin
     return None
 
 
