@@ -75,7 +75,7 @@ def run_charts(run: Run) -> list[Chart]:
         figure, axes = _panel()
         draw_losses(axes, training)
         charts.append(_by_step(run, "Loss", figure, axes, caption=loss_meanings(run.config)))
-    scored = online_rows(run)
+    scored = [] if run.fine_tuned else online_rows(run)
     if scored:
         figure, axes = _panel()
         style: dict[str, Any] = {"color": COLOURS[0], "linewidth": 1.8, "marker": "o", "markersize": 4}
@@ -195,8 +195,10 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
 
     def by_epochs(axes: Axes) -> None:
         _draw(axes, curves, [_effective_epochs(curve) for curve in curves], metric, target)
-        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        axes.set_xlabel(epochs, color=INK)
 
+    tuned = all(run.fine_tuned for run in runs)
+    epochs, short = ("epochs",) * 2 if tuned else ("effective training epochs, K x epochs", "effective epochs")
     caption = _caption(metric, curves, baseline if target is not None else None)
     figure = Figure(figsize=(10, 4.6), dpi=100, facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -208,7 +210,10 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
     legend = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in shown]
     charts = []
     what = metric.title if metric else "Loss"
-    for title, draw in ((f"{what} over wall time", by_time), (f"{what} over effective epochs", by_epochs)):
+    for title, draw in (
+        (f"{what} over wall time", by_time),
+        (f"{what} over {short}", by_epochs),
+    ):
         panel, axes = _panel()
         draw(axes)
         charts.append(Chart(title, svg(panel, title), legend))
@@ -216,9 +221,9 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
         losses = [_curve(index, run, names[index], None) for index, run in enumerate(runs)]
         panel, axes = _panel()
         _draw(axes, losses, [_effective_epochs(curve) for curve in losses], None, None)
-        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        axes.set_xlabel(epochs, color=INK)
         known = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in losses if curve.points]
-        title = "Loss over effective epochs"
+        title = f"Loss over {short}"
         charts.append(Chart(title, svg(panel, title), known, _LOSSES_DIFFER))
     return Convergence(caption, png(figure), charts)
 
@@ -269,7 +274,8 @@ def _seconds(curve: _Curve, unit: int) -> list[float]:
 
 
 def _effective_epochs(curve: _Curve) -> list[float]:
-    epochs = [curve.run.effective_epochs(point.epoch) for point in curve.points]
+    run = curve.run
+    epochs = [point.epoch if run.fine_tuned else run.effective_epochs(point.epoch) for point in curve.points]
     return [math.nan if epoch is None else epoch for epoch in epochs]
 
 

@@ -13,9 +13,8 @@ from dmjd.report.html import heading, link, paragraph, table
 from dmjd.report.method import method_name
 from dmjd.report.published import identity
 from dmjd.report.run import Run
+from dmjd.report.scores import AVERAGE_TOP1, online_key, online_rows
 
-MAIN_SCORES = ("val_ema_top1", "val_top1")
-"""Columns of log.jsonl that choose the best epoch: the moving average's where there is one."""
 _GROUPS = {
     "name": "Group",
     "layers": "Layers",
@@ -72,14 +71,13 @@ def preset_of(config: Mapping[str, Any]) -> str:
 
 def best_epoch(run: Run) -> str:
     """ "45 of 50: validation top-1 86.20 %"; empty before the first validation. Of equal scores the earliest."""
-    for key in MAIN_SCORES:
-        rows = [row for row in run.rows if row.get(key) is not None]
-        if rows:
-            best = max(rows, key=lambda row: row[key])
-            average = " of the moving average" * (key == "val_ema_top1")
-            epoch = plain(best.get("epoch", ABSENT))
-            return f"{epoch} of {plain(run.config.get('epochs'))}: validation top-1{average} {best[key]:.2f} %"
-    return ""
+    rows, key = online_rows(run), online_key(run)
+    if not rows:
+        return ""
+    best = max(rows, key=lambda row: row[key])
+    average = " of the moving average" * (key == AVERAGE_TOP1)
+    epochs = f"{plain(best.get('epoch'))} of {plain(run.config.get('epochs'))}"
+    return f"{epochs}: validation top-1{average} {best[key]:.2f} %"
 
 
 def origin_line(run: Run) -> str:

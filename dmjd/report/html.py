@@ -44,6 +44,7 @@ tbody th { color: var(--ink) }
 .scores small { display: block; color: var(--muted) }
 .runs td, .runs th { white-space: nowrap }
 .runs thead th, .runs .text { white-space: normal; overflow-wrap: break-word }
+.runs td.text:last-child { min-width: 14rem }
 .runs thead th:nth-child(2) { min-width: 10rem }
 .groups td, .groups th + th { text-align: right; white-space: nowrap }
 .number { text-align: right }

@@ -196,7 +196,7 @@ class _Line:
 def _online_line(run: Run) -> list[_Line]:
     """The latest score that was measured while training."""
     metric = next((metric for metric in metrics([run]) if metric.online), None)
-    if metric is None:
+    if metric is None or run.fine_tuned:  # its last validation is a record, and the best one is in the summary
         return []
     curve = online_rows(run)
     best = max(curve, key=lambda row: row["knn_top1"])

@@ -147,7 +147,7 @@ def _protocol(metric: Metric) -> str:
 
 def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, tuple[str, str]]) -> list[_Row]:
     """The row of runs that differ in the seed only, and that of their untrained encoders if it has a score."""
-    cells = {"Run": ", ".join(run.name for run in group), "Differs in": name, **_facts(group)}
+    cells = {"Run": _row_name(group), "Differs in": name, **_facts(group)}
     trained, untrained = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
     for metric, head in heads.items():
         after = [record.scores[metric.score] for run in group for record in latest_of(run, metric)]
@@ -157,6 +157,12 @@ def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, tuple[str, 
                 row[head] = spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
     below = {"Run": "untrained encoder", "Backbone": cells["Backbone"]}
     return [_Row(cells, trained), *([_Row(below, untrained)] if untrained else [])]
+
+
+def _row_name(group: Sequence[Run]) -> str:
+    """Names of the runs; of many or long names the first and the number of the others."""
+    names = ", ".join(run.name for run in group)
+    return names if len(group) == 1 or len(names) <= 40 else f"{group[0].name} and {len(group) - 1} more"
 
 
 def _differing(runs: Sequence[Run], seeds: bool) -> list[str]:
@@ -198,7 +204,8 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
 
 
 def _single_values(group: Sequence[Run], heads: Mapping[Metric, tuple[str, str]]) -> list[str]:
-    lines = []
+    name, names = _row_name(group), ", ".join(run.name for run in group)
+    lines = [f"{name}: {names}."] if name != names else []
     for metric, (_, title) in heads.items():
         found = [(run, record) for run in group for record in latest_of(run, metric)]
         if len(found) > 1:

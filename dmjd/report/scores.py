@@ -25,6 +25,8 @@ _FIRST_PROTOCOL = ("protocol", "auto")
 _REPEATS = ("seed", "run")
 """Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
 
+AVERAGE_TOP1 = "val_ema_top1"
+
 ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
 """Settings that :func:`unlike_training` describes."""
 
@@ -110,7 +112,7 @@ def points(run: Run, metric: Metric) -> list[Point]:
     repeats with several seeds are averaged."""
     if metric.online:
         rows = online_rows(run) if metric in _metrics_of(run) else []
-        return [Point(row["knn_top1"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
+        return [Point(row[online_key(run)], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
     latest = latest_of(run, metric)
     if not latest:
         return []
@@ -211,7 +213,9 @@ def records_of(run: Run, metric: Metric) -> list[Record]:
 
 
 def _metrics_of(run: Run) -> list[Metric]:
-    online = [Metric("knn", "top1", "trained", _online_settings(run), online=True)] if online_rows(run) else []
+    evaluation = "finetune" if run.fine_tuned else "knn"
+    weights = "ema" if online_key(run) == AVERAGE_TOP1 else "trained"
+    online = [Metric(evaluation, "top1", weights, _online_settings(run), online=True)] if online_rows(run) else []
     return online + [metric for record in run.evaluations for metric in _metrics(record)]
 
 
@@ -222,7 +226,7 @@ def _metrics(record: Record) -> list[Metric]:
 
 
 def _online_settings(run: Run) -> str:
-    values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}
+    values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}  # no kNN in fine-tuning
     if not values["val_percent"]:  # no split: as runs of before there was one
         values |= {"val_percent": None, "val_seed": None}
     return json.dumps({key: value for key, value in values.items() if value is not None}, sort_keys=True)
@@ -230,4 +234,13 @@ def _online_settings(run: Run) -> str:
 
 def online_rows(run: Run) -> list[dict[str, Any]]:
     """Rows of log.jsonl with a score."""
-    return [row for row in run.rows if row.get("knn_top1") is not None and math.isfinite(row["knn_top1"])]
+    key = online_key(run)
+    return [row for row in run.rows if row.get(key) is not None and math.isfinite(row[key])]
+
+
+def online_key(run: Run) -> str:
+    """The column of log.jsonl that follows the training: the online kNN; of fine-tuning the validation top-1, of the
+    moving average where there is one."""
+    if not run.fine_tuned:
+        return "knn_top1"
+    return AVERAGE_TOP1 if run.last(AVERAGE_TOP1) is not None else "val_top1"

@@ -10,6 +10,8 @@ import pytest
 
 from dmjd.errors import DataError
 from dmjd.report import paper_text, write_comparison, write_report
+from dmjd.report.run import read_runs
+from dmjd.report.scores import metrics, points
 from tests.report.conftest import VIT_B
 from tests.report.html_page import Page
 
@@ -94,6 +96,13 @@ def test_seeds_of_a_fine_tuning_are_one_row(make_finetune: Callable[..., Path], 
     assert "| ft0, ft1, ft2 " in markdown
     assert "72.00 ± 0.00 (3)" in markdown
     assert "Ft.: 72.00 (ft0, seed 0; evaluation seed 0), 72.00 (ft1, seed 1; evaluation seed 1), 72.00" in markdown
+    # Validations are the curve of a comparison: the best is a column, over the epochs of fine-tuning.
+    (run,) = read_runs(folders[:1])
+    online = next(metric for metric in metrics([run]) if metric.online)
+    assert online.title == "Ft. online"
+    assert [(point.epoch, point.score, point.seconds) for point in points(run, online)] == [
+        (1, 71.0, 90.0), (2, 72.0, 180.0), (3, 70.0, 270.0), (4, 71.0, 360.0),
+    ]  # fmt: skip
 
 
 @pytest.mark.usefixtures("undrawn")

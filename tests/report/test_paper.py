@@ -211,3 +211,11 @@ def test_json_of_the_record_may_have_top5(make_run: MakeRun) -> None:
         ["83.00", "-", "-", "0.10", "10000"],
         ["96.50", "-", "-", "-", "10000"],
     ]
+
+
+def test_a_row_of_many_runs_has_a_short_name(make_run: MakeRun) -> None:
+    folders = [make_run(f"an_experiment_with_a_long_name_{seed}", config=MAE | {"seed": seed}) for seed in range(3)]
+    paper = table(*folders)
+    name = "an_experiment_with_a_long_name_0 and 2 more"
+    assert rows(paper)[0]["Run"] == name
+    assert paper.values == [f"{name}: {', '.join(folder.name for folder in folders)}."]
