@@ -132,16 +132,18 @@ def _is_main(metric: Metric) -> bool:
 
 
 def _title(metric: Metric, others: Sequence[Metric]) -> str:
-    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; each linear probe names its protocol."""
+    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; each linear probe names its protocol, and a choice on test images."""
     named = [other for other in others if (other.title, _protocol(other)) == (metric.title, _protocol(metric))]
+    chosen = plain(json.loads(metric.settings).get("selection", ""))
     conditions = [f"protocol {_protocol(metric)}"] if metric.evaluation == "linprobe" else []
+    conditions += [chosen] if chosen != ABSENT else []
     conditions += filter(None, [metric.differing(named)])
     title = SCORES[metric.evaluation] + " EMA" * (metric.weights == "ema")
     return f"{title} ({', '.join(conditions)})" if conditions else title
 
 
 def _protocol(metric: Metric) -> str:
-    """The protocol of a linear probe; records of before there were names are of the automatic one."""
+    """The protocol of a linear probe; the record of an automatic one names none."""
     return plain(json.loads(metric.settings).get("protocol", "auto")) if metric.evaluation == "linprobe" else ""
 
 

@@ -20,8 +20,6 @@ _ONLINE_SETTINGS = {
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
-_FIRST_PROTOCOL = ("protocol", "auto")
-"""The setting of linear probes that records of before there were protocols lack."""
 _REPEATS = ("seed", "run")
 """Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
 
@@ -116,7 +114,10 @@ def points(run: Run, metric: Metric) -> list[Point]:
     latest = latest_of(run, metric)
     if not latest:
         return []
-    return [Point(mean(record.scores[metric.score] for record in latest), run.seconds_at(latest[0].step))]
+    # Steps of a fine-tuning run are not those of the run that it began from.
+    elsewhere = metric.evaluation == "finetune" and "run" in latest[0].settings and not run.fine_tuned
+    seconds = run.last("seconds") if elsewhere else run.seconds_at(latest[0].step)
+    return [Point(mean(record.scores[metric.score] for record in latest), seconds)]
 
 
 def latest_of(run: Run, metric: Metric) -> list[Record]:
@@ -180,11 +181,7 @@ def references(run: Run, metric: Metric) -> dict[str, float]:
 
 def _settings(record: Record) -> str:
     """The conditions of a record: settings without those of repeats, and without those that earlier records lack."""
-    kept = {
-        key: value
-        for key, value in record.settings.items()
-        if key not in _REPEATS and value is not None and (key, value) != _FIRST_PROTOCOL
-    }
+    kept = {key: value for key, value in record.settings.items() if key not in _REPEATS and value is not None}
     return json.dumps(kept, sort_keys=True)
 
 
