@@ -148,7 +148,8 @@ def test_repeats_with_several_seeds_of_one_run_are_one_score(make_run: MakeRun) 
 def test_a_speedup_takes_the_mean_of_repeats(make_run: MakeRun) -> None:
     base = make_run("base", hours=100, evaluations=[finetuned(83.0, 0)], config=MAE)
     worse = make_run("worse", hours=50, evaluations=[finetuned(82.0, 0), finetuned(83.5, 1)], config=MAE)
-    early = finetuned(83.4, 1)[:2] + (3,) + finetuned(83.4, 1)[3:]  # the step is one of the fine-tuning
+    verb, weights, _, score, settings = finetuned(83.4, 1)
+    early = (verb, weights, 3, score, settings)  # the step is one of the fine-tuning
     better = make_run("better", hours=50, evaluations=[early], config=MAE)
     text = write_comparison([base, worse, better], baseline=base)[0].read_text()
     assert "worse: Ft. 82.75 % at best, below the 83 % of base." in text
