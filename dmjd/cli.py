@@ -97,7 +97,7 @@ def _evaluate(command: str, arguments: Sequence[str]) -> None:
 
 def _report(arguments: Sequence[str]) -> None:
     """Write an HTML report of a run, or compare runs: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
-    from dmjd.report import write_comparison, write_report
+    from dmjd.report import paper_text, write_comparison, write_report
 
     keys = ("baseline", "output")
     runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
@@ -108,7 +108,7 @@ def _report(arguments: Sequence[str]) -> None:
             "dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"
         )
     paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
-    print(*paths, sep="\n")
+    print(paper_text(runs), "", *paths, sep="\n")
 
 
 def _ops(arguments: Sequence[str]) -> None:
