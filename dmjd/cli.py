@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, PlanConfig, PretrainConfig
+from dmjd.config import RENAMED, SCHEMAS, FinetunePlanConfig, PlanConfig, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
@@ -62,15 +62,23 @@ def _demo(arguments: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Estimate parameters, FLOPs, memory per GPU and GPU hours of a pre-training"""
+    """Estimate parameters, FLOPs, memory per GPU and GPU hours: dmjd plan [pretrain|finetune] key=value"""
     from dmjd.compose import compose
 
-    config = _with_recipe(compose("plan", arguments))
+    command, arguments = _of_task("plan", arguments)
+    config = _with_recipe(compose(command, arguments))
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
     only = config.engine.name if any(text.startswith(("engine=", "engine.name=")) for text in arguments) else None
     print(*page(Plan(config), only), sep="\n")
+
+
+def _of_task(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """`dmjd plan finetune` has the configuration "plan_finetune"; `dmjd plan pretrain` is `dmjd plan`."""
+    if command != "plan" or arguments[:1] not in (["pretrain"], ["finetune"]):
+        return command, list(arguments)
+    return {"pretrain": "plan", "finetune": "plan_finetune"}[arguments[0]], list(arguments[1:])
 
 
 def _of_checkpoint(command: str, arguments: Sequence[str]) -> list[str]:
@@ -404,7 +412,8 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
 
-    if command in SCHEMAS and command not in ("pretrain", "plan", "convert"):
+    command, arguments = _of_task(command, arguments)
+    if command in SCHEMAS and command not in ("pretrain", "plan", "plan_finetune", "convert"):
         lines += ["", f"dmjd {command} RUN is short for dmjd {command} checkpoint=RUN"]
         arguments = _of_checkpoint(command, arguments)
     if command in SCHEMAS:
@@ -426,6 +435,7 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 def _resolved(command: str, arguments: Sequence[str]) -> str:
     from dmjd.compose import compose, to_yaml
 
+    command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
     return to_yaml(_with_recipe(compose(command, arguments)))
@@ -444,7 +454,7 @@ def _with_recipe(config: Any) -> Any:
 
     from dmjd.builders.recipe import apply_recipe
 
-    if isinstance(config, PlanConfig):
+    if isinstance(config, (PlanConfig, FinetunePlanConfig)):
         return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
     here = torch.cuda.is_available()
     name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"
