@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from dmjd.config import SCHEMAS
-from dmjd.keys import DESCRIBING, fields_of, groups_of, takes_files
+from dmjd.keys import fields_of, groups_of
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -21,19 +21,24 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         *("val_percent=", "val_seed=", "skip_undecodable="),
     ),
     "plan": ("pretrain", "finetune"),
-    "submit": ("pretrain", "preflight", "knn", "linprobe", "site=", "nodes=", "gpus=", "time=", "array=", "--dry-run"),
+    "submit": (
+        "pretrain",
+        "finetune",
+        "preflight",
+        "knn",
+        "linprobe",
+        "site=",
+        "nodes=",
+        "gpus=",
+        "time=",
+        "array=",
+        "--dry-run",
+    ),
     "preflight": ("warm=true",),
     "ops": ("status",),
     "completion": SHELLS,
 }
 """Command -> its arguments that are no keys of a configuration."""
-
-
-def keys_of(command: str) -> set[str]:
-    """Groups and keys that ``command`` takes before an equals sign."""
-    described = fields_of("pretrain") if takes_files(SCHEMAS[command]) else {}
-    more = {key for key in described if key.partition(".")[0] in DESCRIBING}
-    return {*groups_of(command), *fields_of(command), *more}
 
 
 def words_of(command: str) -> list[str]:

@@ -26,7 +26,7 @@ from dmjd.data.folder import ImageFolder
 from dmjd.errors import ConfigError, DataError, UserError, config_section
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.evaluate.features import FEATURE_BATCH, pool
+from dmjd.evaluate.features import FEATURE_BATCH, pool_features
 from dmjd.files import at_home
 from dmjd.keywords import of_checkpoint
 from dmjd.models.masked_image_model import Encoder as Module
@@ -139,7 +139,9 @@ class Encoder:
         prefix = self.module.num_prefix_tokens
         if pooling == "cls" and not prefix:
             raise ConfigError("pooling='cls' needs a cls token, and this encoder has none; use pooling='mean'")
-        features = torch.cat([pool(tokens, prefix, pooling).cpu() for tokens, _ in self._run(images, batch_size, size)])
+        runs = self._run(images, batch_size, size)
+        with torch.no_grad():
+            features = torch.cat([pool_features(self.module, tokens, pooling).cpu() for tokens, _ in runs])
         if not bool(features.isfinite().all()):
             raise UserError(f"the features of {self.path} hold NaN or infinity; load an earlier checkpoint")
         return features

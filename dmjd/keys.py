@@ -43,6 +43,19 @@ def takes_files(schema: type) -> bool:
     return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
 
 
+def keys_of(command: str) -> set[str]:
+    """Groups and keys that ``command`` takes before an equals sign."""
+    described = fields_of("pretrain") if takes_files(SCHEMAS[command]) else {}
+    more = {key for key in described if key.partition(".")[0] in DESCRIBING}
+    return {*groups_of(command), *fields_of(command), *more}
+
+
+def key_of_first(command: str) -> str | None:
+    """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
+    names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
+    return "init" if command in ("finetune", "plan_finetune") else "checkpoint" if "checkpoint" in names else None
+
+
 ELSEWHERE = {
     "arch": "backbone",
     "bs": "batch_size",

@@ -37,6 +37,11 @@ MOST_USED = {
         *("mask.views", "mask.mask_ratio", "init", "workers", "seed", "engine.device", "engine.precision"),
         *("checkpoint_every", "online_knn.every_epochs"),
     ),
+    "finetune": (
+        *("run", "init", "data.root", "data.image_size", "data.val_percent", "epochs", "batch_size", "optim.base_lr"),
+        *("optim.layer_decay", "backbone.drop_path", "head.pooling", "augment.randaugment", "augment.mixup", "freeze"),
+        *("ema_decay", "workers", "seed", "engine.device", "engine.precision", "val_every"),
+    ),
     "plan": (
         *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
         *("mask.views", "mask.mask_ratio", "ema_decay", "engine.precision", "engine.compile"),
@@ -54,6 +59,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd pretrain experiment=mae_vit_base data.root=imagenet engine=ddp", "a published recipe, under torchrun"),
         ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
     ),
+    "finetune": (
+        ("dmjd finetune runs/photos", "from a run, on its images and their classes"),
+        ("dmjd finetune runs/photos data.root=labelled data.val_percent=10", "on other images, with 10 % held out"),
+        (
+            "dmjd finetune mae.pth preset=mae_vit_base data.root=imagenet engine=ddp",
+            "a published recipe, with torchrun",
+        ),
+    ),
     "demo": (
         ("dmjd demo", "train, evaluate and write a report"),
         ("dmjd demo run=runs/demo epochs=1", "shorter"),
@@ -68,6 +81,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd report runs/photos", "runs/photos/report.html"),
         ("dmjd report runs/a runs/b baseline=runs/a", "compare runs"),
         ("dmjd report runs/* output=reports", "compare all runs, in another folder"),
+    ),
+    "validate": (
+        ("dmjd validate runs/finetune", "the newest checkpoint, on the test images of the fine-tuning"),
+        ("dmjd validate runs/finetune which=best weights=ema", "the best checkpoint's moving average"),
+        ("dmjd validate runs/finetune data.root=others", "on other images of the same classes"),
     ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),

@@ -16,7 +16,7 @@ from PIL import Image
 
 from dmjd import __version__, cli
 from dmjd.cluster.submit import submit
-from dmjd.compose import compose, from_yaml
+from dmjd.compose import compose, from_yaml, with_first_key
 from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.errors import Diverged, UserError
 from dmjd.evaluate import EVALUATIONS
@@ -131,7 +131,7 @@ def test_help_has_two_levels_and_its_examples_can_be_typed(dmjd: Command, monkey
         if command in SCHEMAS:
             assert len(found) == 3
             for words in map(shlex.split, found):
-                compose(command, cli._of_checkpoint(command, words))
+                compose(command, with_first_key(command, words))
 
 
 def test_a_checkpoint_in_a_folder_named_like_an_override_is_found(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
 from dmjd.builders.average import ENCODER
-from dmjd.builders.model import BACKBONES
-from dmjd.config import PretrainConfig
+from dmjd.builders.model import BACKBONES, build_classification
+from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.layouts import check_finite, detect, needed_by_encoder, peel
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
@@ -21,7 +21,7 @@ from dmjd.interop.tables import with_bias_tables, with_positions, with_window_ta
 from dmjd.interop.tensors import Grid, join_qv_bias, split_qv_bias
 from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Objective, Trainable
 from dmjd.parallel import native_files, store
 from dmjd.runs.paths import CONFIG
 from dmjd.safe_load import one_line
@@ -44,22 +44,35 @@ class _File(NamedTuple):
     grid: Grid | None = None
 
 
-def check_described(folder: Path, trained: PretrainConfig) -> None:
+def check_described(folder: Path, trained: TrainConfig) -> None:
     """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
 
     The model is built on the meta device, so a configuration from outside cannot allocate memory.
     """
-    saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
+    saved, backbone = store.shapes(folder), trained.backbone
     blocks = BACKBONES[backbone.name].blocks(backbone)
-    blocks += decoder.depth if decoder.name == "mae" else 0
+    if isinstance(trained, PretrainConfig) and trained.method.decoder.name == "mae":
+        blocks += trained.method.decoder.depth
     if blocks > len(saved):
         raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, but there are {len(saved)} tensors beside it")
     try:
         with torch.device("meta"):
-            bare = build_objective(trained, target_dim(trained))
+            if isinstance(trained, FinetuneConfig):
+                bare: Trainable = build_classification(trained, classes_of(saved, folder))
+            else:
+                assert isinstance(trained, PretrainConfig)
+                bare = build_objective(trained, target_dim(trained))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
     native_files.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
+
+
+def classes_of(shapes: Mapping[str, torch.Size], folder: Path) -> int:
+    """Classes of the classifier whose parameters have ``shapes``. Raises CheckpointError if it has no head."""
+    bias = shapes.get("model.head.bias")
+    if bias is None or len(bias) != 1:
+        raise CheckpointError(f"{folder} is of a fine-tuning, and has no model.head.bias")
+    return bias[0]
 
 
 def load_weights(objective: Objective, path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dmjd.accelerators import ACCELERATORS
-from dmjd.config.fields import choice, number, positive, recorded
+from dmjd.config.fields import choice, number, path, positive
 from dmjd.config.finetune import FinetuneConfig
 from dmjd.config.pretrain import PretrainConfig
 
@@ -43,9 +43,9 @@ class PlanConfig(PretrainConfig, ClusterConfig):
 class FinetunePlanConfig(FinetuneConfig, ClusterConfig):
     """Estimate parameters, FLOPs, memory and GPU hours of a fine-tuning.
 
-    Its own keys, then those of finetune without init: the model is that of preset and backbone. Keys of a run's files,
-    logs and checkpoints have no effect.
+    Its own keys, then those of finetune; keys of a run's files, logs and checkpoints have no effect.
+
+    init: Run folder whose backbone and data are planned for, as by finetune. null: those of preset and backbone.
     """
 
-    init: str | None = recorded()
-    weights: str = recorded("trained")
+    init: str | None = path()

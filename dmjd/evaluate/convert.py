@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from dmjd.builders import token_grid
-from dmjd.compose import from_yaml
-from dmjd.config import ConvertConfig, PretrainConfig
+from dmjd.compose import from_yaml_of_run
+from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
@@ -103,7 +103,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     if path.is_dir():
         folder = weights_at(config.input, "input")
         source = folder / CONFIG
-        trained = from_yaml(PretrainConfig, read_file(source), source)
+        trained = from_yaml_of_run(read_file(source), source)
         return _model_in(folder, average), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path, average), LAYOUTS["ours"], grid

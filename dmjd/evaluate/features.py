@@ -69,7 +69,15 @@ def encode(
     # no_grad, not inference_mode: a probe trains on these tensors, and autograd cannot save inference tensors.
     with _evaluating(encoder), torch.no_grad():
         tokens = encoder(normalise(images, mean, std))
-    return pool(tokens, cast(int, encoder.num_prefix_tokens), pooling)
+    return pool_features(encoder, tokens, pooling)
+
+
+def pool_features(encoder: nn.Module, tokens: Tensor, how: str) -> Tensor:
+    """:func:`pool` of the tokens of ``encoder``, and its ``fc_norm`` after that if it is of a classifier that
+    normalises pooled features."""
+    pooled = pool(tokens, cast(int, encoder.num_prefix_tokens), how)
+    norm = getattr(encoder, "fc_norm", None)
+    return pooled if norm is None else cast(Tensor, norm(pooled))
 
 
 def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:

@@ -84,9 +84,14 @@ def validate(step: Validated, dataset: ImageDataset, config: FinetuneConfig, wor
         return trained | scores(AVERAGE)
 
 
+def main_prefix(scores: Mapping[str, float | None]) -> str:
+    """The prefix of the main scores: of the average if there is one."""
+    return AVERAGE if f"{AVERAGE}top1" in scores else TRAINED
+
+
 def main_score(scores: Mapping[str, float | None]) -> float:
-    """The top-1 that selects the best checkpoint: of the average if there is one."""
-    score = scores.get(f"{AVERAGE}top1", scores[f"{TRAINED}top1"])
+    """The top-1 that selects the best checkpoint."""
+    score = scores[f"{main_prefix(scores)}top1"]
     assert score is not None
     return score
 
@@ -101,9 +106,7 @@ def validation_dataset(data: DataConfig, train: ImageDataset) -> ImageDataset:
     check_labels(train, "training")
     test = build_dataset(replace(data, max_bad_percent=0.0), "test")
     check_labels(test, "test")
-    check_same_classes(
-        class_names(test), test.num_classes, class_names(train), train.num_classes, "the training images"
-    )
+    check_same_classes(test, class_names(train), train.num_classes, "the training images")
     return test
 
 
@@ -138,7 +141,8 @@ def check_same_classes(test: ImageDataset, names: Sequence[str], count: int, of:
     for number, (found, expected) in enumerate(zip(class_names(test), names, strict=False)):
         if found != expected:
             raise DataError(
-                f"class {number} of the test images is {found!r}, and of {of} {expected!r}; use images of the same classes"
+                f"class {number} of the test images is {found!r}, and of {of} {expected!r}; use images of the same "
+                "classes"
             )
 
 

@@ -47,7 +47,7 @@ class Best:
 
 
 def best_steps(history: Sequence[Validated], steps: Iterable[int]) -> set[int]:
-    """Steps of the checkpoints that were the best when those of ``steps`` were saved, to any of which a run may return."""
+    """Steps of the best checkpoints at ``steps``, to any of which a run may return."""
     found = set()
     for step in steps:
         found.update([each.step for each in history if each.step <= step][-1:])
@@ -73,7 +73,7 @@ def read_best(run: Path) -> Validated:
             raise ValueError(f"step={str(step)[:20]}, score={str(score)[:20]}")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{run} has no best checkpoint: it has no {file.name}, which a validation writes"
+            f"{run} has no best checkpoint: {file.name} is written by validations of a fine-tuning"
         ) from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); use the newest checkpoint, which=newest") from error

@@ -28,7 +28,7 @@ from dmjd.files import read_file, replace_file, standing_place
 from dmjd.interop.state_file import SUFFIXES
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
-from dmjd.runs.best import Validated, best_steps, write_best
+from dmjd.runs.best import Validated, best_steps, read_best, write_best
 from dmjd.runs.paths import CHECKPOINTS
 from dmjd.safe_load import TENSORS, load_torch, parse_json
 
@@ -352,13 +352,29 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def weights_at(name: str, key: str) -> Path:
+def best_checkpoint(run: Path) -> Path:
+    """The best checkpoint of a fine-tuned run. Raises CheckpointError if it has none, or it is gone or damaged."""
+    step = read_best(run).step
+    path = run / FOLDER / f"{_PREFIX}{step:08d}"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is gone, the best checkpoint of {run}; use the newest one, which=newest")
+    return resolve(path)
+
+
+def weights_at(name: str, key: str, which: str = "newest") -> Path:
     """The weights for a user's path ``name`` under ``key``: a file, or a checkpoint folder as :func:`resolve` finds it.
+
+    Args:
+        which: of a run folder the "newest" checkpoint, or the "best" one.
 
     Raises:
         CheckpointError: if there are none.
     """
     path = Path(name)
+    if which == "best":
+        if not (path / FOLDER).is_dir():
+            raise CheckpointError(f"which=best needs a run folder, and {key}={name} is none; name one, or remove which")
+        return best_checkpoint(path)
     if not path.exists():
         raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
     if path.is_file():

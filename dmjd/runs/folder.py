@@ -40,7 +40,13 @@ from dmjd.runs.paths import CONFIG, RunPaths
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 
-REPLACED = (CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON", "best.json")
+GROUPS = "groups.json"
+"""The groups of the optimizer of a fine-tuning, with their learning rates and weight decays."""
+
+REPLACED = (
+    *(CONFIG, GROUPS, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON"),
+    "best.json",
+)
 """Files that each launch replaces."""
 FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json", IMAGES)
 FOLDERS = (

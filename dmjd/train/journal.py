@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,6 +177,11 @@ class Journal:
             workers,
             advice,
         )
+
+    def log_rows(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """:meth:`log_row` of each."""
+        for row in rows:
+            self.log_row(step, row)
 
     def log_row(self, step: int, row: Mapping[str, float]) -> None:
         """Write one row to the log and the trackers."""

@@ -121,7 +121,8 @@ class Trainer:
         if self.step.began_from and world.is_main:
             logger.info("beginning from %s", self.step.began_from)
         resumed = world.on_main(lambda: run.has_checkpoint)
-        self.data = DataPipeline(config, run.quarantine, world, resumed)
+        self.data = DataPipeline(config, run.quarantine, world, resumed, self.task.augment)
+        world.all_or_none(lambda: self.task.open(self.data.source, run))
         self.upload = Uploader(self.engine.device)
         self.steps_per_epoch = self.data.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
@@ -156,6 +157,8 @@ class Trainer:
         self.registry.add("guard", self.guard)
         if self.data.identity is not None:
             self.registry.add("data", self.data.identity)
+        for name, part in self.task.parts.items():
+            self.registry.add(name, part)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None  # its numbers are read one step later
         self.rehearse = self.engine.rehearses
@@ -201,7 +204,7 @@ class Trainer:
     def _open_logs(self) -> None:
         """Open the logs, without the rows of steps that are repeated, and restore the evaluations from the others."""
         self.journal.open(self.run, self.position.step)
-        self.task.restore(self.run.read_log())
+        self.task.restore(self.run)
 
     def train(self) -> None:
         """Train to the end of the run or until it is asked to stop, and write the exit record."""
@@ -295,7 +298,7 @@ class Trainer:
             rows = self.task.evaluate(step, step / self.steps_per_epoch)
             if rows is None:
                 raise StoppedBefore(step + 1)
-            self.world.on_main(lambda: [self.journal.log_row(step, row) for row in rows])
+            self.world.on_main(lambda: self.journal.log_rows(step, rows))
         self.position.evaluated = True
 
     # Checkpoints
@@ -303,6 +306,7 @@ class Trainer:
     def is_checkpoint_due(self) -> bool:
         step = self.position.step
         planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
+        planned = planned or (self.task.best is not None and self.task.best.step == step)
         return planned or self.requests.saving or self.requests.save_due or self.requests.reason is not None
 
     def save_checkpoint(self) -> None:
@@ -315,8 +319,9 @@ class Trainer:
         self.journal.stall_seconds += self.saver.save(
             self.position.step,
             lambda draft: self.engine.save(draft, self.step.averages),
-            self.registry.files(self.config),
+            {**self.registry.files(self.config), **self.task.files()},
             spare=int(self.guard.in_doubt),  # one from before the bad steps has to stay
+            best=() if self.task.best is None else self.task.best.history,
         )
         self.requests.restart_timer()
         if self.requests.saving or self.requests.reason is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +15,7 @@ from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import STREAM, build_dataset
 from dmjd.data.dataset import ImageDataset
+from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, StopRequested, UserError
 from dmjd.interop.timm import timm_call
 from dmjd.parallel.world import World
@@ -23,6 +23,7 @@ from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.train.callbacks import Callback, gathered_uncompiled
 from dmjd.train.preview import Samples, predict
+from dmjd.train.state import Stateful
 from dmjd.train.summary import count
 
 Callbacks = Sequence[Callback] | Callable[[PretrainConfig], Sequence[Callback]]
@@ -37,6 +38,8 @@ class Pretraining:
     """
 
     augment = None
+    best = None
+    parts: Mapping[str, Stateful] = {}
 
     def __init__(
         self, config: PretrainConfig, world: World, initial: Path | None = None, callbacks: Callbacks = ()
@@ -49,6 +52,9 @@ class Pretraining:
         self.peak_lr = peak_lr(config, self._prepare.mask_spec, self._prepare.grid)
         encoder, whole = (f"{each / 1e6:.2f} M" for each in self.step.parameters)
         self.parameters = f"{encoder} in the encoder, {whole} with the heads of pre-training"
+
+    def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
+        pass
 
     def details(self) -> Iterator[tuple[str, str]]:
         spec, grid = self._prepare.mask_spec, self._prepare.grid
@@ -99,8 +105,11 @@ class Pretraining:
     def record(self, run: RunFolder) -> None:
         pass
 
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        rows = list(rows)
+    def files(self) -> Mapping[str, bytes]:
+        return {}
+
+    def restore(self, run: RunFolder) -> None:
+        rows = run.read_log() if self._callbacks else []
         for callback in self._callbacks:
             callback.restore(rows)
 

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from dmjd.builders.step import TrainStep
 from dmjd.config import AugmentConfig
 from dmjd.data.batch import Batch
-from dmjd.parallel.engine import Engine, StepResult
+from dmjd.data.dataset import ImageDataset
+from dmjd.data.stream.batches import TarStream
+from dmjd.runs.best import Best
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.train.preview import Samples
-
-
-class TrainStep(Protocol):
-    """The step of a task: engine and average, as :mod:`dmjd.builders` puts them together."""
-
-    @property
-    def engine(self) -> Engine: ...
-
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        """For the engine's ``save`` and ``load``; empty without ``ema_decay``."""
-
-    @property
-    def began_from(self) -> str:
-        """The initial weights that were read, and those that were not; empty without any."""
-
-    def update(self, lr: float) -> StepResult:
-        """One optimizer step, then one of the average."""
+from dmjd.train.state import Stateful
 
 
 class Task(Protocol):
@@ -40,15 +26,35 @@ class Task(Protocol):
     are raised there, before the run folder is written.
     """
 
-    step: TrainStep
-    augment: AugmentConfig | None
-    """Augmentation in the loader workers beyond the crop."""
-    views: int
-    """Views of an image that a step computes."""
-    peak_lr: float
-    """The learning rate at the end of warm-up."""
-    parameters: str
-    """The size of the model, for the start lines."""
+    @property
+    def step(self) -> TrainStep[Any]: ...
+
+    @property
+    def augment(self) -> AugmentConfig | None:
+        """Augmentation in the loader workers beyond the crop."""
+
+    @property
+    def views(self) -> int:
+        """Views of an image that a step computes."""
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate at the end of warm-up."""
+
+    @property
+    def parameters(self) -> str:
+        """The size of the model, for the start lines."""
+
+    @property
+    def parts(self) -> Mapping[str, Stateful]:
+        """Parts of the loop's state, besides those of every task."""
+
+    @property
+    def best(self) -> Best | None:
+        """The best validations; None for a task without validation. A checkpoint is saved at each of them."""
+
+    def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
+        """Open what evaluations need, and check it against the training images ``source``; on every rank."""
 
     def details(self) -> Iterator[tuple[str, str]]:
         """Further start lines: title and text."""
@@ -79,8 +85,12 @@ class Task(Protocol):
     def record(self, run: RunFolder) -> None:
         """Write the task's own files at the start of a launch. For rank 0."""
 
-    def restore(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the state of evaluations by that after ``rows`` of the log. For rank 0."""
+    def files(self) -> Mapping[str, bytes]:
+        """Further files of a checkpoint: name -> content. For rank 0."""
+
+    def restore(self, run: RunFolder) -> None:
+        """Replace the state of evaluations by that in the log of ``run``, at its start and after a rollback. For rank
+        0."""
 
     def finish(self, run: RunFolder) -> tuple[str, str]:
         """Write the results of a run whose steps are all done. For rank 0.
