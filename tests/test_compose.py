@@ -18,7 +18,7 @@ def every_option() -> list[str]:
     return [
         f"{group.name}={path.stem}"
         for group in sorted(configs_dir().iterdir())
-        if group.is_dir()
+        if group.is_dir() and group.name != "decoder"  # which follows backbone
         for path in sorted(group.glob("*.yaml"))
     ]
 
