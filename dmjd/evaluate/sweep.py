@@ -1,7 +1,8 @@
-"""Linear classifiers at several learning rates, trained together on features that were computed once.
+"""``dmjd linprobe protocol=cached``: linear classifiers at several learning rates, trained together on features that
+were computed once.
 
-The protocol of DINOv2's linear evaluation (Oquab et al., 2023): a linear layer per learning rate, SGD with momentum
-0.9, half a cosine without warm-up. Different from theirs: features are not augmented; BatchNorm without affine
+The protocol of DINOv2's linear evaluation (Oquab et al., 2023): a linear layer per learning rate, 13 rates, SGD with
+momentum 0.9, half a cosine without warm-up. Different from theirs: features are not augmented; BatchNorm without affine
 parameters precedes the layer, as in MAE, with the statistics of all training images, which are constant here; the rate
 is chosen on a tenth of the training images, not on the test images, and a layer is then trained with it on all of them,
 as for CLIP's linear probes (Radford et al., 2021).
@@ -9,21 +10,28 @@ as for CLIP's linear probes (Radford et al., 2021).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmjd.builders.schedules import REFERENCE_BATCH, cosine
-from dmjd.errors import DataError
-from dmjd.evaluate.features import Features, accuracies, require_labels
+from dmjd.builders.schedules import cosine
+from dmjd.errors import ConfigError, DataError
+from dmjd.evaluate.features import FEATURE_BATCH, Features, accuracies, require_labels
 from dmjd.evaluate.probe import make_head
+from dmjd.evaluate.registry import Context, Scores, references
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 from dmjd.progress import Progress
 
-RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
-"""DINOv2's base learning rates, per 256 images."""
+if TYPE_CHECKING:
+    from dmjd.evaluate.linprobe import LinprobeConfig
+
+logger = logging.getLogger("dmjd")
+
+RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Peak learning rates. As many and as far apart as DINOv2's, which at its batch of 1024 are 4e-5 to 0.4."""
 
 _MOMENTUM = 0.9
 _EPSILON = 1e-6
@@ -33,10 +41,10 @@ _LOGITS_PER_CHUNK = 1 << 24
 
 
 class RateScore(NamedTuple):
-    """A base learning rate with its top-1 in per cent and cross-entropy on the held-out tenth of the training images,
+    """A peak learning rate with its top-1 in per cent and cross-entropy on the held-out tenth of the training images,
     and, where asked for, its top-1 on the test images after training on all of them."""
 
-    base_lr: float
+    lr: float
     held_out_top1: float
     held_out_loss: float
     top1: float | None
@@ -44,24 +52,81 @@ class RateScore(NamedTuple):
 
 class SweepResult(NamedTuple):
     """top1: per cent of the test images at the chosen rate. balanced_top1: mean of the classes' top-1. final_loss: mean
-    training cross-entropy of the last epoch. base_lr: the chosen rate. held_out: number of images that chose it.
-    rates: every rate, ascending."""
+    training cross-entropy of the last epoch. lr: the chosen rate. rates: every rate, ascending."""
 
     top1: float
     balanced_top1: float
     final_loss: float
-    base_lr: float
-    held_out: int
+    lr: float
     rates: list[RateScore]
 
 
-def sweep_recipe(images: int) -> tuple[int, int]:
-    """(batch size, epochs) for ``images`` that a rate is chosen on: at least 78 steps per epoch where batches of 64 to
-    1024 images (DINOv2's) have them, 10 epochs (DINOv2's), or as many as give 2000 steps."""
-    least, greatest, steps_per_epoch, fewest_steps = 64, 1024, 78, 2000
-    fitting = 1 << max(images // steps_per_epoch, 1).bit_length() - 1
-    batch_size = min(max(fitting, least), greatest, images)
-    return batch_size, max(10, -(-fewest_steps // (images // batch_size)))
+def cached_scores(context: Context[LinprobeConfig]) -> Scores:
+    """:func:`cached_probe` of the frozen encoder's features."""
+    config, frozen = context.config, context.frozen
+    train, test = context.dataset("train", config.train_images), context.dataset("test")
+    labels = torch.tensor([train.label(index) for index in range(len(train))])
+    held = int(held_out_rows(labels, config.seed).sum())
+    kept = len(train) - held
+    batch_size = _batch_size(kept) if config.batch_size is None else config.batch_size
+    if batch_size > kept:
+        raise ConfigError(
+            f"batch_size must be at most {kept}, the training images without {held} that choose the learning rate, got "
+            f"{batch_size}"
+        )
+    epochs = _epochs(kept, batch_size) if config.epochs is None else config.epochs
+    rates = sorted(set(config.rates or RATES))
+    pooling = "mean" if config.pooling == "auto" else config.pooling
+    bank, queries = (frozen.features(data, pooling, FEATURE_BATCH, config.workers) for data in (train, test))
+    result = cached_probe(
+        *(bank, queries, train.num_classes),
+        rates=rates,
+        epochs=epochs,
+        batch_size=batch_size,
+        seed=config.seed,
+        device=frozen.device,
+        test_best=config.test_best,
+    )
+    if len(rates) > 1 and result.lr in (rates[0], rates[-1]):
+        logger.warning(
+            "the chosen learning rate %g is the %s of rates; the best one may be beyond it",
+            *(result.lr, "smallest" if result.lr == rates[0] else "largest"),
+        )
+    settings = {
+        "protocol": "cached",
+        "pooling": pooling,
+        "augment": False,
+        "train_images": len(train),
+        **context.image_settings(),
+        "seed": config.seed,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "rates": rates,
+        "chosen_by": f"{held} held-out training images",
+    }
+    values: dict[str, Any] = {
+        "top1": result.top1,
+        "balanced_top1": result.balanced_top1,
+        "final_loss": result.final_loss,
+        "chosen": {"lr": result.lr},
+    }
+    tested = [rate.top1 for rate in result.rates if rate.top1 is not None]
+    if tested:
+        values["top1_best_on_test"] = max(tested)
+    rows = [rate._asdict() for rate in result.rates]
+    values["table"] = rows if tested else [{key: row[key] for key in row if key != "top1"} for row in rows]
+    return Scores({**values, **references(train, test)}, settings)
+
+
+def _batch_size(images: int) -> int:
+    """The largest power of two of which an epoch has at least 78 steps, from 64 (or all images) to DINOv2's 1024."""
+    fitting = 1 << max(images // 78, 1).bit_length() - 1
+    return min(max(fitting, 64), 1024, images)
+
+
+def _epochs(images: int, batch_size: int) -> int:
+    """10, as DINOv2, or as many as give 2000 steps."""
+    return max(10, -(-2000 // (images // batch_size)))
 
 
 def held_out_rows(labels: Tensor, seed: int) -> Tensor:
@@ -107,7 +172,7 @@ def cached_probe(
     Args:
         train, test: features and labels.
         num_classes: labels are in ``[0, num_classes)``.
-        rates: base learning rates per 256 images, ascending; the peak is ``rate * batch_size / 256``.
+        rates: peak learning rates, ascending.
         epochs: passes over the training images, of each of both trainings.
         batch_size: images per step, at most those that are not held out.
         seed: of the held-out images, the initial weights (the same at every rate) and the order of the images.
@@ -151,13 +216,13 @@ def cached_probe(
         RateScore(rate, 100 * right / held_out, loss, tested)
         for rate, right, loss, tested in zip(rates, correct, losses, of_test, strict=True)
     ]
-    return SweepResult(top1, balanced, final.losses[0], rates[best], held_out, table)
+    return SweepResult(top1, balanced, final.losses[0], rates[best], table)
 
 
 class Heads(NamedTuple):
     """Linear layers of ``R`` learning rates on the same normalised features.
 
-    weight: ``[R * C, D]``. bias: ``[R * C]``. mean, scale: ``[D]``, of the training images: their mean and
+    weight: ``[R * C, D]``. bias: ``[R * C]``. mean, scale: float64 ``[D]``, of the training images: mean and
     ``1 / sqrt(variance + 1e-6)``. losses: mean training cross-entropy of the last epoch at each rate.
     """
 
@@ -169,7 +234,8 @@ class Heads(NamedTuple):
 
     def normalised(self, values: Tensor) -> Tensor:
         """``values [B, D]`` as the layers read them, on their device."""
-        return (values.to(self.mean.device) - self.mean) * self.scale
+        # In float64, which a large mean leaves enough digits.
+        return ((values.to(self.mean.device).double() - self.mean) * self.scale).float()
 
     def logits(self, normalised: Tensor) -> Tensor:
         """``[B, D]`` -> ``[B, R, C]``; one matrix product for all rates."""
@@ -207,18 +273,15 @@ def train_heads(
     batch of an epoch is dropped. The head of a rate equals the one that is trained alone, up to rounding.
     """
     dim, count = values.shape[1], len(rates)
-    # The statistics of a batch norm over all images at once. In float64, which a large mean leaves enough digits.
     mean, variance = _moments(values, rows)
     linear = make_head(dim, num_classes, seed=seed).to(device)[1]
     weight, bias = linear.weight.detach().repeat(count, 1), linear.bias.detach().repeat(count)
     scale = (variance + _EPSILON).rsqrt()
-    heads = Heads(weight, bias, mean.float().to(device), scale.float().to(device), [0.0] * count)
+    heads = Heads(weight, bias, mean.to(device), scale.to(device), [0.0] * count)
     weight_momentum, bias_momentum = torch.zeros_like(weight), torch.zeros_like(bias)
     steps_per_epoch = len(rows) // batch_size
     total, step = epochs * steps_per_epoch, 0
-    # float64 until they are multiplied by the schedule: the rounding of a rate does not depend on the others.
-    peaks = torch.tensor(rates, dtype=torch.float64).repeat_interleave(num_classes) * (batch_size / REFERENCE_BATCH)
-    peaks = peaks.to(device, torch.float32)
+    peaks = torch.tensor(rates, dtype=torch.float32, device=device).repeat_interleave(num_classes)
     losses = torch.zeros(count, dtype=torch.float64, device=device)
     labels = labels.to(device)
     with Progress(f"epochs at {count} learning rate{'s' * (count > 1)}", epochs) as bar:
