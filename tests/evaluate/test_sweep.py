@@ -92,12 +92,12 @@ def test_every_head_equals_one_that_pytorch_trains_alone() -> None:
 
 def test_a_full_batch_ends_at_the_optimum_of_scikit_learn() -> None:
     """Without weight decay, where classes overlap, logistic regression has one optimum."""
-    data = clusters(400)
+    data = clusters(400, spread=4.0)
     (loss,) = heads(data, [1.0], batch_size=400, epochs=700).losses
     x = ((data.values - data.values.mean(0)) / data.values.std(0)).double().numpy()
     best = LogisticRegression(C=np.inf, max_iter=2000, tol=1e-6).fit(x, data.labels)
     optimum = F.cross_entropy(torch.from_numpy(best.decision_function(x)), data.labels).item()
-    assert 0.3 < optimum < 0.9
+    assert 0.3 < optimum < 1.2
     assert loss == pytest.approx(optimum, rel=1e-3)
 
 
