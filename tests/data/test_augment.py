@@ -15,11 +15,10 @@ from torch import Tensor
 from dmjd.config import AugmentConfig, DataConfig
 from dmjd.data.augment import RandAugment, apply
 from dmjd.data.batch import Batch
-from dmjd.data.build import count_classes, training_batches
+from dmjd.data.build import require_labels, training_batches
 from dmjd.data.dataset import ArrayDataset
 from dmjd.data.loader import make_loader
-from dmjd.data.stream.batches import TarStream
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, DataError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -140,17 +139,10 @@ def test_a_policy_that_timm_would_misread_is_rejected(policy: str) -> None:
         training_batches(DataConfig(), classes_of(8), 4, 0, augment=AugmentConfig(randaugment=policy))
 
 
-def test_labels_that_a_classifier_cannot_use_are_rejected() -> None:
-    assert count_classes(classes_of(8)) == 4
-    assert count_classes(classes_of(8), 10) == 10
+def test_images_without_labels_are_rejected() -> None:
+    require_labels(classes_of(8))
     gap = ArrayDataset(np.zeros((3, 8, 8, 3), np.uint8), np.array([0, -1, 1]), 2, "photos")
-    cases: list[tuple[Any, int | None, str]] = [
-        (classes_of(8), 3, r"head.num_classes=3 must be at least 4, the number of classes of data.root"),
-        (classes_of(8, num_classes=0), None, "have no labels; put those of each class into a folder"),
-        (ArrayDataset(np.zeros((3, 8, 8, 3), np.uint8), np.zeros(3, np.int64), 1, "photos"), None, "has one class"),
-        (gap, None, r"image photos\[1\] has no label"),
-        (TarStream(["a.tar"], 10, 3, 1), None, "data.name=stream has no labels"),
-    ]
-    for source, classes, message in cases:
-        with pytest.raises(ConfigError, match=message):
-            count_classes(source, classes)
+    with pytest.raises(DataError, match=r"photos\[1\] of data.root has no label"):
+        require_labels(gap)
+    with pytest.raises(DataError, match="have no labels; put those of each class into a folder"):
+        require_labels(classes_of(8, num_classes=0))
