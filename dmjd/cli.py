@@ -146,7 +146,7 @@ def _export(arguments: Sequence[str]) -> None:
     from dmjd.evaluate.export import export
 
     path, line = export(config)
-    print(f"{path}: encoder for {config.format}; load it with\n{line}")
+    print(f"{path}: for {config.format}; load it with\n{line}")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:
