@@ -63,7 +63,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
     Raises:
         DataError: if a run's provenance has an invalid world size.
     """
-    groups = seed_groups(runs)
+    groups = seed_groups([run for run in runs if not _is_in_origin(run, runs)])
     found = [metric for metric in metrics(runs) if not metric.online and _is_main(metric)]
     found.sort(key=lambda metric: list(SCORES).index(metric.evaluation))
     heads = {metric: (metric.evaluation, _title(metric, found)) for metric in found}
@@ -125,6 +125,13 @@ def _pretrained(run: Run) -> Run | None:
     if not run.fine_tuned:
         return run
     return None if run.config.get("weights") == "untrained" else run.origin
+
+
+def _is_in_origin(run: Run, runs: Sequence[Run]) -> bool:
+    """Whether the score of a fine-tuning run stands in the row of the run that it began from."""
+    origins = [each for each in runs if run.origin and each.path.resolve() == run.origin.path.resolve()]
+    records = [record for origin in origins for record in origin.evaluations if record.evaluation == "finetune"]
+    return any(record.settings.get("run") == run.path.resolve().name for record in records)
 
 
 def _is_main(metric: Metric) -> bool:
@@ -209,7 +216,7 @@ def _single_values(group: Sequence[Run], heads: Mapping[Metric, tuple[str, str]]
     name, names = _row_name(group), ", ".join(run.name for run in group)
     lines = [f"{name}: {names}."] if name != names else []
     for metric, (_, title) in heads.items():
-        found = [(run, record) for run in group for record in latest_of(run, metric)]
+        found = [(run, record) for run in group for record in sorted(latest_of(run, metric), key=_seed)]
         if len(found) > 1:
             scores = [metric.column.format(record.scores[metric.score]) for _, record in found]
             texts = [f"{score} {_origin_of(*each)}" for score, each in zip(scores, found, strict=True)]
@@ -218,10 +225,17 @@ def _single_values(group: Sequence[Run], heads: Mapping[Metric, tuple[str, str]]
 
 
 def _origin_of(run: Run, record: Record) -> str:
-    """ "(run-1, seed 1; evaluation seed 0)"."""
-    parts = [", ".join([run.name, *[f"seed {plain(run.config[key])}" for key in ("seed",) if key in run.config]])]
-    parts += [f"evaluation seed {plain(record.settings['seed'])}"] if "seed" in record.settings else []
-    return f"({'; '.join(parts)})"
+    """ "(run-1, seed 1; evaluation seed 0)"; of a fine-tuning that has a run of its own "(finetune-1, seed 0)"."""
+    own = f"{run.name}, seed {plain(run.config[SEED])}" if SEED in run.config else run.name
+    seed = [f"seed {plain(record.settings[SEED])}"] if SEED in record.settings else []
+    if "run" in record.settings:
+        return f"({', '.join([plain(record.settings['run']), *seed])})"
+    return f"({'; '.join([own, *(f'evaluation {text}' for text in seed)])})"
+
+
+def _seed(record: Record) -> tuple[str, ...]:
+    """Sorts repeats by their seed."""
+    return plain(record.settings.get(SEED)).rjust(10), plain(record.settings.get("run"))
 
 
 def _matched(runs: Sequence[Run]) -> list[Published]:

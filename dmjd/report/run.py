@@ -53,7 +53,12 @@ class Record:
         return self.references.get("untrained") if score == self.main_score else None
 
 
-FINETUNE = {"top1": Column("Ft.", "fine-tuning top-1"), "top5": Column("Ft. top-5", "fine-tuning top-5")}
+FINETUNE = {
+    "top1": Column("Ft.", "fine-tuning top-1"),
+    "top5": Column("Ft. top-5", "fine-tuning top-5"),
+    "best_top1": Column("Ft. best on test", "fine-tuning top-1 of the best epoch, which the test images chose"),
+}
+"""Scores of the record that ``dmjd finetune`` writes: of the last epoch, but for ``best_top1``."""
 
 
 def columns_of(evaluation: str) -> Mapping[str, Column]:

@@ -35,7 +35,7 @@ GROUPS = [
     {"name": "embeddings", "layers": 0, "lr_scale": 0.65**13, "weight_decay": 0.05, "tensors": 3, "parameters": 590592},
     {"name": "head <b>", "layers": 13, "lr_scale": 1.0, "weight_decay": 0.0, "tensors": 2, "parameters": 1538},
 ]
-FINETUNE_SETTINGS = {"data": "folder in photos, 224x224", "epochs": 4, "seed": 0, "run": "runs/ft"}
+FINETUNE_SETTINGS = {"data": "folder in photos, 224x224", "epochs": 4, "seed": 0, "run": "ft"}
 
 
 def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -148,7 +148,7 @@ def make_finetune(tmp_path: Path) -> Callable[..., Path]:
             "balanced_top1": 71.0,
             "chance": 10.0,
             "majority": 12.0,
-            "settings": FINETUNE_SETTINGS | {"seed": config.get("seed", 0)},
+            "settings": FINETUNE_SETTINGS | {"seed": config.get("seed", 0), "run": name},
         }
         (folder / "evaluations" / "finetune-0.json").write_text(json.dumps(record))
         return folder

@@ -95,7 +95,14 @@ def test_seeds_of_a_fine_tuning_are_one_row(make_finetune: Callable[..., Path], 
     markdown = write_comparison(folders)[0].read_text()
     assert "| ft0, ft1, ft2 " in markdown
     assert "72.00 ± 0.00 (3)" in markdown
-    assert "Ft.: 72.00 (ft0, seed 0; evaluation seed 0), 72.00 (ft1, seed 1; evaluation seed 1), 72.00" in markdown
+    assert "Ft.: 72.00 (ft0, seed 0), 72.00 (ft1, seed 1), 72.00 (ft2, seed 2)." in markdown
+    # Beside the run that they began from, their scores stand in its row.
+    record = (folders[0] / "evaluations" / "finetune-0.json").read_text()
+    (origin / "evaluations" / "finetune-0.json").write_text(record)
+    assert [line.split("  ")[0] for line in paper_text([origin, *folders]).splitlines()[1:3]] == [
+        "pretrained",
+        "ft1, ft2",
+    ]
     # Validations are the curve of a comparison: the best is a column, over the epochs of fine-tuning.
     (run,) = read_runs(folders[:1])
     online = next(metric for metric in metrics([run]) if metric.online)
