@@ -275,7 +275,7 @@ def _results(
         options["constant_epochs"] = True
     else:
         head = AttentiveHead(dim, _heads(frozen), classes, seed=config.seed)
-        options["clip"] = 1.0
+        options |= {"clip": 1.0, "micro_batch": FEATURE_BATCH}
     head.to(frozen.device)
     return train_and_test(head, head.optimizer(), source, chunks, classes, recipe, **options)
 

@@ -153,6 +153,7 @@ def train_and_test(
     device: torch.device,
     constant_epochs: bool = False,
     clip: float | None = None,
+    micro_batch: int | None = None,
 ) -> list[ProbeResult]:
     """Train the head of a probe, or several at once, and test it.
 
@@ -166,6 +167,8 @@ def train_and_test(
         device: where to train.
         constant_epochs: the learning rate of an epoch is that of its first step.
         clip: largest norm of the gradient. None: it is not clipped.
+        micro_batch: images per forward pass of the head, whose gradients are accumulated. None: the whole batch, which
+            batch normalisation needs.
 
     Returns:
         The result of each head.
@@ -174,6 +177,7 @@ def train_and_test(
         DataError: if labels are out of range.
     """
     epochs, batch_size, warmup_epochs = recipe.epochs, recipe.batch_size, recipe.warmup_epochs
+    micro_batch = micro_batch or batch_size
     steps_per_epoch = len(train_source) // batch_size
     total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
     step = 0
@@ -184,13 +188,14 @@ def train_and_test(
             dated = epoch * steps_per_epoch if constant_epochs else step
             for group in optimizer.param_groups:
                 group["lr"] = cosine(dated, total=total, warmup=warmup, peak=recipe.peak)
-            losses = _losses(head(values.to(device).float()), labels.to(device))
             optimizer.zero_grad()
-            losses.sum().backward()
+            for part, expected in zip(values.split(micro_batch), labels.split(micro_batch), strict=True):
+                losses = _losses(head(part.to(device).float()), expected.to(device)) * (len(expected) / batch_size)
+                losses.sum().backward()
+                epoch_loss = epoch_loss + losses.detach()
             if clip is not None:
                 nn.utils.clip_grad_norm_(head.parameters(), clip)
             optimizer.step()
-            epoch_loss = epoch_loss + losses.detach()
             step += 1
         assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
     hits, labels = _hits(head, test, num_classes, device)
@@ -277,8 +282,9 @@ def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tup
         rows += chunk[1].shape[0]
         while rows >= size:
             values, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
+            # Cloned, or the rest would keep the memory of the batch until the next one is complete.
+            held, rows = [(values[size:].clone(), labels[size:])], rows - size
             yield values[:size], labels[:size]
-            held, rows = [(values[size:], labels[size:])], rows - size
 
 
 @torch.no_grad()
