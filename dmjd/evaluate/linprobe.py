@@ -70,7 +70,7 @@ class LinprobeConfig(EvaluationConfig):
 
     protocol: auto: MAE's probe with values that follow from the number of images. mae, convmae, dmjd: the published
         linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive: V-JEPA's
-        cross-attention from one query.
+        cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.
     pooling: Image feature. auto: mean of the patch tokens; with protocol=mae the cls token, where there is one. mean,
         cls: (protocol=auto, mae) that.
     epochs: Training epochs of the probe. null: 90, or as many as give 1000 steps.
@@ -82,10 +82,13 @@ class LinprobeConfig(EvaluationConfig):
         true for a published protocol, else from 100,000 training images on.
     crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale
         belongs to pre-training and is ignored here.
+    rates: (protocol=cached) Peak learning rates of SGD; the one that is best on a held-out tenth of the training images
+        is used. null: 13 from 0.001 to 10.
+    test_best: (protocol=cached) Also report the highest top-1 of all rates on the test images, as best on test.
     seed: Random seed of initialisation, sample order and crops.
     """
 
-    protocol: str = choice("auto", *PROTOCOLS)
+    protocol: str = choice("auto", *PROTOCOLS, "cached")
     pooling: str = choice("auto", "mean", "cls")
     epochs: int | None = positive(None)
     warmup_epochs: int | None = number(None, least=0)
@@ -93,6 +96,8 @@ class LinprobeConfig(EvaluationConfig):
     batch_size: int | None = positive(None)
     augment: bool | None = None
     crop_scale: list[float] = numbers(0.08, 1.0, length=2, above=0, most=1)
+    rates: list[float] | None = positive(None)
+    test_best: bool = False
     seed: int = number(0, least=0, below=2**32)
 
     def check(self) -> None:
@@ -101,11 +106,27 @@ class LinprobeConfig(EvaluationConfig):
             raise ConfigError(f"crop_scale must be [smallest,largest], got {self.crop_scale}")
         if self.epochs is not None and self.warmup_epochs is not None:
             _check_warmup(self.warmup_epochs, self.epochs)
-        if self.pooling != "auto" and self.protocol not in ("auto", "mae"):
+        if self.pooling != "auto" and self.protocol not in ("auto", "mae", "cached"):
             raise ConfigError(
                 f"protocol={self.protocol} sets the feature itself: leave pooling={self.pooling} out, or use "
-                "protocol=auto or mae"
+                "protocol=auto, mae or cached"
             )
+        self._check_cached()
+
+    def _check_cached(self) -> None:
+        if self.protocol != "cached":
+            for key, given in (("rates", self.rates is not None), ("test_best", self.test_best)):
+                if given:
+                    raise ConfigError(f"{key} needs protocol=cached, got protocol={self.protocol}")
+            return
+        if self.rates == []:
+            raise ConfigError("rates must hold at least one number, got []")
+        if self.augment:
+            raise ConfigError("protocol=cached computes the features once: remove augment=true, or use protocol=auto")
+        if self.base_lr is not None:
+            raise ConfigError(f"protocol=cached has several learning rates: set rates, not base_lr={self.base_lr:g}")
+        if self.warmup_epochs is not None:
+            raise ConfigError(f"protocol=cached has no warm-up: remove warmup_epochs={self.warmup_epochs}")
 
 
 def _check_warmup(warmup_epochs: int, epochs: int) -> None:
@@ -115,6 +136,10 @@ def _check_warmup(warmup_epochs: int, epochs: int) -> None:
 
 def run(context: Context[LinprobeConfig]) -> Scores:
     """Train a classifier on the training images and test it."""
+    if context.config.protocol == "cached":
+        from dmjd.evaluate.sweep import cached_scores
+
+        return cached_scores(context)
     config, frozen = context.config, context.frozen
     protocol = PROTOCOLS.get(config.protocol)
     train, test = context.dataset("train", config.train_images), context.dataset("test")

@@ -43,10 +43,12 @@ class Column:
 
 
 class Scores(NamedTuple):
-    """values: score -> number; those without a column are kept in the file only. settings: the conditions under which
-    they were measured, as JSON; scores are compared under equal settings only."""
+    """values: score -> number or None; those without a column are kept in the file only, among them ``chosen`` (setting
+    -> the value that the training images chose), ``SCORE_best_on_test`` (the highest of all choices, which the test
+    images chose) and ``table``. settings: the conditions under which they were measured, as JSON; scores are compared
+    under equal settings only."""
 
-    values: dict[str, float | None]
+    values: dict[str, Any]
     settings: dict[str, Any]
 
 
@@ -204,6 +206,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     for score, column in EVALUATIONS[name].columns.items():
         value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
         beside = {"balanced": record.get(f"balanced_{score}"), **{key: record.get(key) for key in BASELINES}}
+        beside["best on the test images"] = record.get(f"{score}_best_on_test")
         if column.format(beside["balanced"] or 0) == column.format(record[score] or 0):  # classes of equal size
             del beside["balanced"]
         shown = [f"{key} {column.format(number)}" for key, number in beside.items() if number is not None]
@@ -212,6 +215,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
             *[f"step {record['step']}"] * ("checkpoint" not in settings),
         ]  # unknown of a file
         conditions += [f"protocol {settings['protocol']}"] if "protocol" in settings else []
+        conditions += [f"{key.replace('_', ' ')} {value:g}" for key, value in record.get("chosen", {}).items()]
         conditions += filter(None, [settings.get("selection"), settings.get("data")])
         if few := settings.get("few_shot"):
             conditions += ["a list of labels" if few == "list" else f"{few:g} % of the labels"]
