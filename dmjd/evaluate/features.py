@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -93,9 +93,9 @@ def encode(
         ``[B, prefix + N, D]``.
     """
     prefix = cast(int, encoder.num_prefix_tokens)
-    hooks = (
-        _pooled_outputs(cast(Iterable[nn.Module], encoder.blocks), prefix) if pooling in OF_BLOCKS else nullcontext([])
-    )
+    hooks: AbstractContextManager[list[tuple[torch.Size, Tensor]]] = nullcontext([])
+    if pooling in OF_BLOCKS:
+        hooks = _pooled_outputs(cast(Iterable[nn.Module], encoder.blocks), prefix)
     # no_grad, not inference_mode: a probe trains on these tensors, and autograd cannot save inference tensors.
     with _evaluating(encoder), torch.no_grad(), hooks as outputs:
         tokens: Tensor = encoder(normalise(images, mean, std))

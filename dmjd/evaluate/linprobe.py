@@ -248,36 +248,30 @@ def _results(
     from dmjd.evaluate.probe import CachedFeatures, LayerHeads, linear_probe, train_and_test
 
     config, frozen, classes = context.config, context.frozen, train.num_classes
-    if pooling not in ("layers", "tokens"):
-        queries = frozen.features(test, pooling, FEATURE_BATCH, config.workers)
-        source = augmented or CachedFeatures(
-            frozen.features(train, pooling, FEATURE_BATCH, config.workers), seed=config.seed
-        )
-        device = frozen.device
-        return [linear_probe(source, queries, classes, **recipe._asdict(), seed=config.seed, device=device)]
-    dim, layers = _shape(frozen, pooling)
+    device, seed, several = frozen.device, config.seed, pooling in ("layers", "tokens")
+    dim, number = _shape(frozen, pooling) if several else (0, 0)
     source = augmented
     if source is None:
         dtype = torch.float16 if pooling == "tokens" else torch.float32
-        needed = len(train) * dim * layers * dtype.itemsize
+        needed = len(train) * dim * number * dtype.itemsize
         if needed > CACHE_BYTES:
             raise ConfigError(
                 f"augment=false would keep {needed / 2**30:.1f} GiB of features, at most {CACHE_BYTES >> 30}; use "
                 "augment=true, or fewer train_images"
             )
-        features = frozen.features(train, pooling, FEATURE_BATCH, config.workers, dtype)
-        source = CachedFeatures(features, seed=config.seed)
+        source = CachedFeatures(frozen.features(train, pooling, FEATURE_BATCH, config.workers, dtype), seed=seed)
+    if not several:
+        queries = frozen.features(test, pooling, FEATURE_BATCH, config.workers)
+        return [linear_probe(source, queries, classes, **recipe._asdict(), seed=seed, device=device)]
     chunks = frozen.encoded(test, pooling, FEATURE_BATCH, config.workers)
-    options: dict[str, Any] = {"device": frozen.device}
     head: LayerHeads | AttentiveHead
     if pooling == "layers":
-        head = LayerHeads(layers, dim, classes, seed=config.seed)
-        options["constant_epochs"] = True
+        head = LayerHeads(number, dim, classes, seed=seed).to(device)
+        options: dict[str, Any] = {"constant_epochs": True}
     else:
-        head = AttentiveHead(dim, _heads(frozen), classes, seed=config.seed)
-        options |= {"clip": 1.0, "micro_batch": FEATURE_BATCH}
-    head.to(frozen.device)
-    return train_and_test(head, head.optimizer(), source, chunks, classes, recipe, **options)
+        head = AttentiveHead(dim, _heads(frozen), classes, seed=seed).to(device)
+        options = {"clip": 1.0, "micro_batch": FEATURE_BATCH}
+    return train_and_test(head, head.optimizer(), source, chunks, classes, recipe, device=device, **options)
 
 
 def _shape(frozen: FrozenEncoder, pooling: str) -> tuple[int, int]:

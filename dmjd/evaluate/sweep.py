@@ -68,13 +68,13 @@ def cached_scores(context: Context[LinprobeConfig]) -> Scores:
     labels = torch.tensor([train.label(index) for index in range(len(train))])
     held = int(held_out_rows(labels, config.seed).sum())
     kept = len(train) - held
-    batch_size = _batch_size(kept) if config.batch_size is None else config.batch_size
+    batch_size = batch_size_for(kept) if config.batch_size is None else config.batch_size
     if batch_size > kept:
         raise ConfigError(
             f"batch_size must be at most {kept}, the training images without {held} that choose the learning rate, got "
             f"{batch_size}"
         )
-    epochs = _epochs(kept, batch_size) if config.epochs is None else config.epochs
+    epochs = epochs_for(kept, batch_size) if config.epochs is None else config.epochs
     rates = sorted(set(config.rates or RATES))
     pooling = "mean" if config.pooling == "auto" else config.pooling
     bank, queries = (frozen.features(data, pooling, FEATURE_BATCH, config.workers) for data in (train, test))
@@ -118,13 +118,13 @@ def cached_scores(context: Context[LinprobeConfig]) -> Scores:
     return Scores({**values, **references(train, test)}, settings)
 
 
-def _batch_size(images: int) -> int:
+def batch_size_for(images: int) -> int:
     """The largest power of two of which an epoch has at least 78 steps, from 64 (or all images) to DINOv2's 1024."""
     fitting = 1 << max(images // 78, 1).bit_length() - 1
     return min(max(fitting, 64), 1024, images)
 
 
-def _epochs(images: int, batch_size: int) -> int:
+def epochs_for(images: int, batch_size: int) -> int:
     """10, as DINOv2, or as many as give 2000 steps."""
     return max(10, -(-2000 // (images // batch_size)))
 

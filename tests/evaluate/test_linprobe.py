@@ -25,7 +25,7 @@ from dmjd.evaluate.attentive import AttentiveHead
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.features import Features
 from dmjd.evaluate.linprobe import PROTOCOLS, LinprobeConfig, run
-from dmjd.evaluate.probe import CachedFeatures, LayerHeads, linear_probe
+from dmjd.evaluate.probe import CachedFeatures, LayerHeads, Recipe, linear_probe
 from dmjd.ops import make_key, philox
 from dmjd.runs.folder import RunFolder
 
@@ -81,8 +81,8 @@ def frozen_of() -> Callable[[str], Frozen]:
                 parameter.normal_(0, 0.3)  # so that no norm is the identity
             size = trained.data.image_size[0], trained.data.image_size[1]
             place = Path("nowhere")
-            shared = (to_yaml(trained), trained.data, {}, size, CPU, 5, place, RunFolder(place))
-            kept[name] = Frozen(encoder, trained, *shared)
+            text, folder = to_yaml(trained), RunFolder(place)
+            kept[name] = Frozen(encoder, trained, text, trained.data, {}, size, CPU, 5, place, folder)
         return kept[name]
 
     return build
@@ -147,13 +147,13 @@ def order_of(epoch: int) -> Tensor:
         ("attentive", (1280, 32), (1024, 2.5e-4, 20, 0)),
     ],
 )
-def test_a_protocol_has_the_published_values(protocol: str, size: tuple[int, int], expected: tuple[float, ...]) -> None:
-    backbone = BackboneConfig(embed_dim=size[0], depth=size[1])
-    assert (
-        linprobe._recipe(compose("linprobe", ["checkpoint=x", f"protocol={protocol}"]), backbone, 1_281_024) == expected
-    )
-    typed = compose("linprobe", ["checkpoint=x", f"protocol={protocol}", "batch_size=64", "base_lr=3", "epochs=33"])
-    assert linprobe._recipe(typed, backbone, 100) == (64, 3, 33, expected[3])
+def test_a_protocol_has_the_published_values(
+    protocol: str, size: tuple[int, int], expected: tuple[int, float, int, int]
+) -> None:
+    backbone, named = BackboneConfig(embed_dim=size[0], depth=size[1]), ["checkpoint=x", f"protocol={protocol}"]
+    assert linprobe._recipe(compose("linprobe", named), backbone, 1_281_024) == Recipe(*expected)
+    typed = compose("linprobe", [*named, "batch_size=64", "base_lr=3", "epochs=33"])
+    assert linprobe._recipe(typed, backbone, 100) == Recipe(64, 3, 33, expected[3])
 
 
 def test_peaks_are_those_of_the_publications() -> None:
@@ -225,7 +225,7 @@ def test_a_protocol_end_to_end(frozen_of: Callable[[str], Frozen], backbone: str
 def test_linear_protocols_read_the_published_feature(frozen_of: Callable[[str], Frozen], backbone: str) -> None:
     """mae: the class token after the encoder's norm. The mean: before it, with a LayerNorm without trained values."""
     frozen, prefix = frozen_of(backbone), backbone == "vit"
-    values = {"cls": [], "mean": []}
+    values: dict[str, list[Features]] = {"cls": [], "mean": []}
     for split in ("train", "test"):
         blocks, tokens, labels = tokens_of(frozen, split)
         mean = blocks[-1][:, int(prefix) :].mean(dim=1)
@@ -292,7 +292,7 @@ def test_weights_of_layers_start_normal_and_leave_the_global_generator_alone() -
 # The attentive probe
 
 
-def attend(head: AttentiveHead, tokens: Tensor, heads: int) -> Tensor:
+def attend(head: Any, tokens: Tensor, heads: int) -> Tensor:
     """V-JEPA's attentive classifier of one image ``[T, D]``, one attention head at a time."""
 
     def norm(x: Tensor, module: nn.LayerNorm) -> Tensor:
@@ -300,8 +300,7 @@ def attend(head: AttentiveHead, tokens: Tensor, heads: int) -> Tensor:
             module.weight
         ) + module.bias
 
-    attention = head.attention
-    assert attention.in_proj_weight is not None
+    attention: Any = head.attention
     normed, query = norm(tokens, head.norm1), head.query[0]
     projected = zip(
         attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3), (query, normed, normed), strict=True
@@ -317,7 +316,7 @@ def attend(head: AttentiveHead, tokens: Tensor, heads: int) -> Tensor:
 
 
 def test_the_attentive_head_equals_its_formulas() -> None:
-    head = AttentiveHead(16, 4, 5, seed=0)
+    head: Any = AttentiveHead(16, 4, 5, seed=0)
     with torch.no_grad():
         for parameter in head.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) / 5)
@@ -343,7 +342,7 @@ def test_attentive_training_equals_a_replay(frozen_of: Callable[[str], Frozen]) 
     scores = probe(frozen, "protocol=attentive", "batch_size=16", "base_lr=0.05", f"epochs={epochs}", "augment=false")
     (_, tokens, labels), (_, tested, expected) = tokens_of(frozen, "train"), tokens_of(frozen, "test")
     head = AttentiveHead(32, 4, CLASSES, seed=0)
-    optimizer, losses = head.optimizer(), []
+    optimizer, losses = head.optimizer(), list[float]()
     for epoch in range(epochs):
         for rows in order_of(epoch).split(16):
             lr = 0.05 / 16 * (1 + math.cos(math.pi * len(losses) / (3 * epochs))) / 2

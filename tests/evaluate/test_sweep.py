@@ -174,8 +174,8 @@ def test_two_images_of_one_class_are_enough() -> None:
     ("images", "batch_size", "epochs"), [(2, 2, 2000), (270, 64, 500), (45_000, 512, 23), (1_153_051, 1024, 10)]
 )
 def test_the_recipe_follows_the_number_of_images(images: int, batch_size: int, epochs: int) -> None:
-    assert sweep._batch_size(images) == batch_size
-    assert sweep._epochs(images, batch_size) == epochs
+    assert sweep.batch_size_for(images) == batch_size
+    assert sweep.epochs_for(images, batch_size) == epochs
 
 
 # dmjd linprobe protocol=cached
