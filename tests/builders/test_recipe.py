@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,24 @@ def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
 def finetune(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FinetuneConfig]:
     """As ``resolve``, of preset=own_photos with the backbone and image size of a run of experiment=own_photos."""
 
-    def run(images: int, *overrides: str, device: torch.device = CPU, processes: int = 1) -> FinetuneConfig:
+    fit_memory = recipe._fit_memory
+
+    @cache
+    def composed(typed: tuple[str, ...]) -> FinetuneConfig:
+        config: FinetuneConfig = compose("finetune", list(typed))
+        return config
+
+    def run(
+        images: int, *overrides: str, device: torch.device = CPU, processes: int = 1, free_gib: float | None = None
+    ) -> FinetuneConfig:
         model = ["backbone.patch_size=12", "backbone.embed_dim=192", "backbone.depth=6", "backbone.num_heads=3"]
         typed = ["init=run", "preset=own_photos", "data.image_size=96", *model, *overrides]
         resolve(images, 200)  # the images
-        return recipe.apply_recipe(compose("finetune", typed), device, processes)
+        if free_gib is not None:
+            monkeypatch.setattr(recipe, "_fit_memory", fit_memory)
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 0))
+            monkeypatch.setattr(recipe, "select_precision", lambda precision, device: torch.bfloat16)
+        return recipe.apply_recipe(composed(tuple(typed)), device, processes)
 
     return run
 
@@ -220,17 +234,9 @@ def test_a_classifier_follows_the_images_by_the_rules_of_pretraining(
 
 
 @pytest.mark.long  # seconds of tracing
-def test_a_batch_of_fine_tuning_fits_the_memory_of_the_gpu(
-    resolve: Resolve, finetune: Callable[..., FinetuneConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes, estimate = dict[int, float](), recipe.step_bytes
-    fit = recipe._fit_memory
-
-    def spy(config: FinetuneConfig, images: int, device: torch.device) -> float:
-        return sizes.setdefault(images, estimate(config, images, device))
-
-    resolve(300, 200, device=CUDA, free_gib=0.1)
-    monkeypatch.setattr(recipe, "step_bytes", spy)
-    small = finetune(300, device=CUDA)
-    assert small.batch_size < 64
-    assert fit is recipe._fit_memory
+def test_a_batch_of_fine_tuning_fits_the_memory_of_the_gpu(finetune: Callable[..., FinetuneConfig]) -> None:
+    small, large = (finetune(300, device=CUDA, free_gib=free) for free in (0.2, 8.0))
+    assert large.batch_size == 64
+    assert 2 <= small.batch_size < 64
+    assert small.batch_size % 2 == 0
+    assert recipe.step_bytes(small, small.batch_size, CUDA) <= 0.8 * 0.2 * 2**30
