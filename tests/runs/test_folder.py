@@ -191,7 +191,7 @@ def test_typed_keys_and_groups_apply_or_are_an_error(tmp_path: Path) -> None:
 def test_a_group_with_the_option_that_the_first_start_composed_changes_nothing(tmp_path: Path) -> None:
     """Options of the defaults and of the experiment were not typed; here their values have changed since."""
     run = stored(started(tmp_path), "weight_decay: 0.05", "weight_decay: 0.01")
-    options = options_of(configure().typed or [])
+    options = options_of("pretrain", configure().typed or [])
     assert (options["experiment"], options["data"], options["method"]) == ("demo", "digits", "dmjd")
     expected = run.check(configure())
     assert run.check(configure(*(f"{group}={option}" for group, option in options.items()))) == expected
