@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dmjd.data.augment import RandAugment
+from dmjd.data.augment import RandAugment, apply
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.ops.philox import Domain, keyed_uniform
 
@@ -84,7 +84,7 @@ class CropDraws:
     def __init__(self, crop: RandomResizedCrop, sample_ids: Tensor, key: Tensor) -> None:
         uniform = keyed_uniform(sample_ids, 4 * ATTEMPTS, key=key, domain=Domain.CROP)
         self._uniform = uniform.view(-1, ATTEMPTS, 4).numpy()
-        self._seeds = [] if crop.augment is None else crop.augment.draw(sample_ids, key)
+        self._operations = None if crop.augment is None else crop.augment.draw(sample_ids, key)
         self._crop = crop
 
     def box(self, row: int, height: int, width: int) -> Box:
@@ -104,9 +104,7 @@ class CropDraws:
     def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
         """The crop of sample ``sample_ids[row]`` of ``image``, augmented; see :meth:`RandomResizedCrop.cut`."""
         first, *second = self._crop.cut(image, self.box(row, *image.size))
-        if self._crop.augment is not None:
-            first = self._crop.augment(first, self._seeds[row])
-        return first, *second
+        return (first if self._operations is None else apply(self._operations[row], first)), *second
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:

@@ -75,6 +75,12 @@ class FrozenEncoder:
         """See :func:`image_source`."""
         return image_source(self.data)
 
+    @property
+    def class_labels(self) -> list[str]:
+        """A name for each logit of the classifier: the class's, or its number."""
+        assert self.classifier is not None
+        return list(self.classes) or [str(number) for number in range(self.classifier.head.out_features)]
+
     def logits(self, images: Tensor) -> Tensor:
         """Logits ``[B, classes]`` of the classifier for uint8 ``[B, H, W, C]`` on the device."""
         assert self.classifier is not None
