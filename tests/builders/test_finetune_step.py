@@ -251,7 +251,7 @@ def test_shared_tables_of_relative_positions_become_those_of_blocks(tmp_path: Pa
 
 def test_windows_of_a_swin_grow(tmp_path: Path) -> None:
     """SimMIM: 192 pixels in windows of 6, then 224 pixels in windows of 7; here 64 in 2 and 96 in 3."""
-    windows = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
+    windows: dict[str, Any] = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
     encoder = SwinEncoder(image_size=(64, 64), in_chans=3, embed_dim=32, window=2, **windows)
     path = pre_trained(encoder, tmp_path / "run.safetensors")
     swin = {

@@ -50,7 +50,7 @@ def fixed(model: VisionTransformer) -> nn.Module:
 
 def beit_of_timm(**options: Any) -> nn.Module:
     norm = partial(nn.LayerNorm, eps=1e-6)  # BEiT's own, where timm has torch's 1e-5
-    plain = {"use_abs_pos_emb": False, "init_values": 0.1, "qkv_bias": True, "norm_layer": norm}
+    plain: dict[str, Any] = {"use_abs_pos_emb": False, "init_values": 0.1, "qkv_bias": True, "norm_layer": norm}
     return Beit(**TIMM, **(plain | options))
 
 
