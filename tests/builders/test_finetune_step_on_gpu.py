@@ -69,10 +69,13 @@ def curve(step: FinetuneStep) -> list[float]:
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_float32_equals_the_cpu_s(backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    on_cpu, on_gpu = (curve(build(backbone, device, precision="fp32")) for device in ("cpu", "cuda"))
+def test_float32_equals_the_cpu_s(backbone: str) -> None:
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        on_cpu, on_gpu = (curve(build(backbone, device, precision="fp32")) for device in ("cpu", "cuda"))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn
     assert on_gpu == pytest.approx(on_cpu, rel=1e-3, abs=1e-3)
 
 
