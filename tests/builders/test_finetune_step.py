@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from scipy.interpolate import RectBivariateSpline
 from timm.loss import SoftTargetCrossEntropy
 from timm.models.beit import Beit
 from timm.models.vision_transformer import VisionTransformer
@@ -30,6 +32,7 @@ from dmjd.config import (
 )
 from dmjd.data.batch import Batch
 from dmjd.errors import CheckpointError, ConfigError
+from dmjd.interop.tensors import resize_bias_table
 from dmjd.models.classifier import Classification
 from dmjd.models.flops import count_flops
 from dmjd.models.masked_image_model import Encoder
@@ -261,13 +264,42 @@ def test_windows_of_a_swin_grow(tmp_path: Path) -> None:
     config = configured(96, backbone=swin, head=HeadConfig(norm="encoder"), augment=PLAIN)
     step = build_finetune_step(config, CLASSES, initial=path)
     assert step.began_from == f"{path}; head as initialised"
-    name = "layers.2.blocks.0.attn.relative_position_bias_table"
-    table, small = parameters(step)[f"model.encoder.{name}"], encoder.get_parameter(name).detach()
-    assert table.shape == (25, 2)
-    torch.testing.assert_close(table[12], small[4], msg="the centre stays")
-    torch.testing.assert_close(table[24], small[8], rtol=0.5, atol=0.2, msg="so do corners, nearly")
+    for name in (f"layers.{stage}.blocks.0.attn.relative_position_bias_table" for stage in range(3)):
+        table, small = parameters(step)[f"model.encoder.{name}"], encoder.get_parameter(name).detach()
+        assert len(table) == 25
+        neighbours = [row * 5 + column for row in (1, 2, 3) for column in (1, 2, 3)]
+        torch.testing.assert_close(table[neighbours], small, rtol=0.1, atol=0.1, msg="neighbours stay neighbours")
     assert bool(step.forward_backward(batch(96), 0)["loss"].isfinite())
     assert float(step.update(LR).applied) == 1
+
+
+def official_geometric(table: Tensor, old: int, new: int) -> Tensor:
+    """SimMIM's utils.py and BEiT's run_class_finetuning.py, with what replaces SciPy's interp2d."""
+    left, right = 1.01, 1.5
+    while right - left > 1e-6:
+        q = (left + right) / 2.0
+        if (1.0 - q ** (old // 2)) / (1.0 - q) > new // 2:
+            right = q
+        else:
+            left = q
+    distances, current = [], 1.0
+    for index in range(old // 2):
+        distances.append(current)
+        current += q ** (index + 1)
+    x = [-each for each in reversed(distances)] + [0] + distances
+    read = np.arange(-(new // 2.0), new // 2.0 + 0.1, 1.0)
+    heads = [RectBivariateSpline(x, x, head.view(old, old).numpy())(read, read) for head in table.T]
+    return torch.stack([torch.from_numpy(head).flatten() for head in heads], 1).float()
+
+
+@pytest.mark.parametrize(("old", "new", "cls_rows"), [(6, 7, 0), (14, 24, 3), (14, 10, 3)])
+def test_bias_tables_are_interpolated_as_the_official_code_does(old: int, new: int, cls_rows: int) -> None:
+    spans = 2 * old - 1, 2 * new - 1
+    table = torch.randn(spans[0] ** 2 + cls_rows, 4)
+    found = resize_bias_table(table, (old, old), (new, new), cls_rows, geometric=True)
+    expected = official_geometric(table[: spans[0] ** 2], *spans)
+    torch.testing.assert_close(found[: spans[1] ** 2], expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[spans[1] ** 2 :], table[spans[0] ** 2 :])
 
 
 def timm_vit() -> tuple[Any, dict[str, Any]]:
