@@ -13,7 +13,8 @@ from dmjd.config import FinetuneConfig
 from dmjd.keys import groups_of
 from dmjd.resources import configs_dir
 
-PRESETS = sorted(path.stem for path in (configs_dir() / "preset").glob("*.yaml"))
+UNPUBLISHED = {"own_photos"}
+PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - UNPUBLISHED)
 
 
 class Published(NamedTuple):
