@@ -102,7 +102,7 @@ def _evaluate(command: str, arguments: Sequence[str]) -> None:
 
 def _report(arguments: Sequence[str]) -> None:
     """Write an HTML report of a run, or compare runs: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
-    from dmjd.report import write_comparison, write_report
+    from dmjd.report import paper_text, write_comparison, write_report
 
     keys = ("baseline", "output")
     runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
@@ -113,7 +113,7 @@ def _report(arguments: Sequence[str]) -> None:
             "dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"
         )
     paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
-    print(*paths, sep="\n")
+    print(paper_text(runs), "", *paths, sep="\n")
 
 
 def _ops(arguments: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def _export(arguments: Sequence[str]) -> None:
     from dmjd.evaluate.export import export
 
     path, line = export(config)
-    print(f"{path}: encoder for {config.format}; load it with\n{line}")
+    print(f"{path}: for {config.format}; load it with\n{line}")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:

@@ -128,8 +128,8 @@ def pixel_noise(sample_ids: Tensor, key: Tensor, like: Tensor) -> Tensor:
     halves = []
     for part in sample_ids.split(_NOISE_IMAGES):
         bits = keyed_bits(part, -(-count // 2), key=key, domain=Domain.RECTANGLE, lane=_NOISE)
-        radius = (-2 * (((bits >> 16).float() + 0.5) / 65536).log()).sqrt()
-        angle = (bits & 0xFFFF).float() * (math.tau / 65536)
+        first, second = (((half.float() + 0.5) / 65536) for half in (bits >> 16, bits & 0xFFFF))
+        radius, angle = (-2 * first.log()).sqrt(), math.tau * second
         halves.append(torch.cat((radius * angle.cos(), radius * angle.sin()), dim=1)[:, :count])
     return torch.cat(halves).view_as(like).to(like.dtype)
 

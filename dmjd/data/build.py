@@ -138,32 +138,16 @@ def _check(config: DataConfig) -> None:
         raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
-def count_classes(source: ImageDataset | TarStream, num_classes: int | None = None) -> int:
-    """The number of classes that a classifier of the images of ``source`` has: ``num_classes``, or theirs if None.
-
-    Raises:
-        ConfigError: if images have no label, or one beyond ``num_classes``; if there are fewer than two classes.
-    """
-    if isinstance(source, TarStream):
-        raise ConfigError("data.name=stream has no labels; fine-tune with data=folder or data=shards")
-    known = source.num_classes
-    if not known:
-        raise ConfigError("the images of data.root have no labels; put those of each class into a folder of its own")
-    unlabelled = next((index for index in range(len(source)) if source.label(index) < 0), None)
+def require_labels(dataset: ImageDataset) -> None:
+    """Raise DataError unless every image of ``dataset`` has a label."""
+    if not dataset.num_classes:
+        raise DataError("the images of data.root have no labels; put those of each class into a folder of its own")
+    unlabelled = next((index for index in range(len(dataset)) if dataset.label(index) < 0), None)
     if unlabelled is not None:
-        raise ConfigError(
-            f"image {source.name(unlabelled)} has no label; build the shards from class folders, or from tars in which "
-            "every image has a .cls"
+        raise DataError(
+            f"{dataset.name(unlabelled)} of data.root has no label; build the shards from class folders, or from tars "
+            "with a .cls beside every image"
         )
-    classes = known if num_classes is None else num_classes
-    if classes < known:
-        raise ConfigError(
-            f"head.num_classes={classes} must be at least {known}, the number of classes of data.root; "
-            "leave it out for that number"
-        )
-    if classes < 2:
-        raise ConfigError("data.root has one class, and a classifier needs at least two; add a folder of another class")
-    return classes
 
 
 def training_crop(config: DataConfig, augment: AugmentConfig | None = None) -> RandomResizedCrop:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from dmjd.data.augment import RandAugment
+from dmjd.data.augment import RandAugment, apply
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.ops.philox import Domain, keyed_uniform
 
@@ -33,6 +33,7 @@ class RandomResizedCrop:
         size: (height, width) of the crops.
         scale: least and greatest area of a box, as fractions of the image's.
         ratio: least and greatest width / height of a box.
+        single_draw: a first attempt that is larger than the image is cut to it, as in BYOL and MAE's linear probe.
         interpolation: "bicubic" or "bilinear", antialiased.
         second_size: (height, width) of a second resampling of the same box, for a target that reads another size.
         augment: applied to the resampled crop, and not to the second one.
@@ -41,6 +42,7 @@ class RandomResizedCrop:
     size: Size
     scale: Range = (0.2, 1.0)
     ratio: Range = (3 / 4, 4 / 3)
+    single_draw: bool = False
     interpolation: str = "bicubic"
     second_size: Size | None = None
     augment: RandAugment | None = None
@@ -84,7 +86,7 @@ class CropDraws:
     def __init__(self, crop: RandomResizedCrop, sample_ids: Tensor, key: Tensor) -> None:
         uniform = keyed_uniform(sample_ids, 4 * ATTEMPTS, key=key, domain=Domain.CROP)
         self._uniform = uniform.view(-1, ATTEMPTS, 4).numpy()
-        self._seeds = [] if crop.augment is None else crop.augment.draw(sample_ids, key)
+        self._operations = None if crop.augment is None else crop.augment.draw(sample_ids, key)
         self._crop = crop
 
     def box(self, row: int, height: int, width: int) -> Box:
@@ -95,6 +97,8 @@ class CropDraws:
             area = height * width * (scale[0] + u_area * (scale[1] - scale[0]))
             aspect = math.exp(low + u_ratio * (high - low))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if self._crop.single_draw:
+                w, h = max(1, min(w, width)), max(1, min(h, height))
             if 0 < w <= width and 0 < h <= height:
                 return math.floor(u_top * (height - h + 1)), math.floor(u_left * (width - w + 1)), h, w
         h = max(1, min(height, round(width / ratio[0])))
@@ -104,9 +108,7 @@ class CropDraws:
     def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
         """The crop of sample ``sample_ids[row]`` of ``image``, augmented; see :meth:`RandomResizedCrop.cut`."""
         first, *second = self._crop.cut(image, self.box(row, *image.size))
-        if self._crop.augment is not None:
-            first = self._crop.augment(first, self._seeds[row])
-        return first, *second
+        return (first if self._operations is None else apply(self._operations[row], first)), *second
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:

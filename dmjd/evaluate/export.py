@@ -169,7 +169,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
         "timm": timm.__version__,
     }
     if classifier is not None:
-        card["classes"] = class_labels(frozen)
+        card["classes"] = frozen.class_labels
     return _Encoder(frozen, call, state, card)
 
 
@@ -179,12 +179,6 @@ def _call(form: str, frozen: FrozenEncoder, head: HeadConfig | None, classes: in
     if form == "onnx" and head is not None:
         head = replace(head, norm="encoder")
     return timm_call(backbone, data, head, classes)
-
-
-def class_labels(frozen: FrozenEncoder) -> list[str]:
-    """A name for each logit: the class's, or its number."""
-    assert frozen.classifier is not None
-    return list(frozen.classes) or [str(number) for number in range(frozen.classifier.head.out_features)]
 
 
 def _module(frozen: FrozenEncoder) -> nn.Module:
@@ -239,7 +233,7 @@ def _write_huggingface(made: _Encoder, draft: Path, path: Path) -> str:
     _verify_rebuilt(made)
     frozen, trained = made.frozen, made.frozen.trained
     if frozen.classifier is not None:
-        config = huggingface.classifier_config(trained.backbone, trained.data, class_labels(frozen))
+        config = huggingface.classifier_config(trained.backbone, trained.data, frozen.class_labels)
         state = huggingface.classifier_state(made.state)
         return _write_folder(made, draft, path, config, state, "AutoModelForImageClassification")
     config = huggingface.vit_config(trained.backbone, trained.data)
@@ -305,8 +299,8 @@ def _model_card(made: _Encoder, line: str, use: str) -> str:
         title, tags = f"{method}, pre-trained", "masked-image-modeling, self-supervised-learning"
         first = ("method", f"{method}, target {trained.target.name}, {trained.mask.views} view(s)")
     else:
-        title, tags = f"Classifier of {len(class_labels(frozen))} classes, fine-tuned", "image-classification"
-        first = ("classes", str(len(class_labels(frozen))))
+        title, tags = f"Classifier of {len(frozen.class_labels)} classes, fine-tuned", "image-classification"
+        first = ("classes", str(len(frozen.class_labels)))
     rows = [
         first,
         ("backbone", f"ViT, {trained.backbone.depth} blocks of width {trained.backbone.embed_dim}"),

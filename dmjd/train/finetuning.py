@@ -17,7 +17,7 @@ from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
 from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import AUTO, build_dataset, resolve_auto
+from dmjd.data.build import AUTO, build_dataset, require_labels, resolve_auto
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError, StopRequested
@@ -56,6 +56,7 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
     config = apply_recipe(config, world.device, world.size)
     unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
     train = build_dataset(unchecked, "train")
+    require_labels(train)
     validation_dataset(unchecked, train)
     return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
 

@@ -45,7 +45,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, preset: PretrainConfig) -> Resolve:
 
         class Repeated(EvenSubset):
             def __init__(self) -> None:
-                self._dataset, self._count = one, images
+                self._dataset, self._indices = one, np.zeros(images, dtype=np.int64)
 
             def open(self, index: int) -> Any:
                 return one.open(0)

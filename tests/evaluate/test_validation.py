@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,7 @@ from dmjd.evaluate.validation import (
     validation_dataset,
 )
 from dmjd.parallel.world import World
+from dmjd.train.stop import Requests
 
 SIZE, CPU = 4, torch.device("cpu")
 DATA = DataConfig(image_size=[SIZE, SIZE], crop_pct=1.0, channels=1, mean=[0.5], std=[0.5])
@@ -173,7 +176,18 @@ def test_a_bad_image_or_a_request_to_stop_at_one_rank_ends_the_validation_on_all
     assert len(steps[0].passes) == len(steps[1].passes) < 10
 
 
-def test_images_without_the_classes_of_the_training_are_an_error(tmp_path: Any, image_folder: Any) -> None:
+def test_a_request_to_one_rank_is_the_reason_of_all(tmp_path: Path) -> None:
+    def ask(world: World) -> str | None:
+        requests = Requests(tmp_path, world, None)
+        if world.rank == 1:
+            requests._on_signal(signal.SIGTERM)
+        requests.stop_now()
+        return requests.reason
+
+    assert in_worlds(2, ask) == ["signal", "signal"]
+
+
+def test_images_without_the_classes_of_the_training_are_an_error(image_folder: Path) -> None:
     data = DataConfig(root=str(image_folder), image_size=[16, 16], channels=1, mean=[0.5], std=[0.5])
     train = images(8, 2)
     assert len(validation_dataset(data, train)) == 12

@@ -65,6 +65,10 @@ class DeepSpeedEngine:
             for block in blocks(objective.model):  # gathered as one, since hooks inside a graph would break it
                 leaf(block, True)
                 _list_once(block)
+                if not all(p.requires_grad for p in objective.parameters()) and any(
+                    p.requires_grad for p in block.parameters()
+                ):
+                    block.register_forward_pre_hook(_require_gradient)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
         if self.stage == 3:
             _let_host_run_ahead(self._zero.parameter_offload.get_param_coordinator(), objective)
@@ -97,6 +101,17 @@ class DeepSpeedEngine:
         if isinstance(value, Tensor):
             return value.detach().to(self.device, torch.float32, copy=True)
         return torch.full((), value, device=self.device)  # torch.tensor() copies, for which the host waits
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        self._ds.eval()
+        try:
+            with torch.no_grad(), self.micro_batch(last=True):
+                yield
+        finally:
+            self._ds.train()
+        if self.stage == 3:  # what is kept for a backward pass that does not come
+            self._zero.parameter_offload.partition_all_parameters()
 
     def discard(self) -> None:
         # As DeepSpeed does after a skipped step; its two optimizers have no common method for this.
@@ -161,6 +176,10 @@ class DeepSpeedEngine:
         saved = zero_files.read_average(path)
         for name, average in averages.items():
             self._scatter(saved[name], average)
+        frozen = {name for name, parameter in self._parameters() if not parameter.requires_grad}
+        shards = self.local_shards()
+        for name, value in (zero_files.read_frozen(path, frozen) if frozen else {}).items():
+            self._scatter(value, shards[name])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._whole(torch.device("cpu"))
@@ -194,6 +213,12 @@ def _let_host_run_ahead(coordinator: Any, objective: Trainable) -> None:
     Let it wait when those of four blocks are."""
     most = max(len(list(block.parameters())) for block in blocks(objective.model))
     coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 4 * most
+
+
+def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Stage 3 reduces a block's gradients when that of its input is there, which has none behind frozen layers."""
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_()
 
 
 def _list_once(module: nn.Module) -> None:
