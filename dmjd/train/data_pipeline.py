@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dmjd.config import PretrainConfig
+from dmjd.config import AugmentConfig, TrainConfig
 from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
@@ -35,12 +35,20 @@ class DataPipeline:
     Args:
         bad_images: path of the run's list of bad images.
         resumed: whether the run has a checkpoint; then images that were added to a folder since are left out.
+        augment: augmentation in the loader workers beyond the crop.
 
     Raises:
         UserError: on all ranks, if the data cannot be read or differ between ranks.
     """
 
-    def __init__(self, config: PretrainConfig, bad_images: Path, world: World, resumed: bool = False) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        bad_images: Path,
+        world: World,
+        resumed: bool = False,
+        augment: AugmentConfig | None = None,
+    ) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
         self.source = world.all_or_none(lambda: training_source(config.data))
         self._list = bad_images.parent / listed.FILE
@@ -52,7 +60,7 @@ class DataPipeline:
         world.all_or_none(lambda: self._check_identity(first))
         self._stacks = bad_images.parent / STACKS / f"rank-{world.rank:05d}.txt"
         self._batches = training_batches(
-            config.data, self.source, config.batch_size, config.seed, world.rank, world.size
+            config.data, self.source, config.batch_size, config.seed, world.rank, world.size, augment
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
         self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
