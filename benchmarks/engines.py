@@ -35,6 +35,7 @@ import gc
 import json
 from collections.abc import Iterator
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ from inputs import INPUTS, provide_shards
 from scaling import summary
 from simulated_world import SimulatedWorld, simulate_world
 
+from dmjd.builders.step import flops_per_image
 from dmjd.compose import compose
 from dmjd.config import EngineConfig, PretrainConfig
 from dmjd.data.decode import jpeg_decoder
@@ -135,7 +137,7 @@ def walk(options: argparse.Namespace, overrides: list[str], world: World) -> Non
         config = compose("pretrain", [*MODELS[model], *own, *shards, f"batch_size={micro * world.size}"])
         assert isinstance(config, PretrainConfig)
         if model not in throughputs:
-            throughputs[model] = Throughput.of(config, world)
+            throughputs[model] = Throughput.of(config.mask.views, partial(flops_per_image, config), world)
         named = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": own}
         if isinstance(world, SimulatedWorld):
             named |= {"gpus": 1, "simulated": world.size}

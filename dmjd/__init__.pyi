@@ -2,7 +2,10 @@ from dmjd.api import Run as Run
 from dmjd.api import knn as knn
 from dmjd.api import linprobe as linprobe
 from dmjd.api import pretrain as pretrain
+from dmjd.api import validate as validate
+from dmjd.encoder import Classifier as Classifier
 from dmjd.encoder import Encoder as Encoder
+from dmjd.encoder import load_classifier as load_classifier
 from dmjd.encoder import load_encoder as load_encoder
 from dmjd.errors import UserError as UserError
 from dmjd.report import write_comparison as write_comparison

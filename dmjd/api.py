@@ -162,6 +162,11 @@ def linprobe(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
     return _evaluate("linprobe", checkpoint, keys)
 
 
+def validate(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
+    """Accuracy of a fine-tuned classifier: the record of ``dmjd validate``; arguments as for :func:`knn`."""
+    return _evaluate("validate", checkpoint, keys)
+
+
 def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any]) -> dict[str, Any]:
     from dmjd.encoder import own_defaults
     from dmjd.evaluate import evaluate

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, PlanConfig, PretrainConfig
+from dmjd.config import RENAMED, SCHEMAS, FinetuneConfig, FinetunePlanConfig, PlanConfig, PretrainConfig, TrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
@@ -23,6 +23,7 @@ from dmjd.progress import LogHandler, Progress, begin
 from dmjd.redact import redact, redact_output
 
 if TYPE_CHECKING:
+    from dmjd.runs.folder import RunFolder
     from dmjd.train.callbacks import Callback
 
 _TRAINING_EXTRA = "pip install 'dmjd[train]'"
@@ -40,8 +41,23 @@ def _pretrain(arguments: Sequence[str]) -> None:
 
         return [OnlineKnn(config)] if config.online_knn.every_epochs else []
 
+    _train(lambda: pretrain(config, callbacks), "pictures/")
+
+
+def _finetune(arguments: Sequence[str]) -> None:
+    """Fine-tune an encoder with a classification head; writes a run folder, or resumes the run in it"""
+    from dmjd.compose import compose, with_first_key
+
+    config = compose("finetune", with_first_key("finetune", arguments))
+    from dmjd.train.loop import finetune
+
+    _train(lambda: finetune(config), "evaluations/")
+
+
+def _train(act: Callable[[], RunFolder], results: str) -> None:
+    """Train, and print how it ended."""
     atexit.register(gc.freeze)  # saves seconds of garbage collection at exit
-    run = pretrain(config, callbacks)
+    run = act()
     if _rank() != 0:
         return
     ending = run.read_stop_reason()
@@ -51,7 +67,7 @@ def _pretrain(arguments: Sequence[str]) -> None:
     stop = "" if ending["reason"] == "finished" else f" at step {ending['step']} of {ending['total_steps']}"
     print(f"{run.path}: {'stopped' if stop else 'finished'}{stop}, {ending['detail']}; next: {ending['next']}")
     if not stop:
-        print(f"results in {run.path}: checkpoints/step-{ending['step']:08}, log.jsonl, pictures/")
+        print(f"results in {run.path}: checkpoints/step-{ending['step']:08}, log.jsonl, {results}")
 
 
 def _demo(arguments: Sequence[str]) -> None:
@@ -62,10 +78,8 @@ def _demo(arguments: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Estimate parameters, FLOPs, memory per GPU and GPU hours of a pre-training"""
-    from dmjd.compose import compose
-
-    config = _with_recipe(compose("plan", arguments))
+    """Estimate parameters, FLOPs, memory per GPU and GPU hours: dmjd plan [pretrain|finetune] key=value"""
+    config = _as_started(*_of_task("plan", arguments))
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
@@ -73,27 +87,22 @@ def _plan(arguments: Sequence[str]) -> None:
     print(*page(Plan(config), only), sep="\n")
 
 
-def _of_checkpoint(command: str, arguments: Sequence[str]) -> list[str]:
-    """`dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`. RUN may hold an equals sign, unless a key is before it."""
-    from dmjd.completion import keys_of
-
-    if not arguments:
-        return []
-    key, equals, _ = arguments[0].partition("=")
-    is_key = RENAMED.get(key, key) in keys_of(command)
-    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
-    return [f"checkpoint={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
+def _of_task(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """`dmjd plan finetune` has the configuration "plan_finetune"; `dmjd plan pretrain` is `dmjd plan`."""
+    if command != "plan" or arguments[:1] not in (["pretrain"], ["finetune"]):
+        return command, list(arguments)
+    return {"pretrain": "plan", "finetune": "plan_finetune"}[arguments[0]], list(arguments[1:])
 
 
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
-    from dmjd.compose import compose
+    from dmjd.compose import compose, with_first_key
 
-    print(*describe(evaluate(command, compose(command, _of_checkpoint(command, arguments)))), sep="\n")
+    print(*describe(evaluate(command, compose(command, with_first_key(command, arguments)))), sep="\n")
 
 
 def _report(arguments: Sequence[str]) -> None:
     """Write an HTML report of a run, or compare runs: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
-    from dmjd.report import write_comparison, write_report
+    from dmjd.report import paper_text, write_comparison, write_report
 
     keys = ("baseline", "output")
     runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
@@ -104,7 +113,7 @@ def _report(arguments: Sequence[str]) -> None:
             "dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"
         )
     paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
-    print(*paths, sep="\n")
+    print(paper_text(runs), "", *paths, sep="\n")
 
 
 def _ops(arguments: Sequence[str]) -> None:
@@ -131,20 +140,20 @@ def _ops(arguments: Sequence[str]) -> None:
 
 def _export(arguments: Sequence[str]) -> None:
     """Export the encoder for timm, ONNX or Hugging Face: dmjd export RUN [format=timm|onnx|huggingface]"""
-    from dmjd.compose import compose
+    from dmjd.compose import compose, with_first_key
 
-    config = compose("export", _of_checkpoint("export", arguments))
+    config = compose("export", with_first_key("export", arguments))
     from dmjd.evaluate.export import export
 
     path, line = export(config)
-    print(f"{path}: encoder for {config.format}; load it with\n{line}")
+    print(f"{path}: for {config.format}; load it with\n{line}")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:
     """Merge a sharded checkpoint (weights and optimizer state) into one safetensors file"""
-    from dmjd.compose import compose
+    from dmjd.compose import compose, with_first_key
 
-    config = compose("consolidate", _of_checkpoint("consolidate", arguments))
+    config = compose("consolidate", with_first_key("consolidate", arguments))
     from dmjd.runs.consolidate import consolidate
 
     print(consolidate(config))
@@ -237,7 +246,7 @@ def _version(arguments: Sequence[str]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
-    "train": {"pretrain": _pretrain, "demo": _demo, "plan": _plan},
+    "train": {"pretrain": _pretrain, "finetune": _finetune, "demo": _demo, "plan": _plan},
     "evaluate": {"report": _report},
     "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
     "data": {"shards": _shards},
@@ -388,6 +397,7 @@ def _usage() -> str:
         "  dmjd demo                        pre-train and evaluate a small model on a CPU, in minutes",
         "  dmjd pretrain experiment=own_photos data.root=photos",
         "  dmjd knn runs/own_photos         score the encoder; then: dmjd report runs/own_photos",
+        "  dmjd finetune runs/own_photos    train a classifier from it",
     ]
     for group, commands in GROUPS.items():
         names = [*EVALUATIONS, *commands] if group == "evaluate" else commands
@@ -400,13 +410,18 @@ def _summary(command: str) -> str:
 
 
 def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
+    from dmjd.compose import with_first_key
+    from dmjd.keys import key_of_first
     from dmjd.manual import examples, page
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
 
-    if command in SCHEMAS and command not in ("pretrain", "plan", "convert"):
-        lines += ["", f"dmjd {command} RUN is short for dmjd {command} checkpoint=RUN"]
-        arguments = _of_checkpoint(command, arguments)
+    command, arguments = _of_task(command, arguments)
+    first = key_of_first(command)
+    if first is not None:
+        typed = f"dmjd {command.replace('_', ' ')}"
+        lines += ["", f"{typed} RUN is short for {typed} {first}=RUN"]
+        arguments = with_first_key(command, arguments)
     if command in SCHEMAS:
         lines += ["", *page(command, arguments, everything)]
     if command in ("demo", "preflight"):
@@ -424,17 +439,31 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
 
 def _resolved(command: str, arguments: Sequence[str]) -> str:
-    from dmjd.compose import compose, to_yaml
+    from dmjd.compose import to_yaml
 
+    command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
-    return to_yaml(_with_recipe(compose(command, arguments)))
+    return to_yaml(_as_started(command, arguments))
+
+
+def _as_started(command: str, arguments: Sequence[str]) -> Any:
+    """The configuration of ``command`` with the values that its first start takes from ``init`` and from its recipe."""
+    from dmjd.compose import compose, with_first_key
+
+    config = compose(command, with_first_key(command, arguments))
+    if isinstance(config, FinetuneConfig) and config.init is not None:
+        from dmjd.runs.checkpoint import weights_at
+        from dmjd.train.finetuning import with_init
+
+        config = with_init(config, weights_at(config.init, "init"))
+    return _with_recipe(config)
 
 
 def _with_recipe(config: Any) -> Any:
     """``config`` as its first start resolves it: with the values of its recipe, which follow the images of
     ``data.root``. The batch of a plan is not limited by memory, which the plan itself reports."""
-    if not isinstance(config, PretrainConfig) or config.recipe == "none":
+    if not isinstance(config, TrainConfig) or config.recipe == "none":
         return config
     if config.data.root is None:
         message = "recipe=%s sets keys at the first start, from the images; give data.root=FOLDER for these values"
@@ -444,7 +473,7 @@ def _with_recipe(config: Any) -> Any:
 
     from dmjd.builders.recipe import apply_recipe
 
-    if isinstance(config, PlanConfig):
+    if isinstance(config, (PlanConfig, FinetunePlanConfig)):
         return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
     here = torch.cuda.is_available()
     name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from dmjd.config import SCHEMAS
-from dmjd.keys import DESCRIBING, fields_of, groups_of, takes_files
+from dmjd.keys import fields_of, groups_of
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -20,19 +20,25 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         *("build", "index", "verify", "stat", "show", "workers=", "channels=", "shard_mb=", "decode=", "output="),
         *("val_percent=", "val_seed=", "skip_undecodable="),
     ),
-    "submit": ("pretrain", "preflight", "knn", "linprobe", "site=", "nodes=", "gpus=", "time=", "array=", "--dry-run"),
+    "plan": ("pretrain", "finetune"),
+    "submit": (
+        "pretrain",
+        "finetune",
+        "preflight",
+        "knn",
+        "linprobe",
+        "site=",
+        "nodes=",
+        "gpus=",
+        "time=",
+        "array=",
+        "--dry-run",
+    ),
     "preflight": ("warm=true",),
     "ops": ("status",),
     "completion": SHELLS,
 }
 """Command -> its arguments that are no keys of a configuration."""
-
-
-def keys_of(command: str) -> set[str]:
-    """Groups and keys that ``command`` takes before an equals sign."""
-    described = fields_of("pretrain") if takes_files(SCHEMAS[command]) else {}
-    more = {key for key in described if key.partition(".")[0] in DESCRIBING}
-    return {*groups_of(command), *fields_of(command), *more}
 
 
 def words_of(command: str) -> list[str]:
@@ -41,12 +47,18 @@ def words_of(command: str) -> list[str]:
     words = ["--help", "--help-all", *ARGUMENTS.get(command, ())]
     if schema not in SCHEMAS:
         return words
-    for group, options in groups_of(schema).items():
-        words += [f"{group}={option}" for option in options]
-    for key, (item, annotation) in fields_of(schema).items():
+    for of_task in (schema, f"{schema}_finetune"):
+        if of_task in SCHEMAS:
+            words += _keys(of_task)
+    return [*dict.fromkeys(words), "--cfg"]
+
+
+def _keys(command: str) -> list[str]:
+    words = [f"{group}={option}" for group, options in groups_of(command).items() for option in options]
+    for key, (item, annotation) in fields_of(command).items():
         choices = item.metadata.get("choices") or (("true", "false") if annotation is bool else ())
         words += [f"{key}={choice}" for choice in choices] or [f"{key}="]
-    return [*words, "--cfg"]
+    return words
 
 
 def script(shell: str, summaries: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
@@ -28,15 +28,17 @@ from dmjd.config import (
     RENAMED,
     SCHEMAS,
     EvaluationConfig,
+    FinetuneConfig,
     PretrainConfig,
+    TrainConfig,
     check_fields,
     expand_paths,
 )
 from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, unquoted
 from dmjd.errors import ConfigError
-from dmjd.files import printable
-from dmjd.keys import DESCRIBING, fields_of, groups_of, near, takes_files
+from dmjd.files import at_home, printable
+from dmjd.keys import DESCRIBING, fields_of, groups_of, key_of_first, keys_of, near, takes_files
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
@@ -62,8 +64,8 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
         raise ConfigError(_reason(error)) from error
     if described:
         config.model = compose("pretrain", described)
-    if isinstance(config, PretrainConfig):
-        config.typed = typed_of(overrides)
+    if isinstance(config, TrainConfig):
+        config.typed = typed_of(config.command, overrides)
     check_fields(config)
     if isinstance(config, EvaluationConfig):
         config.data_keys = _data_keys(overrides)
@@ -71,10 +73,22 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     return config
 
 
-def typed_of(overrides: Sequence[str]) -> list[str]:
-    """The names of ``overrides`` of pretrain, for ``PretrainConfig.typed``: groups with their option, keys without
+def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
+    """``arguments`` with the key of the first one, which may be left out (:func:`~dmjd.keys.key_of_first`). It may hold
+    an equals sign, unless a key is before it."""
+    first = key_of_first(command)
+    if first is None or not arguments:
+        return list(arguments)
+    key, equals, _ = arguments[0].partition("=")
+    is_key = RENAMED.get(key, key) in keys_of(command)
+    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
+    return [f"{first}={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
+
+
+def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
+    """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
-    names, options = dict[str, str](), groups_of("pretrain")
+    names, options = dict[str, str](), groups_of(command)
     for text in overrides:
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
@@ -83,15 +97,30 @@ def typed_of(overrides: Sequence[str]) -> list[str]:
     return list(names.values())
 
 
-def options_of(names: Sequence[str]) -> dict[str, str | None]:
-    """The option of each group of pretrain after the groups in ``names``, which :func:`typed_of` made. Groups and
+def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
+    """The option of each group of a training after the groups in ``names``, which :func:`typed_of` made. Groups and
     options that this version does not have are left out."""
-    available = groups_of("pretrain")
+    available = groups_of(command)
     pairs = [name.partition("=") for name in names]
     kept = [f"{group}={option}" for group, _, option in pairs if option in available.get(group, ())]
-    with _configs(configs_dir(), "pretrain", PretrainConfig):
-        choices = hydra_compose("pretrain", kept, return_hydra_config=True).hydra.runtime.choices
+    with _configs(configs_dir(), command, SCHEMAS[command]):
+        choices = hydra_compose(command, kept, return_hydra_config=True).hydra.runtime.choices
     return {group: choices.get(group) for group in available}
+
+
+def keys_of_preset(preset: str) -> set[str]:
+    """Dotted keys that the file of a preset of fine-tuning sets, those of presets that it begins with included."""
+    content = parse_yaml((configs_dir() / "preset" / f"{preset}.yaml").read_text())
+    before = [name for name in content.pop("defaults", ()) if isinstance(name, str) and name != "_self_"]
+    return {key for name in before for key in keys_of_preset(name)} | set(_dotted(content))
+
+
+def _dotted(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def values(command: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -188,6 +217,24 @@ def _stored(value: Any) -> Any:
 def to_yaml(config: Any) -> str:
     """:func:`stored` as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(stored(config)))
+
+
+def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
+    """The stored configuration of a run, of the class of the command that made it. Raises ConfigError as
+    :func:`from_yaml`, and for a command of another version."""
+    try:
+        values = parse_yaml(text if isinstance(text, str) else text.decode())
+    except ValueError as error:
+        raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
+    command = values.get("command", PretrainConfig.command) if isinstance(values, dict) else PretrainConfig.command
+    makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
+    if command not in makers:
+        raise ConfigError(
+            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {' and '.join(makers)}; update "
+            "dmjd"
+        )
+    config: TrainConfig = from_yaml(makers[command], text, source)
+    return config
 
 
 def from_yaml(schema: type, text: str | bytes, source: Path | str = "this text") -> Any:

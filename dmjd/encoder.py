@@ -1,4 +1,4 @@
-"""The Python interface of a trained encoder: :func:`load_encoder` and :class:`Encoder`."""
+"""The Python interface of trained weights: :func:`load_encoder`, :func:`load_classifier` and their classes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dmjd.data.folder import ImageFolder
 from dmjd.errors import ConfigError, DataError, UserError, config_section
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.evaluate.features import FEATURE_BATCH, pool
+from dmjd.evaluate.features import FEATURE_BATCH, pool_features
 from dmjd.files import at_home
 from dmjd.keywords import of_checkpoint
 from dmjd.models.masked_image_model import Encoder as Module
@@ -64,6 +64,34 @@ def load_encoder(
     config = compose("knn", of_checkpoint(checkpoint, {"weights": weights, "device": name, **keys}))
     with own_defaults():
         return Encoder(load_frozen(config))
+
+
+def load_classifier(
+    checkpoint: str | os.PathLike[str],
+    *,
+    weights: Literal["auto", "trained", "ema"] = "auto",
+    which: Literal["newest", "best"] = "newest",
+    device: Literal["auto", "cpu", "cuda"] | torch.device = "auto",
+) -> Classifier:
+    """The classifier of a fine-tuned run.
+
+    Args:
+        checkpoint: a ``dmjd.Run``, a run folder or a checkpoint folder.
+        weights: "trained": weights of the checkpoint. "ema": their exponential moving average. "auto": the average if
+            there is one.
+        which: of a run folder the newest checkpoint, or the one with the best validation.
+        device: as for :func:`load_encoder`.
+
+    Raises:
+        UserError: if there is no complete checkpoint, or it is none of a fine-tuning.
+    """
+    name = str(device) if isinstance(device, torch.device) else device
+    config = compose("validate", of_checkpoint(checkpoint, {"weights": weights, "which": which, "device": name}))
+    with own_defaults():
+        frozen = load_frozen(config)
+    if frozen.classifier is None:
+        raise ConfigError(f"checkpoint={frozen.path} has no classifier; make one with dmjd finetune")
+    return Classifier(frozen)
 
 
 @contextmanager
@@ -139,7 +167,9 @@ class Encoder:
         prefix = self.module.num_prefix_tokens
         if pooling == "cls" and not prefix:
             raise ConfigError("pooling='cls' needs a cls token, and this encoder has none; use pooling='mean'")
-        features = torch.cat([pool(tokens, prefix, pooling).cpu() for tokens, _ in self._run(images, batch_size, size)])
+        runs = self._run(images, batch_size, size)
+        with torch.no_grad():
+            features = torch.cat([pool_features(self.module, tokens, pooling).cpu() for tokens, _ in runs])
         if not bool(features.isfinite().all()):
             raise UserError(f"the features of {self.path} hold NaN or infinity; load an earlier checkpoint")
         return features
@@ -184,6 +214,46 @@ class Encoder:
     def _view(self, opener: Opener, size: tuple[int, int]) -> Tensor:
         """uint8 ``[H, W, C]``, as an evaluation reads the image."""
         return evaluation_view(opener(), size, self.crop_pct)
+
+
+class Classifier(Encoder):
+    """A fine-tuned classifier with the image size, crop and normalisation of its training; made by
+    :func:`load_classifier`. It is an :class:`Encoder`, too: its features are those that its head reads.
+
+    Attributes:
+        classes: names of the classes in the order of the logits; numbers if the training images had no names.
+    """
+
+    def __init__(self, frozen: FrozenEncoder) -> None:
+        super().__init__(frozen)
+        assert frozen.classifier is not None
+        self._classifier = frozen.classifier
+        self.classes = frozen.class_labels
+
+    def __repr__(self) -> str:
+        return f"Classifier({str(self.path)!r}, step={self.step}, {len(self.classes)} classes, {self.device})"
+
+    def logits(
+        self, images: Images, *, batch_size: int = FEATURE_BATCH, size: int | Sequence[int] | None = None
+    ) -> Tensor:
+        """Logits of each image, float32 ``[n, classes]`` on the CPU; arguments as for :meth:`embed`."""
+        features = self.embed(images, pooling=self._pooling, batch_size=batch_size, size=size)
+        with torch.no_grad():
+            return self._classifier.head(features.to(self.device)).float().cpu()
+
+    def predict(
+        self, images: Images, *, batch_size: int = FEATURE_BATCH, size: int | Sequence[int] | None = None
+    ) -> list[tuple[str, float]]:
+        """The most probable class of each image and its probability; arguments as for :meth:`embed`."""
+        found = self.logits(images, batch_size=batch_size, size=size).softmax(dim=1).max(dim=1)
+        return [
+            (self.classes[index], value)
+            for index, value in zip(found.indices.tolist(), found.values.tolist(), strict=True)
+        ]
+
+    @property
+    def _pooling(self) -> Literal["mean", "cls"]:
+        return cast(Literal["mean", "cls"], self._classifier.pooling)
 
 
 def _is_count(value: Any) -> bool:

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import Field, fields
 from typing import Any, get_type_hints
 
-from dmjd.config import SCHEMAS, PretrainConfig
+from dmjd.config import SCHEMAS, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import dataclass_of, leaves
 from dmjd.resources import configs_dir
 
@@ -22,9 +22,12 @@ def groups() -> dict[str, list[str]]:
 
 def groups_of(command: str) -> dict[str, list[str]]:
     """The groups that ``command`` takes, with their options."""
-    names = {field.name for field in fields(SCHEMAS[command])}
-    if issubclass(SCHEMAS[command], PretrainConfig) or takes_files(SCHEMAS[command]):
+    schema = SCHEMAS[command]
+    names = {field.name for field in fields(schema)}
+    if issubclass(schema, PretrainConfig) or takes_files(schema):
         names |= set(DESCRIBING)
+    if issubclass(schema, FinetuneConfig):
+        names = (names | {"preset"}) - {"optim"}  # whose option has the learning rate of pre-training
     return {name: options for name, options in groups().items() if name in names}
 
 
@@ -38,6 +41,19 @@ def fields_of(command: str) -> dict[str, tuple[Field[Any], Any]]:
 def takes_files(schema: type) -> bool:
     """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
     return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
+
+
+def keys_of(command: str) -> set[str]:
+    """Groups and keys that ``command`` takes before an equals sign."""
+    described = fields_of("pretrain") if takes_files(SCHEMAS[command]) else {}
+    more = {key for key in described if key.partition(".")[0] in DESCRIBING}
+    return {*groups_of(command), *fields_of(command), *more}
+
+
+def key_of_first(command: str) -> str | None:
+    """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
+    names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
+    return "init" if command in ("finetune", "plan_finetune") else "checkpoint" if "checkpoint" in names else None
 
 
 ELSEWHERE = {

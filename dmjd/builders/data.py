@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dmjd.config import DataConfig, MaskConfig, PretrainConfig
+from dmjd.config import DataConfig, MaskConfig, TrainConfig
 from dmjd.data.build import training_crop
 from dmjd.errors import ConfigError, config_section
 from dmjd.masking import MaskSpec
 
 
-def image_size(config: PretrainConfig) -> tuple[int, int]:
+def image_size(config: TrainConfig) -> tuple[int, int]:
     """(height, width) in pixels."""
     size = config.data.image_size
     return size[0], size[1]
 
 
-def token_grid(config: PretrainConfig) -> tuple[int, int]:
+def token_grid(config: TrainConfig) -> tuple[int, int]:
     """(h, w) tokens."""
     height, width = image_size(config)
     patch = config.backbone.patch_size
@@ -41,7 +41,7 @@ def check_data(data: DataConfig) -> None:
         raise ConfigError(f"data.jitter changes colours and needs data.channels=3, got {data.channels}")
 
 
-def check_data_timeout(config: PretrainConfig, processes: int) -> None:
+def check_data_timeout(config: TrainConfig, processes: int) -> None:
     """Raise ConfigError if the time-outs of the other ranks end before ``data.timeout``."""
     engine, minutes = config.engine, config.data.timeout
     for key in ("step_timeout", "start_timeout"):

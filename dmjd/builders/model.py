@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.random import fork_rng
 
 from dmjd.builders.data import image_size
-from dmjd.config import BackboneConfig, PretrainConfig
+from dmjd.config import BackboneConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.config.model import BACKBONES as NAMES
 from dmjd.errors import ConfigError, config_section
 from dmjd.models import convvit, swin
+from dmjd.models.classifier import Classification, Classifier
 from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Objective, Trainable
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
+
+T = TypeVar("T", bound=Trainable)
 
 
 @dataclass(frozen=True)
@@ -31,13 +37,13 @@ class BackboneSpec:
     one_grid: whether the outputs of its last blocks are tokens of one grid, which a teacher averages.
     """
 
-    build: Callable[[PretrainConfig], Encoder]
+    build: Callable[[TrainConfig], Encoder]
     blocks: Callable[[BackboneConfig], int] = lambda backbone: backbone.depth
     needs: Mapping[str, Any] = field(default_factory=dict)
     one_grid: bool = True
 
 
-def _vit(config: PretrainConfig) -> Encoder:
+def _vit(config: TrainConfig) -> Encoder:
     backbone = config.backbone
     _check_heads("backbone.embed_dim", backbone.embed_dim, backbone.num_heads)
     return ViTEncoder(
@@ -51,12 +57,13 @@ def _vit(config: PretrainConfig) -> Encoder:
         class_token=backbone.class_token,
         masked_tokens=backbone.masked_tokens,
         positions=backbone.positions,
+        bias_tables=backbone.bias_tables,
         block=backbone.block,
         layer_scale=backbone.layer_scale,
     )
 
 
-def _convvit(config: PretrainConfig) -> Encoder:
+def _convvit(config: TrainConfig) -> Encoder:
     backbone, stages = config.backbone, config.backbone.conv_stages
     _check_heads("backbone.embed_dim", backbone.embed_dim, backbone.num_heads)
     return ConvViTEncoder(
@@ -70,7 +77,7 @@ def _convvit(config: PretrainConfig) -> Encoder:
     )
 
 
-def _swin(config: PretrainConfig) -> Encoder:
+def _swin(config: TrainConfig) -> Encoder:
     backbone = config.backbone
     return SwinEncoder(
         image_size=image_size(config),
@@ -83,7 +90,9 @@ def _swin(config: PretrainConfig) -> Encoder:
     )
 
 
-_PLAIN = {key: getattr(BackboneConfig(), key) for key in ("positions", "block", "layer_scale")} | {"class_token": False}
+_PLAIN = {key: getattr(BackboneConfig(), key) for key in ("positions", "bias_tables", "block", "layer_scale")} | {
+    "class_token": False
+}
 
 BACKBONES = {
     "vit": BackboneSpec(_vit),
@@ -95,7 +104,7 @@ BACKBONES = {
     "swin": BackboneSpec(
         _swin,
         blocks=lambda backbone: sum(backbone.windows.depths),
-        needs=_PLAIN | {"patch_size": swin.PATCH_SIZE, "masked_tokens": "mask_token", "drop_path": 0.0},
+        needs=_PLAIN | {"patch_size": swin.PATCH_SIZE, "masked_tokens": "mask_token"},
         one_grid=False,
     ),
 }
@@ -109,7 +118,7 @@ def register_backbone(name: str, spec: BackboneSpec) -> None:
         NAMES.append(name)
 
 
-def build_encoder(config: PretrainConfig) -> Encoder:
+def build_encoder(config: TrainConfig) -> Encoder:
     """The encoder, its weights drawn from torch's generator; its tokens are uninitialised memory."""
     backbone = config.backbone
     spec = BACKBONES[backbone.name]
@@ -118,6 +127,35 @@ def build_encoder(config: PretrainConfig) -> Encoder:
         if found != value:
             raise ConfigError(f"backbone.{key} must be {value} for backbone.name={backbone.name}, got {found}")
     return spec.build(config)
+
+
+def materialised(build: Callable[[], T]) -> T:
+    """``build()``, with tensors on the default device and under the active mode: on "meta" or under FakeTensorMode they
+    have shapes and take no memory. The state of torch's CPU generator stays as it is."""
+    # Under a fake mode it is made on "meta" first: some initialisations, and timm's Swin, read numbers.
+    with fork_rng(devices=()), unset_fake_temporarily() as fake, torch.device("meta") if fake else nullcontext():
+        objective = build()
+    if fake:
+        objective._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
+    return objective
+
+
+def build_classification(config: FinetuneConfig, num_classes: int) -> Classification:
+    """Classifier and loss, initialised from ``config.seed`` alone."""
+    head = config.head
+    torch.manual_seed(config.seed)
+    with config_section("backbone, head"):
+        encoder = build_encoder(config)
+        return Classification(
+            Classifier(
+                encoder,
+                num_classes,
+                pooling=head.pooling,
+                norm=head.norm,
+                init_std=head.init_std,
+                init_scale=head.init_scale,
+            )
+        )
 
 
 def _check_heads(key: str, width: int, heads: int) -> None:
@@ -152,4 +190,4 @@ def build_objective(config: PretrainConfig, target_dim: int) -> Objective:
                 projector=method.visible_branch.projector,
             )
         model = MaskedImageModel(encoder, decoder, branch, target_dim, method.initialisation)
-        return Objective(model, mim_loss=method.mim_loss, mim_weight=method.mim_weight)
+        return Objective(model, mim_loss=method.mim_loss, mim_weight=method.mim_weight, beta=method.beta)

@@ -75,6 +75,20 @@ class Preparation:
         return jitter_colours(images, sample_ids, key, self.jitter) if self.jitter else images
 
 
+def draw_dropout(sample_ids: Tensor, key: Tensor, *, width: int, rate: float) -> Tensor:
+    """Dropout: factors of the features of images, 0 if dropped and ``1 / (1 - rate)`` if kept, float32 ``[B, width]``.
+
+    Args:
+        sample_ids, key: as for :func:`draw_branch_scales`.
+    """
+    draws = keyed_uniform(sample_ids, width, key=key, domain=Domain.DROP_PATH, lane=_DROPOUT)
+    return ((draws >= rate) / (1 - rate)).float()
+
+
+_DROPOUT = 1 << 16
+"""Lane of ``Domain.DROP_PATH`` for dropout; drop path uses a lane per view."""
+
+
 def draw_branch_scales(sample_ids: Tensor, key: Tensor, *, views: int, depth: int, rate: float) -> Tensor:
     """Drop path: scales of each block's attention and MLP branch, 0 if dropped and ``1 / (1 - p)`` if kept.
 

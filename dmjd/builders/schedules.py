@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from dmjd.config import OptimConfig, PretrainConfig
+from dmjd.config import OptimConfig, PretrainConfig, TrainConfig
 from dmjd.errors import ConfigError
 from dmjd.masking import MaskSpec
 
@@ -55,7 +55,7 @@ def peak_lr(config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int]) -> fl
     return adaptive_lr(optim.base_lr, config.batch_size, rates.m_corr, rates.m_pred)
 
 
-def warmup_steps(config: PretrainConfig, steps_per_epoch: int) -> int:
+def warmup_steps(config: TrainConfig, steps_per_epoch: int) -> int:
     """Steps of warm-up."""
     optim = config.optim
     if optim.warmup_epochs is None:
@@ -68,16 +68,17 @@ def warmup_steps(config: PretrainConfig, steps_per_epoch: int) -> int:
     return round(optim.warmup_epochs * steps_per_epoch)
 
 
-def build_schedule(
-    config: PretrainConfig, spec: MaskSpec, grid: tuple[int, int], steps_per_epoch: int
-) -> Callable[[int], float]:
+def build_schedule(config: TrainConfig, peak: float, steps_per_epoch: int) -> Callable[[int], float]:
     """Optimizer step -> learning rate.
+
+    Args:
+        peak: the learning rate at the end of warm-up.
 
     Raises:
         ConfigError: if milestones are missing, unused or beyond the epochs of the run.
     """
     optim = config.optim
-    peak, warmup = peak_lr(config, spec, grid), warmup_steps(config, steps_per_epoch)
+    warmup = warmup_steps(config, steps_per_epoch)
     if optim.schedule == "cosine":
         if optim.milestones:
             raise ConfigError("optim.milestones belongs to optim.schedule=multistep, and the schedule is cosine")

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.random import fork_rng
 
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, check_target, target_dim, token_grid
-from dmjd.builders.average import EmaTeacher, EncoderEma
+from dmjd.builders.average import ENCODER, Ema, EmaTeacher
 from dmjd.builders.data import image_size
+from dmjd.builders.model import materialised
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
-from dmjd.config import PretrainConfig, check_batch
+from dmjd.config import PretrainConfig, TrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
@@ -30,23 +29,25 @@ from dmjd.parallel.engine import Engine, StepResult
 from dmjd.parallel.world import World, alone
 from dmjd.targets import TeacherTarget, Tokenizer
 
+C = TypeVar("C", bound=TrainConfig)
+
 
 @dataclass(frozen=True)
-class Step:
+class TrainStep(Generic[C]):
     """One optimizer step is ``forward_backward(batch, epoch)``, then ``update(lr)``. The host does not wait for the
     device in either.
 
     engine: owns parameters, gradients and optimizer state; ``engine.objective`` is the model with its losses.
-    prepare: batch to inputs of the objective; ``prepare.tokenizer`` makes the targets.
-    ema: moving average of the encoder; None without ``ema_decay``.
+    prepare: batch to inputs of the objective; ``prepare.tokenizer`` makes the targets of pre-training.
+    ema: moving average of weights; None without ``ema_decay``.
     parameters: of the encoder, and of the whole model, on all processes together.
     began_from: the initial weights that were read, and those that were not; empty without any.
     """
 
-    config: PretrainConfig
+    config: C
     engine: Engine
-    prepare: Preparation
-    ema: EncoderEma | None
+    prepare: Any
+    ema: Ema | None
     parameters: tuple[int, int]
     began_from: str = ""
 
@@ -54,6 +55,32 @@ class Step:
     def averages(self) -> Mapping[str, Tensor]:
         """For the engine's ``save`` and ``load``; empty without ``ema_decay``."""
         return {} if self.ema is None else self.ema.averages
+
+    def micro_batches(self, batch: Batch, epoch: int, skip: bool) -> Iterator[tuple[Any, Any]]:
+        """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches: the prepared inputs of each, and the
+        output of the objective, whose ``total`` is the loss. Arguments as for ``forward_backward``."""
+        parts = self.config.engine.grad_accum_steps
+        for index, micro in enumerate(batch.split(parts)):
+            prepared = self.prepare(micro, epoch)
+            with self.engine.micro_batch(last=index + 1 == parts):
+                output = self.engine.module(*prepared.inputs)
+                total = output.total * math.nan if skip else output.total
+                self.engine.backward(trapped(total) / parts)
+            yield prepared, output
+
+    def update(self, lr: float) -> StepResult:
+        """One optimizer step, then one of the average. Gradients are dropped."""
+        result = self.engine.step(lr, self.config.optim.weight_decay)
+        if self.ema is not None:
+            self.ema.update(result.applied)
+        return result
+
+
+@dataclass(frozen=True)
+class Step(TrainStep[PretrainConfig]):
+    """A step of pre-training; ``ema`` is that of the encoder."""
+
+    prepare: Preparation
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> tuple[Losses, Tensor]:
         """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches. Collective where the engine is.
@@ -66,24 +93,12 @@ class Step:
         Returns:
             Means over the micro-batches: the losses, and the measured m_corr and m_pred, float32 ``[2]``.
         """
-        parts = self.config.engine.grad_accum_steps
         losses: list[Losses] = []
         rates: list[Tensor] = []
-        for index, micro in enumerate(batch.split(parts)):
-            prepared = self.prepare(micro, epoch)
-            with self.engine.micro_batch(last=index + 1 == parts):
-                losses.append(self.engine.module(*prepared.inputs))
-                total = losses[-1].total * math.nan if skip else losses[-1].total
-                self.engine.backward(trapped(total) / parts)
+        for prepared, output in self.micro_batches(batch, epoch, skip):
+            losses.append(output)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(losses), torch.stack(rates).mean(dim=0)
-
-    def update(self, lr: float) -> StepResult:
-        """One optimizer step, then one of the average. Gradients are dropped."""
-        result = self.engine.step(lr, self.config.optim.weight_decay)
-        if self.ema is not None:
-            self.ema.update(result.applied)
-        return result
 
 
 def trapped(loss: Tensor) -> Tensor:
@@ -115,7 +130,7 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     began_from = "" if initial is None else world.all_or_none(lambda: load_weights(objective, initial))
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     encoder = engine.objective.model.encoder
-    ema = None if config.ema_decay is None else EncoderEma(engine.local_shards(), config.ema_decay)
+    ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay, ENCODER)
     if ema is not None and isinstance(tokenizer, TeacherTarget):
         tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
     prepare = _preparation(config, tokenizer, len(encoder.blocks))
@@ -131,11 +146,7 @@ def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective
     """
     check_target(config)
     dim = target_dim(config)
-    # Under a fake mode it is made on "meta" first: some initialisations, and timm's Swin, read numbers.
-    with fork_rng(devices=()), unset_fake_temporarily() as fake, torch.device("meta") if fake else nullcontext():
-        objective = build_objective(config, dim)
-    if fake:
-        objective._apply(lambda meta: torch.empty(meta.shape, dtype=meta.dtype))
+    objective = materialised(lambda: build_objective(config, dim))
     height, width = token_grid(config)
     target = _BlankTarget(dim, config.method.mim_loss == "cross_entropy", config.backbone.patch_size, height * width)
     prepare = _preparation(config, target, len(objective.model.encoder.blocks))

@@ -11,48 +11,68 @@ from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
 from dmjd.builders.average import ENCODER
-from dmjd.builders.model import BACKBONES
-from dmjd.config import PretrainConfig
+from dmjd.builders.model import BACKBONES, build_classification
+from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.layouts import check_finite, detect, needed_by_encoder, peel
-from dmjd.interop.names import POSITIONS, REGISTERS, SHARED_TABLE, summary
+from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
 from dmjd.interop.state_file import grid_noted, read_state
-from dmjd.interop.tables import with_bias_tables, with_positions
-from dmjd.interop.tensors import split_qv_bias
+from dmjd.interop.tables import with_bias_tables, with_positions, with_window_tables
+from dmjd.interop.tensors import Grid, join_qv_bias, split_qv_bias
+from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Objective, Trainable
 from dmjd.parallel import native_files, store
 from dmjd.runs.paths import CONFIG
 from dmjd.safe_load import one_line
 
 _ENCODER = "encoder."
+_BLOCK_TABLE = f"encoder.blocks.0.{BIAS_TABLE}"
 _BRANCHES = ("decoder.", "head.", "visible_branch.")
 """Prefixes of parameter names of the branches."""
 
 
+_CLASSIFIER = {"encoder.fc_norm.": "fc_norm.", "classifier.": "head."}
+"""Prefixes of a fine-tuned model's names in :mod:`dmjd.interop`, and those of a classifier of ours."""
+
+
 class _File(NamedTuple):
-    """Weights of a file under our names. description: path and layout, for messages."""
+    """Weights of a file under our names. description: path and layout, for messages. grid: of its tables, if noted."""
 
     description: str
     weights: dict[str, Tensor]
+    grid: Grid | None = None
 
 
-def check_described(folder: Path, trained: PretrainConfig) -> None:
+def check_described(folder: Path, trained: TrainConfig) -> None:
     """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
 
     The model is built on the meta device, so a configuration from outside cannot allocate memory.
     """
-    saved, backbone, decoder = store.shapes(folder), trained.backbone, trained.method.decoder
+    saved, backbone = store.shapes(folder), trained.backbone
     blocks = BACKBONES[backbone.name].blocks(backbone)
-    blocks += decoder.depth if decoder.name == "mae" else 0
+    if isinstance(trained, PretrainConfig) and trained.method.decoder.name == "mae":
+        blocks += trained.method.decoder.depth
     if blocks > len(saved):
         raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, but there are {len(saved)} tensors beside it")
     try:
         with torch.device("meta"):
-            bare = build_objective(trained, target_dim(trained))
+            if isinstance(trained, FinetuneConfig):
+                bare: Trainable = build_classification(trained, classes_of(saved, folder))
+            else:
+                assert isinstance(trained, PretrainConfig)
+                bare = build_objective(trained, target_dim(trained))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
     native_files.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
+
+
+def classes_of(shapes: Mapping[str, torch.Size], folder: Path) -> int:
+    """Classes of the classifier whose parameters have ``shapes``. Raises CheckpointError if it has no head."""
+    bias = shapes.get("model.head.bias")
+    if bias is None or len(bias) != 1:
+        raise CheckpointError(f"{folder} is of a fine-tuning, and has no model.head.bias")
+    return bias[0]
 
 
 def load_weights(objective: Objective, path: Path) -> str:
@@ -73,7 +93,7 @@ def load_weights(objective: Objective, path: Path) -> str:
         store.load_strictly(objective, parameters, path)
         return str(path)
     model = objective.model
-    file = _read(path, model.encoder)
+    file = _fitted(_read(path), model.encoder)
     taken, left = _of_encoder(model.encoder, file)
     own = model.state_dict()
     for branch in _BRANCHES:
@@ -103,10 +123,56 @@ def load_encoder_weights(encoder: Encoder, path: Path, average: bool = False) ->
         _check_finite(own, path)
         store.load_strictly(encoder, own, path)
         return str(path)
-    file = _read(path, encoder, average)
+    file = _fitted(_read(path, average), encoder)
     taken, _ = _of_encoder(encoder, file)
     encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
     return file.description
+
+
+def load_classifier(objective: Classification, path: Path) -> str:
+    """Load the weights at ``path``, a checkpoint folder or a file, into a classifier; all or nothing.
+
+    The encoder must be there, as for :func:`load_encoder_weights`; its tables are interpolated to the classifier's
+    image size. Of a fine-tuned model ``fc_norm``, and the head if it has as many classes, are loaded too; of
+    pre-training neither, nor a final norm that the classifier does not have.
+
+    Returns:
+        A description of the weights that were loaded and of those that keep their initial values.
+
+    Raises:
+        CheckpointError: as :func:`load_weights`.
+    """
+    model = objective.model
+    if path.is_dir() or native_files.is_consolidated(path):
+        parameters = {name.removeprefix("model."): value for name, value in store.read_model(path).items()}
+        _check_finite(parameters, path)
+        # A model of pre-training has a decoder or a mask token, a classifier has neither.
+        pretrained = any(name.startswith("decoder.") or name == "encoder.mask_token" for name in parameters)
+        weights = {name: value for name, value in parameters.items() if not pretrained or name.startswith(_ENCODER)}
+        file = _File(str(path), join_qv_bias(weights))
+    else:
+        file = _read(path)
+        weights = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
+        for theirs, ours in _CLASSIFIER.items():
+            weights = {
+                ours + name.removeprefix(theirs) if name.startswith(theirs) else name: value
+                for name, value in weights.items()
+            }
+        file = file._replace(weights=weights)
+    file = _fitted(file, model.encoder)
+    own = {name: value.shape for name, value in model.state_dict().items()}
+    if "encoder.norm.weight" not in own:
+        kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
+        file = file._replace(weights=kept)
+    taken, left = _of_encoder(model.encoder, file)
+    for part in ("fc_norm", "head"):
+        names = [f"{part}.{leaf}" for leaf in ("weight", "bias") if f"{part}.{leaf}" in own]
+        if all(name in file.weights and file.weights[name].shape == own[name] for name in names):
+            taken |= {name: file.weights[name] for name in names}
+        else:
+            left.append(part)
+    model.load_state_dict(taken, strict=False)
+    return f"{file.description}; {', '.join(left)} as initialised" if left else file.description
 
 
 def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
@@ -116,8 +182,8 @@ def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
-    """Read a file; biases of q and v, positions and bias tables become those of ``encoder``."""
+def _read(path: Path, average: bool = False) -> _File:
+    """Read a file of another code base."""
     held = read_state(path, average)
     try:
         state, beside = peel(held.tensors)
@@ -125,24 +191,32 @@ def _read(path: Path, encoder: Encoder, average: bool = False) -> _File:
     except CheckpointError as error:
         hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
         raise CheckpointError(f"{path}: {error}{hint}") from error
-    own, description = (
-        {_ENCODER + name for name in encoder.state_dict()},
-        f"{path} in the layout of {' / '.join(fitting)}{held.note}",
-    )
+    description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
     if beside:
         description += f", without {summary(beside)}"
     try:
-        weights = layout.read(state)
+        return _File(description, layout.read(state), grid_noted(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{description}: {error}") from error
+
+
+def _fitted(file: _File, encoder: Encoder) -> _File:
+    """``file`` with biases of q and v, positions and bias tables as those of ``encoder``."""
+    own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
+    weights = file.weights
+    try:
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
-        weights = with_positions(weights, {POSITIONS} & own, grid_noted(path), encoder.grid, "this model")
-        weights = with_bias_tables(weights, "shared" if SHARED_TABLE in own else "keep", grid_noted(path), encoder.grid)
+        weights = with_positions(weights, {POSITIONS} & own.keys(), file.grid, encoder.grid, "this model")
+        kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
+        weights = with_bias_tables(weights, kind, file.grid, encoder.grid)
+        weights = with_window_tables(weights, own)
     except CheckpointError as error:
         hint = (
             "; dmjd convert takes this argument, and its .safetensors stores it" if "source_grid=" in str(error) else ""
         )
-        raise CheckpointError(f"{description}: {error}{hint}") from error
-    return _File(description, weights)
+        raise CheckpointError(f"{file.description}: {error}{hint}") from error
+    return file._replace(weights=weights)
 
 
 def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[str]]:

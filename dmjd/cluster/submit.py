@@ -1,7 +1,8 @@
 """``dmjd submit COMMAND key=value ...``: submit a command of dmjd as a Slurm job.
 
-The batch script is launchers/slurm/COMMAND.sbatch, or evaluate.sbatch for an evaluation, with its header filled in and
-the arguments written into it. It is kept in the run folder and can be submitted again as it is.
+The batch script is launchers/slurm/pretrain.sbatch for a training, preflight.sbatch, or evaluate.sbatch for an
+evaluation, with its header filled in and the arguments written into it. It is kept in the run folder and can be
+submitted again as it is.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
-from dmjd.compose import compose
+from dmjd.compose import compose, with_first_key
 from dmjd.config import check_batch
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
@@ -46,6 +47,9 @@ OPTIONS = {
 
 _HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
 
+TRAININGS = ("pretrain", "finetune")
+"""Commands that write a run folder and resume from its checkpoints."""
+
 WARM = ("warm=true", "warm=false")
 """The argument of preflight that is no override of the configuration."""
 
@@ -56,7 +60,7 @@ new one requeue that job, or stop at its time limit."""
 SBATCH_SECONDS = 120.0
 """sbatch itself waits about 100 s for the controller."""
 
-_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_RUN", "DMJD_EXIT_RECORD", "DMJD_LAST_WORD")
+_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_COMMAND", "DMJD_RUN", "DMJD_EXIT_RECORD", "DMJD_LAST_WORD")
 """Prefixes of variables of a surrounding job."""
 
 
@@ -81,7 +85,7 @@ class Job:
 
 def submittable() -> list[str]:
     """The commands that can be submitted."""
-    return ["pretrain", "preflight", *EVALUATIONS]
+    return [*TRAININGS, "preflight", *EVALUATIONS]
 
 
 def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
@@ -98,46 +102,47 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if command not in submittable():
         raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
-    own = [argument for argument in arguments if argument.partition("=")[0] not in OPTIONS]
+    own = with_first_key(command, [text for text in arguments if text.partition("=")[0] not in OPTIONS])
     options = _options(arguments)
+    trains = command in TRAININGS
+    several = trains or command == "preflight"  # processes
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    script_name = EVALUATIONS[command].script if command in EVALUATIONS else command
+    script_name = EVALUATIONS[command].script if command in EVALUATIONS else "pretrain" if trains else command
     template = (launchers_dir() / "slurm" / f"{script_name}.sbatch").read_text()
     header = {**_header(template), **site_header(site)}
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
-    trains = command in ("pretrain", "preflight")
     nodes = _count(options, "nodes", header["nodes"])
-    gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if trains else 1)
+    gpus = _count(options, "gpus", _count(site, "DMJD_GPUS", whole) if several else 1)
     chain = _count(options, "chain", 1)
     _count(site, "DMJD_IDLE_LIMIT", 3)
-    if not trains and nodes * gpus > 1:
+    if not several and nodes * gpus > 1:
         raise ConfigError(f"{command} runs on one GPU; leave nodes and gpus out")
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array cannot be combined; submit one chain for each index")
 
-    config = _compose(command, trains, own, options.get("array"))
+    config = _compose(command, own, options.get("array"))
     processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
-    if trains:
+    if several:
         check_batch(config.batch_size, config.engine.grad_accum_steps, processes)
-    if trains and processes > 1 and not any(argument.startswith("engine=") for argument in own):
+    if several and processes > 1 and not any(argument.startswith("engine=") for argument in own):
         own.insert(0, "engine=ddp")
     folder = _folder(config, array="array" in options)
     container = site.get("DMJD_CONTAINER") or None
-    if command == "pretrain" and container is None and (folder / "config.yaml").is_file():
+    if trains and container is None and (folder / "config.yaml").is_file():
         from dmjd.runs.folder import RunFolder  # imports torch, which takes seconds; most runs are new
 
         RunFolder(folder).check(config)
 
     header.update({key: options[key] for key in _HEADER_OPTIONS if key in options})
-    if command == "pretrain" and header["time"]:
+    if trains and header["time"]:
         check_limit(header["time"], header.get("signal"), config.time_margin if config.time_budget == "auto" else None)
     header["nodes"], header["gpus-per-node"] = str(nodes), f"{kind}:{gpus}" if kind else str(gpus)
     header["job-name"] = options.get("name", f"dmjd-{folder.name}")
     header["chdir"] = str(Path.cwd())  # relative paths stay valid, wherever the script is submitted from
     header["output"] = str((folder / "slurm" / ("%x-%A_%a.out" if "array" in options else "%x-%j.out")).absolute())
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
-    if command == "pretrain":  # the shell cannot resolve experiments, quotes and ${...}
-        exports["DMJD_RUN"] = config.run
+    if trains:  # the shell cannot resolve experiments, quotes and ${...}
+        exports |= {"DMJD_COMMAND": command, "DMJD_RUN": config.run}
     # Written into the script, which later edits of the site file do not change.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
     if container is None and not site.get("DMJD_PYTHON"):
@@ -166,7 +171,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         *([f"code: {code}"] if code is not None else []),
         *(["secrets: in the script, which only you can read"] if shown != script else []),
     ]
-    look = f"follow it with dmjd doctor {shlex.quote(config.run)}" if command == "pretrain" else "see its log"
+    look = f"follow it with dmjd doctor {shlex.quote(config.run)}" if trains else "see its log"
     return Job(script, shown, folder, chain, look, explanation)
 
 
@@ -181,17 +186,17 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
     return options
 
 
-def _compose(command: str, trains: bool, own: Sequence[str], array: str | None) -> Any:
+def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
     """The configuration of the command, of an array that of its first index."""
     first = re.match(r"\d+", array or "")
     index = "%a" if array is None else first[0] if first else "0"
 
     def composed(index: str) -> Any:
         overrides = [text if text.startswith("run=") else text.replace("%a", index) for text in own if text not in WARM]
-        return compose("pretrain" if trains else command, overrides)
+        return compose("pretrain" if command == "preflight" else command, overrides)
 
     config = composed(index)
-    if trains and array is not None and composed(f"1{index}").run != config.run:
+    if command not in EVALUATIONS and array is not None and composed(f"1{index}").run != config.run:
         raise ConfigError("run= of an array must not refer to an argument with %a; write %a in run= itself")
     return config
 

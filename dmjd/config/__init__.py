@@ -4,26 +4,32 @@ Fields marked by ``may_change`` do not affect results: a run may be resumed with
 Combinations of values are checked by :mod:`dmjd.builders`, which has the objects.
 """
 
+from dmjd.config.augment import AugmentConfig
 from dmjd.config.data import FORMER_VALUES, DataConfig
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig
 from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
+from dmjd.config.finetune import FinetuneConfig
 from dmjd.config.model import (
     BackboneConfig,
     ConvStagesConfig,
     DecoderConfig,
+    HeadConfig,
     MaskConfig,
     MethodConfig,
     TargetConfig,
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig, check_batch
-from dmjd.config.step import EngineConfig, GuardConfig, OptimConfig
+from dmjd.config.plan import FinetunePlanConfig, PlanConfig
+from dmjd.config.pretrain import OnlineKnnConfig, PretrainConfig
+from dmjd.config.step import EngineConfig, FinetuneOptimConfig, GuardConfig, OptimConfig, PretrainOptimConfig
+from dmjd.config.train import TrainConfig, check_batch
 
 __all__ = [
     "FORMER_VALUES",
     "RENAMED",
     "SCHEMAS",
+    "AugmentConfig",
     "BackboneConfig",
     "ConsolidateConfig",
     "ConvStagesConfig",
@@ -33,14 +39,20 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "ExportConfig",
+    "FinetuneConfig",
+    "FinetuneOptimConfig",
+    "FinetunePlanConfig",
     "GuardConfig",
+    "HeadConfig",
     "MaskConfig",
     "MethodConfig",
     "OnlineKnnConfig",
     "OptimConfig",
     "PlanConfig",
     "PretrainConfig",
+    "PretrainOptimConfig",
     "TargetConfig",
+    "TrainConfig",
     "VisibleBranchConfig",
     "WindowsConfig",
     "check_batch",
@@ -51,7 +63,9 @@ __all__ = [
 
 SCHEMAS: dict[str, type] = {
     "pretrain": PretrainConfig,
+    "finetune": FinetuneConfig,
     "plan": PlanConfig,
+    "plan_finetune": FinetunePlanConfig,
     "export": ExportConfig,
     "consolidate": ConsolidateConfig,
     "convert": ConvertConfig,

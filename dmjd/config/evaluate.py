@@ -15,6 +15,8 @@ class EncoderConfig:
 
     checkpoint: Run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of another
         code base.
+    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
+        score.
     model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
     output: Output path. Default: beside the checkpoint.
     weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
@@ -22,6 +24,7 @@ class EncoderConfig:
     """
 
     checkpoint: str = path("???")
+    which: str = choice("newest", "best")
     model: PretrainConfig | None = None
     output: str | None = path()
     weights: str = choice("trained", "untrained", "ema")

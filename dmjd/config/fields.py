@@ -95,9 +95,9 @@ def may_change(default: Any, where: str = "") -> Any:
     return item
 
 
-def recorded() -> Any:
+def recorded(default: Any = None) -> Any:
     """A field that the command line fills in; it is no key and not in ``--help``."""
-    return field(default=None, metadata={"recorded": True})
+    return field(default=default, metadata={"recorded": True})
 
 
 def keys(schema: Any) -> list[Field[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config.fields import choice, choice_of, number, numbers, path, positive, size
+from dmjd.config.fields import choice, choice_of, found_at_start, number, numbers, path, positive, size
 
 BACKBONES = ["vit", "convvit", "swin"]
 """Values of ``backbone.name``; each has its record in dmjd/builders/model.py, where others can be registered."""
@@ -87,9 +87,11 @@ class BackboneConfig:
     class_token: (vit) Prepend a cls token.
     masked_tokens: drop: the encoder processes visible tokens only (MAE). mask_token: masked tokens are replaced by a
         learned embedding (BEiT, SimMIM).
-    drop_path: (vit, convvit) Stochastic depth rate of the last block; increases linearly from 0 with depth.
+    drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth.
     positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position.
-        relative: BEiT's relative position bias, shared by all blocks.
+        relative: BEiT's relative position bias.
+    bias_tables: (positions=relative) Tables of the relative position bias. shared: one for all blocks, as in
+        pre-training. per_block: one per block, as in the fine-tuning of BEiT and SimMIM.
     block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
     layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
     multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
@@ -105,6 +107,7 @@ class BackboneConfig:
     masked_tokens: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
     positions: str = choice("sincos", "learned", "relative")
+    bias_tables: str = choice("shared", "per_block")
     block: str = choice("plain", "beit")
     layer_scale: float | None = number(None, above=0)
     conv_stages: ConvStagesConfig = field(default_factory=ConvStagesConfig)
@@ -152,6 +155,8 @@ class MethodConfig:
     name: Name of the method, for logs and reports only.
     mim_loss: Loss on masked tokens. cross_entropy if and only if the target is a class index (dvae, vqkd).
     mim_weight: Weight of mim_loss (the paper's lambda). The visible branch's loss has weight 1.
+    beta: Difference at which smooth L1 changes from quadratic to linear, in the visible branch's loss and in
+        mim_loss=smooth_l1.
     initialisation: Weight initialisation, as in that method's official code.
     """
 
@@ -160,6 +165,7 @@ class MethodConfig:
     visible_branch: VisibleBranchConfig = field(default_factory=VisibleBranchConfig)
     mim_loss: str = choice("mse", "l1", "smooth_l1", "cosine", "cross_entropy")
     mim_weight: float = positive(1.0)
+    beta: float = positive(2.0)
     initialisation: str = choice("mae", "beit", "simmim", "maskfeat")
 
 
@@ -202,3 +208,24 @@ class TargetConfig:
     projected: bool = True
     codes: int = positive(8192)
     layers: int = positive(6)
+
+
+@dataclass
+class HeadConfig:
+    """Classification head.
+
+    pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
+    norm: pooled: the encoder's final norm is dropped, and a new LayerNorm follows the pooling. encoder: the encoder's
+        final norm, then pooling.
+    init_std: Standard deviation of the truncated normal distribution from which the head's weights are drawn.
+    init_scale: Factor of the head's initial weights.
+    dropout: Dropout rate before the head.
+    num_classes: Number of classes. null: that of the data, which the run stores.
+    """
+
+    pooling: str = choice("mean", "cls")
+    norm: str = choice("pooled", "encoder")
+    init_std: float = positive(2e-5)
+    init_scale: float = positive(1.0)
+    dropout: float = number(0.0, least=0, below=1)
+    num_classes: int | None = found_at_start(number(None, least=2))

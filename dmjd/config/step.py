@@ -13,16 +13,12 @@ _FP16 = "needs loss scaling, which skips steps; use bf16, which has the range of
 class OptimConfig:
     """AdamW and learning-rate schedule.
 
-    base_lr: Base learning rate; lr_rule gives the peak learning rate.
-    lr_rule: Peak learning rate. adaptive (the paper's Eq. 4): base_lr * batch_size * m_pred / m_corr / 256. classic:
-        base_lr * views * batch_size / 256.
-    lr_rates: Mask ratios used by lr_rule=adaptive. nominal: as configured (.6). exact: from integer token counts
-        (30/49).
+    base_lr: Base learning rate of a batch of 256 images.
     schedule: After a linear warm-up, cosine: decay to min_lr. multistep: multiply by 0.1 after each of the
         milestones.
     milestones: (schedule=multistep) Epochs at which the learning rate is multiplied by 0.1.
-    min_lr: (schedule=cosine) Final learning rate; not scaled by lr_rule.
-    warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
+    min_lr: (schedule=cosine) Final learning rate; not scaled with the batch size.
+    warmup_lr: Initial learning rate of the warm-up; not scaled with the batch size.
     warmup_percent: Warm-up in percent of the run's steps.
     warmup_epochs: Warm-up in epochs, in place of warmup_percent. null: use warmup_percent.
     weight_decay: Weight decay of matrices, convolutions and token embeddings; not of biases and norms.
@@ -33,8 +29,6 @@ class OptimConfig:
     """
 
     base_lr: float = positive(1.5e-4)
-    lr_rule: str = choice("adaptive", "classic")
-    lr_rates: str = choice("nominal", "exact")
     schedule: str = choice("cosine", "multistep")
     milestones: list[float] = numbers(above=0)
     min_lr: float = number(0.0, least=0)
@@ -46,6 +40,39 @@ class OptimConfig:
     eps: float = positive(1e-8)
     clip_grad: float | None = number(None, above=0)
     no_decay: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PretrainOptimConfig(OptimConfig):
+    """AdamW and learning-rate schedule.
+
+    base_lr: Base learning rate; lr_rule gives the peak learning rate.
+    lr_rule: Peak learning rate. adaptive (the paper's Eq. 4): base_lr * batch_size * m_pred / m_corr / 256. classic:
+        base_lr * views * batch_size / 256.
+    lr_rates: Mask ratios used by lr_rule=adaptive. nominal: as configured (.6). exact: from integer token counts
+        (30/49).
+    min_lr: (schedule=cosine) Final learning rate; not scaled by lr_rule.
+    warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
+    """
+
+    lr_rule: str = choice("adaptive", "classic")
+    lr_rates: str = choice("nominal", "exact")
+
+
+@dataclass
+class FinetuneOptimConfig(OptimConfig):
+    """AdamW, learning-rate schedule and layer-wise decay of the learning rate. Defaults: MAE's for ViT-B.
+
+    base_lr: Base learning rate; the peak is base_lr * batch_size / 256.
+    layer_decay: Factor of the learning rate from each layer to the one below it. The head has factor 1, block i of n
+        (from 0) layer_decay ** (n - i), the embeddings layer_decay ** (n + 1). 1: off.
+    """
+
+    base_lr: float = positive(5e-4)
+    min_lr: float = number(1e-6, least=0)
+    warmup_epochs: float | None = number(5.0, least=0)
+    betas: list[float] = numbers(0.9, 0.999, length=2, least=0, below=1)
+    layer_decay: float = number(0.65, above=0, most=1)
 
 
 @dataclass

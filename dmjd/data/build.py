@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast, overload
 
-from dmjd.config import DataConfig
+from dmjd.config import AugmentConfig, DataConfig
 from dmjd.config.data import ENDINGS, SKIPPED_FOLDERS
+from dmjd.data.augment import RandAugment
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
 from dmjd.data.decode import decodable
@@ -137,13 +138,26 @@ def _check(config: DataConfig) -> None:
         raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
-def training_crop(config: DataConfig) -> RandomResizedCrop:
-    """The random crop of training images.
+def require_labels(dataset: ImageDataset) -> None:
+    """Raise DataError unless every image of ``dataset`` has a label."""
+    if not dataset.num_classes:
+        raise DataError("the images of data.root have no labels; put those of each class into a folder of its own")
+    unlabelled = next((index for index in range(len(dataset)) if dataset.label(index) < 0), None)
+    if unlabelled is not None:
+        raise DataError(
+            f"{dataset.name(unlabelled)} of data.root has no label; build the shards from class folders, or from tars "
+            "with a .cls beside every image"
+        )
+
+
+def training_crop(config: DataConfig, augment: AugmentConfig | None = None) -> RandomResizedCrop:
+    """The random crop of training images, with the RandAugment of ``augment``.
 
     Raises:
-        ConfigError: if ``crop_scale`` or ``crop_ratio`` has its greatest value first.
+        ConfigError: if ``crop_scale`` or ``crop_ratio`` has its greatest value first, or the policy is none.
     """
     (height, width), second, scale, ratio = config.image_size, config.second_size, config.crop_scale, config.crop_ratio
+    policy = None if augment is None else augment.randaugment
     for key, (least, greatest) in (("crop_scale", scale), ("crop_ratio", ratio)):
         if least > greatest:
             raise ConfigError(f"data.{key} must be least <= greatest, got [{least}, {greatest}]")
@@ -153,27 +167,48 @@ def training_crop(config: DataConfig) -> RandomResizedCrop:
         ratio=(ratio[0], ratio[1]),
         interpolation=config.interpolation,
         second_size=None if second is None else (second[0], second[1]),
+        augment=None if policy is None else RandAugment(policy, config.mean, config.interpolation),
     )
 
 
 @overload
 def training_batches(
-    config: DataConfig, dataset: ImageDataset, batch_size: int, seed: int, rank: int = 0, world: int = 1
+    config: DataConfig,
+    dataset: ImageDataset,
+    batch_size: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+    augment: AugmentConfig | None = None,
 ) -> StepBatches: ...
 @overload
 def training_batches(
-    config: DataConfig, dataset: ImageDataset | TarStream, batch_size: int, seed: int, rank: int = 0, world: int = 1
+    config: DataConfig,
+    dataset: ImageDataset | TarStream,
+    batch_size: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+    augment: AugmentConfig | None = None,
 ) -> StepBatches | StreamBatches: ...
 def training_batches(
-    config: DataConfig, dataset: ImageDataset | TarStream, batch_size: int, seed: int, rank: int = 0, world: int = 1
+    config: DataConfig,
+    dataset: ImageDataset | TarStream,
+    batch_size: int,
+    seed: int,
+    rank: int = 0,
+    world: int = 1,
+    augment: AugmentConfig | None = None,
 ) -> StepBatches | StreamBatches:
     """Randomly cropped batches of ``dataset`` by step number; of each, the part of process ``rank`` of ``world``.
+
+    ``augment``: of fine-tuning; its RandAugment is applied to the crops. The rest follows on the device.
 
     Raises:
         ConfigError: if an epoch is smaller than a batch, ``world`` does not divide a batch, a crop range is reversed,
             or a stream has fewer tars than there are processes.
     """
-    crop = training_crop(config)
+    crop = training_crop(config, augment)
     if not 1 <= batch_size <= len(dataset):
         raise ConfigError(f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch")
     if batch_size % world:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from dmjd.data.augment import RandAugment, apply
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.ops.philox import Domain, keyed_uniform
 
@@ -35,6 +36,7 @@ class RandomResizedCrop:
         single_draw: a first attempt that is larger than the image is cut to it, as in BYOL and MAE's linear probe.
         interpolation: "bicubic" or "bilinear", antialiased.
         second_size: (height, width) of a second resampling of the same box, for a target that reads another size.
+        augment: applied to the resampled crop, and not to the second one.
     """
 
     size: Size
@@ -43,6 +45,7 @@ class RandomResizedCrop:
     single_draw: bool = False
     interpolation: str = "bicubic"
     second_size: Size | None = None
+    augment: RandAugment | None = None
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -83,6 +86,7 @@ class CropDraws:
     def __init__(self, crop: RandomResizedCrop, sample_ids: Tensor, key: Tensor) -> None:
         uniform = keyed_uniform(sample_ids, 4 * ATTEMPTS, key=key, domain=Domain.CROP)
         self._uniform = uniform.view(-1, ATTEMPTS, 4).numpy()
+        self._operations = None if crop.augment is None else crop.augment.draw(sample_ids, key)
         self._crop = crop
 
     def box(self, row: int, height: int, width: int) -> Box:
@@ -102,8 +106,9 @@ class CropDraws:
         return (height - h) // 2, (width - w) // 2, h, w
 
     def cut(self, row: int, image: OpenImage) -> tuple[Tensor, ...]:
-        """The crop of sample ``sample_ids[row]`` of ``image``; see :meth:`RandomResizedCrop.cut`."""
-        return self._crop.cut(image, self.box(row, *image.size))
+        """The crop of sample ``sample_ids[row]`` of ``image``, augmented; see :meth:`RandomResizedCrop.cut`."""
+        first, *second = self._crop.cut(image, self.box(row, *image.size))
+        return (first if self._operations is None else apply(self._operations[row], first)), *second
 
 
 def _lanczos(pixels: Pixels, size: Size) -> Tensor:

@@ -12,8 +12,8 @@ from pathlib import Path
 from torch import Tensor
 
 from dmjd.builders import token_grid
-from dmjd.compose import from_yaml
-from dmjd.config import ConvertConfig, PretrainConfig
+from dmjd.compose import from_yaml_of_run
+from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
@@ -103,7 +103,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
     if path.is_dir():
         folder = weights_at(config.input, "input")
         source = folder / CONFIG
-        trained = from_yaml(PretrainConfig, read_file(source), source)
+        trained = from_yaml_of_run(read_file(source), source)
         return _model_in(folder, average), LAYOUTS["ours"], token_grid(trained)
     if is_consolidated(path):
         return _model_in(path, average), LAYOUTS["ours"], grid
@@ -122,11 +122,24 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
 
 
 def _model_in(path: Path, average: bool) -> dict[str, Tensor]:
-    """Weights of a checkpoint of ours under our names; of an average the encoder alone, since no other part has one."""
+    """Weights of a checkpoint of ours under our names; of an average in pre-training the encoder alone, since no other
+    part has one. A classifier has the names of a fine-tuned file."""
     weights = read_average(path) if average else read_model(path)
     if not weights:
         raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
-    return {name.removeprefix("model."): value for name, value in weights.items()}
+    weights = {name.removeprefix("model."): value for name, value in weights.items()}
+    if any(name.startswith("decoder.") or name == "encoder.mask_token" for name in weights):  # of pre-training
+        return weights
+    for ours, theirs in _FINE_TUNED.items():
+        weights = {
+            theirs + name.removeprefix(ours) if name.startswith(ours) else name: value
+            for name, value in weights.items()
+        }
+    return weights
+
+
+_FINE_TUNED = {"fc_norm.": "encoder.fc_norm.", "head.": "classifier."}
+"""Prefixes of a classifier's parameters, and those of a fine-tuned file's names in :mod:`dmjd.interop`."""
 
 
 def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmjd.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.builders.average import ENCODER
-from dmjd.builders.weights import check_described, load_encoder_weights, load_weights
-from dmjd.compose import from_yaml, to_yaml
-from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
+from dmjd.builders.model import build_classification
+from dmjd.builders.weights import check_described, classes_of, load_encoder_weights, load_weights
+from dmjd.compose import from_yaml_of_run, to_yaml
+from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
@@ -24,12 +25,15 @@ from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.files import read_file
+from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
+from dmjd.ops.images import normalise
+from dmjd.parallel import store
 from dmjd.parallel.build import select_device
-from dmjd.parallel.store import read_average
 from dmjd.redact import shown
 from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
+from dmjd.runs.classes import read_classes
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.paths import CONFIG
 
@@ -46,10 +50,14 @@ class FrozenEncoder:
     path: the checkpoint folder, or the file.
     run: the folder of the run that trained it; for a file, its name without the suffix, which may not exist; for a
         checkpoint that was moved out of its run, the checkpoint.
+    weights: "trained", "ema" or "untrained".
+    classifier: of a fine-tuned run, on the device; ``encoder`` is its encoder, and its ``fc_norm`` that of pooled
+        features (:func:`~dmjd.evaluate.features.pool_features`).
+    classes: names of the classifier's classes, if they are known.
     """
 
     encoder: Encoder
-    trained: PretrainConfig
+    trained: TrainConfig
     text: str
     data: DataConfig
     differs: dict[str, Any]
@@ -58,13 +66,27 @@ class FrozenEncoder:
     step: int
     path: Path
     run: RunFolder
+    weights: str = "trained"
+    classifier: Classifier | None = None
+    classes: Sequence[str] = ()
 
     @property
     def source(self) -> str:
-        """Name, folder and size of the images, which identify the data set among settings."""
-        where = f" in {shown(self.data.root)}" if self.data.root else ""
-        held_out = f", {HeldOut(self.data.val_percent, self.data.val_seed)}" if self.data.val_percent else ""
-        return f"{self.data.name}{where}{held_out}, {self.size[0]}x{self.size[1]}"
+        """See :func:`image_source`."""
+        return image_source(self.data)
+
+    @property
+    def class_labels(self) -> list[str]:
+        """A name for each logit of the classifier: the class's, or its number."""
+        assert self.classifier is not None
+        return list(self.classes) or [str(number) for number in range(self.classifier.head.out_features)]
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Logits ``[B, classes]`` of the classifier for uint8 ``[B, H, W, C]`` on the device."""
+        assert self.classifier is not None
+        with torch.no_grad():
+            logits: Tensor = self.classifier(normalise(images, self.data.mean, self.data.std))
+        return logits
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
         """The labelled images of one split, or ``count`` of them."""
@@ -111,6 +133,13 @@ class FrozenEncoder:
         return images * height * width * sum(each.numel() for each in self.encoder.parameters())
 
 
+def image_source(data: DataConfig) -> str:
+    """Name, folder and size of the images, which identify the data set among settings."""
+    where = f" in {shown(data.root)}" if data.root else ""
+    held_out = f", {HeldOut(data.val_percent, data.val_seed)}" if data.val_percent else ""
+    return f"{data.name}{where}{held_out}, {data.image_size[0]}x{data.image_size[1]}"
+
+
 def loader_workers(images: int, batch_size: int) -> int:
     """DataLoader workers that pay for an evaluation: one per batch, at most 8 and one per core; 0 for a single batch,
     which a worker would only delay."""
@@ -119,7 +148,8 @@ def loader_workers(images: int, batch_size: int) -> int:
 
 
 def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
-    """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average.
+    """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average
+    ("ema"; with "auto", if there is one). Of a fine-tuned run its classifier, too.
 
     Raises:
         CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
@@ -127,22 +157,38 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
             channels or a size that the encoder cannot read; if pooling=cls and there is no cls token.
     """
     device = select_device(config.device, "device")
-    path = weights_at(config.checkpoint, "checkpoint")
+    path = weights_at(config.checkpoint, "checkpoint", config.which)
     trained, text = _model_of(path, config)
     data = _evaluation_data(path, trained, config)
     differs = _differences(trained.data, data)
     if path.is_file() and config.data is not None:  # tables of positions are interpolated once, to this data's grid
         trained = replace(trained, data=data)
         text = to_yaml(trained)
-    encoder = _of_file(path, trained, config.weights) if path.is_file() else _of_run(path, trained, config.weights)
-    encoder.requires_grad_(False).to(device).eval()
+    weights = config.weights
+    if weights == "auto":
+        weights = "trained" if path.is_file() or trained.ema_decay is None else "ema"
+    classifier: Classifier | None = None
+    if isinstance(trained, FinetuneConfig):
+        classifier = _classifier_of(path, trained, weights)
+        encoder = classifier.encoder
+        if isinstance(classifier.fc_norm, nn.LayerNorm):
+            encoder.fc_norm = classifier.fc_norm
+        classifier.requires_grad_(False).to(device).eval()
+    else:
+        assert isinstance(trained, PretrainConfig)
+        encoder = _of_file(path, trained, weights) if path.is_file() else _of_run(path, trained, weights)
+        encoder.requires_grad_(False).to(device).eval()
     if config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
     size = data.image_size[0], data.image_size[1]
     with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
-    step = 0 if path.is_file() or config.weights == "untrained" else checkpoint.step_of(path)
-    return FrozenEncoder(encoder, trained, text, data, differs, size, device, step, path, RunFolder(_run_of(path)))
+    step = 0 if path.is_file() or weights == "untrained" else checkpoint.step_of(path)
+    run = RunFolder(_run_of(path))
+    names = read_classes(path)
+    return FrozenEncoder(
+        encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
+    )
 
 
 def _run_of(path: Path) -> Path:
@@ -156,14 +202,32 @@ def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
     objective = build_objective(trained, target_dim(trained))
     if which != "untrained":
         load_weights(objective, folder)
-    elif trained.init is not None:
-        raise ConfigError(
-            f"weights=untrained: this run was initialised from init={trained.init}; evaluate that checkpoint instead"
-        )
+    else:
+        _check_drawn(trained)
     encoder = objective.model.encoder
     if which == "ema":
         _load_average(encoder, folder)
     return encoder
+
+
+def _classifier_of(folder: Path, trained: FinetuneConfig, which: str) -> Classifier:
+    check_described(folder, trained)
+    objective = build_classification(trained, classes_of(store.shapes(folder), folder))
+    if which == "untrained":
+        _check_drawn(trained)
+    elif which == "ema":
+        store.load_strictly(objective, _average(folder), folder)
+    else:
+        store.load_strictly(objective, store.read_model(folder), folder)
+    return objective.model
+
+
+def _check_drawn(trained: TrainConfig) -> None:
+    drawn = isinstance(trained, FinetuneConfig) and trained.weights == "untrained"
+    if trained.init is not None and not drawn:
+        raise ConfigError(
+            f"weights=untrained: this run was initialised from init={trained.init}; evaluate that checkpoint instead"
+        )
 
 
 def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
@@ -177,13 +241,17 @@ def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
 
 
 def _load_average(encoder: Encoder, path: Path) -> None:
-    average = read_average(path)
+    encoder.load_state_dict({name.removeprefix(ENCODER): value for name, value in _average(path).items()})
+
+
+def _average(path: Path) -> dict[str, Tensor]:
+    average = store.read_average(path)
     if not average:
         raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
-    encoder.load_state_dict({name.removeprefix(ENCODER): value for name, value in average.items()})
+    return average
 
 
-def _model_of(path: Path, config: EvaluationConfig) -> tuple[PretrainConfig, str]:
+def _model_of(path: Path, config: EvaluationConfig) -> tuple[TrainConfig, str]:
     """The configuration of the model at ``path``, as an object and as YAML."""
     if path.is_file():
         if config.model is None:
@@ -195,7 +263,7 @@ def _model_of(path: Path, config: EvaluationConfig) -> tuple[PretrainConfig, str
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
     content = read_file(path / CONFIG)
-    stored = from_yaml(PretrainConfig, content, path / CONFIG)
+    stored = from_yaml_of_run(content, path / CONFIG)
     return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()
 
 
@@ -203,7 +271,7 @@ _OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_pe
 """Keys that describe a data set: another ``data.name`` sets them. The others are the run's unless they are given."""
 
 
-def _evaluation_data(path: Path, trained: PretrainConfig, config: EvaluationConfig) -> DataConfig:
+def _evaluation_data(path: Path, trained: TrainConfig, config: EvaluationConfig) -> DataConfig:
     """The data of pre-training with the keys that are given, on which the encoder can run."""
     other = config.data
     data = trained.data if other is None else _with_given(trained.data, other, config.data_keys)

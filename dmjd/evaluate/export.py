@@ -1,4 +1,4 @@
-"""``dmjd export``: the encoder of a checkpoint for timm, ONNX or Hugging Face, verified against our features."""
+"""``dmjd export``: the encoder or classifier of a checkpoint for timm, ONNX or Hugging Face, verified against ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -15,23 +15,22 @@ from typing import Any, NamedTuple
 import timm
 import torch
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 
 import dmjd
 import dmjd.models.timm_models  # registers the ConvViT with timm
 from dmjd.builders import build_objective, target_dim
 from dmjd.builders.weights import load_weights
-from dmjd.config import EvaluationConfig, ExportConfig
+from dmjd.config import EvaluationConfig, ExportConfig, FinetuneConfig, HeadConfig, PretrainConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
-from dmjd.evaluate.onnx_model import check_onnx, write_onnx
+from dmjd.evaluate.onnx_model import Features, Logits, check_onnx, write_onnx
 from dmjd.evaluate.output import check_output
 from dmjd.evaluate.registry import BASELINES
 from dmjd.files import obstacle, printable, read_file, standing_place
 from dmjd.interop import huggingface
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
 from dmjd.models.decoder import MAEDecoder
-from dmjd.models.masked_image_model import Encoder
 from dmjd.safe_load import parse_json
 
 logger = logging.getLogger("dmjd")
@@ -65,7 +64,8 @@ class _Encoder:
 
 
 def export(config: ExportConfig) -> Exported:
-    """Write the encoder of ``config.checkpoint`` in ``config.format``, with all that is needed to load it.
+    """Write the encoder of ``config.checkpoint`` in ``config.format``, with all that is needed to load it; of a
+    fine-tuned run with its classifier, whose classes the sidecar names.
 
     timm: a .safetensors file; :func:`sidecar` and the file's header under ``dmjd`` hold ``architecture`` and
     ``arguments`` of ``timm.create_model(architecture, checkpoint_path=file, **arguments)``, and the whole line as
@@ -73,7 +73,8 @@ def export(config: ExportConfig) -> Exported:
     existing file is replaced atomically, an existing folder of an earlier export as a whole.
 
     Returns:
-        The file, ``config.output`` or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors``, and the line.
+        The file, ``config.output`` or ``RUN/export/encoder-WEIGHTS-step########-DTYPE.safetensors`` (``classifier-`` of
+        a fine-tuned run), and the line.
 
     Raises:
         CheckpointError, ConfigError: as :func:`~dmjd.evaluate.encoder.load_encoder`.
@@ -90,15 +91,16 @@ def export(config: ExportConfig) -> Exported:
     if config.format == "huggingface_mae" and config.weights != "trained":
         raise ConfigError(f"weights={config.weights}: format=huggingface_mae needs weights=trained, with the decoder")
     made = _encoder(config)
-    frozen, kind = made.frozen, "mae" if config.format == "huggingface_mae" else "encoder"
+    frozen = made.frozen
+    kind = "mae" if config.format == "huggingface_mae" else "encoder" if frozen.classifier is None else "classifier"
     name = f"{kind}-{config.weights}-step{frozen.step:08d}-{config.dtype}{suffix or '-huggingface'}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
     _check_place(path, suffix, frozen.run.path if config.output is None else path.parent)
     standing = standing_place(path.parent)
     with TemporaryDirectory(prefix=f".{FOLDER}-", dir=standing) as scratch:
         draft = Path(scratch) / path.name
-        encoder = frozen.encoder.float()  # the comparison is of rounded weights, not of half-precision arithmetic
-        line = _WRITERS[config.format](made, draft, encoder, path)
+        _module(frozen).float()  # the comparison is of rounded weights, not of half-precision arithmetic
+        line = _WRITERS[config.format](made, draft, path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if suffix:
             # A process killed here leaves weights without a sidecar, never with the sidecar of other weights.
@@ -126,24 +128,32 @@ def _encoder(config: ExportConfig) -> _Encoder:
     frozen = load_encoder(
         EvaluationConfig(
             checkpoint=config.checkpoint,
+            which=config.which,
             model=config.model,
             weights=config.weights,
             data=config.data,
             device="cpu",
         )
     )
-    trained = frozen.trained
+    trained, classifier = frozen.trained, frozen.classifier
+    head = trained.head if isinstance(trained, FinetuneConfig) else None
     if config.format == "huggingface":
         huggingface.check_vit(trained.backbone)
+        if head is not None:
+            huggingface.check_classifier(head)
     if config.format == "huggingface_mae":
         huggingface.check_mae(trained)
         if frozen.path.is_file():
             raise ConfigError(
                 f"format=huggingface_mae needs a run, and {frozen.path} is a file; use format=huggingface"
             )
-    encoder = frozen.encoder.to(DTYPES[config.dtype])
-    weights, call = encoder.state_dict(), timm_call(trained.backbone, trained.data)
-    state = timm_state(weights, encoder.positions)
+    _module(frozen).to(DTYPES[config.dtype])
+    encoder = frozen.encoder
+    weights, of_head, classes = encoder.state_dict(), None, 0
+    if classifier is not None:
+        of_head, classes = classifier.head.state_dict(prefix="head."), classifier.head.out_features
+    call = _call(config.format, frozen, head, classes)
+    state = timm_state(weights, encoder.positions, of_head)
     card = {
         "architecture": call.architecture,
         "arguments": call.arguments,
@@ -158,7 +168,21 @@ def _encoder(config: ExportConfig) -> _Encoder:
         "dmjd": dmjd.__version__,
         "timm": timm.__version__,
     }
+    if classifier is not None:
+        card["classes"] = frozen.class_labels
     return _Encoder(frozen, call, state, card)
+
+
+def _call(form: str, frozen: FrozenEncoder, head: HeadConfig | None, classes: int) -> TimmCall:
+    """timm's model, which an ONNX file of a classifier need not have."""
+    backbone, data = frozen.trained.backbone, frozen.trained.data
+    if form == "onnx" and head is not None:
+        head = replace(head, norm="encoder")
+    return timm_call(backbone, data, head, classes)
+
+
+def _module(frozen: FrozenEncoder) -> nn.Module:
+    return frozen.encoder if frozen.classifier is None else frozen.classifier
 
 
 def _check_place(path: Path, suffix: str, parent: Path) -> None:
@@ -177,40 +201,49 @@ def _check_place(path: Path, suffix: str, parent: Path) -> None:
         raise ConfigError(f"{printable(str(standing))} is not UTF-8, and safetensors takes no other names; {other}")
 
 
-def _write_timm(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+def _write_timm(made: _Encoder, draft: Path, path: Path) -> str:
     card = made.card | {"load": made.call.line(path.name)}
     # One entry, so that the order is fixed; not save_file, whose file only its owner can read.
     draft.write_bytes(save(made.state, metadata={"dmjd": json.dumps(card)}))
     sidecar(draft).write_text(json.dumps(card, indent=1))
-    _verify(_timm_model(made, checkpoint_path=str(draft)), encoder, _shape(made))
+    _verify(_timm_model(made, checkpoint_path=str(draft)), made)
     return made.call.line(str(path))
 
 
-def _write_onnx(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
+def _write_onnx(made: _Encoder, draft: Path, path: Path) -> str:
+    frozen = made.frozen
     channels, height, width = shape = _shape(made)
+    outputs = Features(frozen.encoder) if frozen.classifier is None else Logits(frozen.classifier)
     card = {key: value for key, value in made.card.items() if key not in ("architecture", "arguments")}
-    card |= {"input": {"images": ["batch", channels, height, width]}, "load": _onnx_line(path.name)}
-    _sample(encoder, shape)
-    write_onnx(encoder, shape, draft, card)
+    names = ["pooled", "patch_tokens"] if frozen.classifier is None else ["logits"]
+    card |= {"input": {"images": ["batch", channels, height, width]}, "load": _onnx_line(path.name, names)}
+    _sample(made)
+    write_onnx(outputs, shape, draft, card)
     sidecar(draft).write_text(json.dumps(card, indent=1))
-    return _onnx_line(str(path))
+    return _onnx_line(str(path), names)
 
 
-def _onnx_line(path: str) -> str:
-    run = "pooled, patch_tokens = session.run(['pooled', 'patch_tokens'], {'images': images})"
+def _onnx_line(path: str, names: list[str]) -> str:
+    found = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
+    run = f"{found} = session.run({names!r}, {{'images': images}})"
     return f"import onnxruntime; session = onnxruntime.InferenceSession({path!r}); {run}"
 
 
-def _write_huggingface(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
-    _verify_rebuilt(made, encoder)
-    trained = made.frozen.trained
+def _write_huggingface(made: _Encoder, draft: Path, path: Path) -> str:
+    _verify_rebuilt(made)
+    frozen, trained = made.frozen, made.frozen.trained
+    if frozen.classifier is not None:
+        config = huggingface.classifier_config(trained.backbone, trained.data, frozen.class_labels)
+        state = huggingface.classifier_state(made.state)
+        return _write_folder(made, draft, path, config, state, "AutoModelForImageClassification")
     config = huggingface.vit_config(trained.backbone, trained.data)
     return _write_folder(made, draft, path, config, huggingface.vit_state(made.state), "AutoModel")
 
 
-def _write_mae(made: _Encoder, draft: Path, encoder: Encoder, path: Path) -> str:
-    _verify_rebuilt(made, encoder)
+def _write_mae(made: _Encoder, draft: Path, path: Path) -> str:
+    _verify_rebuilt(made)
     trained = made.frozen.trained
+    assert isinstance(trained, PretrainConfig), "huggingface.check_mae"
     objective = build_objective(trained, target_dim(trained))
     load_weights(objective, made.frozen.path)
     model = objective.model.to(DTYPES[made.card["dtype"]])
@@ -249,6 +282,8 @@ _WRITERS = {
 _USE = {
     "AutoModel": "`last_hidden_state[:, 1:]` are the patch tokens; their mean is dmjd's `pooling=mean`, and "
     "`pooler_output`,\nthe class token, is `pooling=cls`.",
+    "AutoModelForImageClassification": "`model(pixel_values).logits` are the logits; `model.config.id2label` names the "
+    "classes.",
     "ViTMAEForPreTraining": "`model(pixel_values, noise=noise).logits` are the predicted patches; tokens with small "
     "`noise` are visible.",
 }
@@ -259,9 +294,15 @@ def _model_card(made: _Encoder, line: str, use: str) -> str:
     """README.md of a folder: method, data without paths, scores, licence to fill in, the line that loads it."""
     trained, frozen = made.frozen.trained, made.frozen
     height, width = trained.data.image_size
-    method = re.sub(r"[^\w .+-]", "", trained.method.name)
+    if isinstance(trained, PretrainConfig):
+        method = re.sub(r"[^\w .+-]", "", trained.method.name)
+        title, tags = f"{method}, pre-trained", "masked-image-modeling, self-supervised-learning"
+        first = ("method", f"{method}, target {trained.target.name}, {trained.mask.views} view(s)")
+    else:
+        title, tags = f"Classifier of {len(frozen.class_labels)} classes, fine-tuned", "image-classification"
+        first = ("classes", str(len(frozen.class_labels)))
     rows = [
-        ("method", f"{method}, target {trained.target.name}, {trained.mask.views} view(s)"),
+        first,
         ("backbone", f"ViT, {trained.backbone.depth} blocks of width {trained.backbone.embed_dim}"),
         ("patch", f"{trained.backbone.patch_size} pixels"),
         ("images", f"{trained.data.name}, {height}x{width}, {trained.data.channels} channel(s)"),
@@ -274,10 +315,10 @@ def _model_card(made: _Encoder, line: str, use: str) -> str:
             "---",
             "library_name: transformers",
             "license: other  # replace by the licence of these weights",
-            "tags: [masked-image-modeling, self-supervised-learning, dmjd]",
+            f"tags: [{tags}, dmjd]",
             "---",
             "",
-            f"# {method}, pre-trained with dmjd {dmjd.__version__}",
+            f"# {title} with dmjd {dmjd.__version__}",
             "",
             "| | |",
             "|---|---|",
@@ -329,33 +370,37 @@ def _shape(made: _Encoder) -> tuple[int, int, int]:
     return made.frozen.trained.data.channels, height, width
 
 
-def _sample(encoder: Encoder, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """A fixed batch of images and the encoder's tokens. Raises UserError if these are not finite."""
-    images = torch.randn((2, *shape), generator=torch.Generator().manual_seed(0))
+def _sample(made: _Encoder) -> tuple[Tensor, Tensor, Tensor]:
+    """A fixed batch of images, the encoder's tokens, and their mean or the logits. Raises UserError if the tokens are
+    not finite."""
+    encoder, classifier = made.frozen.encoder, made.frozen.classifier
+    images = torch.randn((2, *_shape(made)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         tokens = encoder(images)
+        outputs = tokens[:, encoder.num_prefix_tokens :].mean(1) if classifier is None else classifier(images)
     if not bool(tokens.isfinite().all()):
         raise UserError(
             "the encoder's features hold NaN or infinity: export an earlier checkpoint, or with dtype=fp32 or bf16"
         )
-    return images, tokens
+    return images, tokens, outputs
 
 
-def _verify_rebuilt(made: _Encoder, encoder: Encoder) -> None:
+def _verify_rebuilt(made: _Encoder) -> None:
     """Verify a format that is made from the state of timm's model."""
     model = _timm_model(made)
     model.load_state_dict({name: value.float() for name, value in made.state.items()})
-    _verify(model, encoder, _shape(made))
+    _verify(model, made)
 
 
-def _verify(model: Any, encoder: Encoder, shape: tuple[int, int, int]) -> None:
-    """Compare timm's tokens and pooled features of a fixed batch with the encoder's."""
-    images, expected = _sample(encoder, shape)
+def _verify(model: Any, made: _Encoder) -> None:
+    """Compare timm's tokens and its pooled features or logits of a fixed batch with ours."""
+    images, *expected = _sample(made)
     with torch.no_grad():
-        found = model.forward_features(images)
-        pooled = (model(images), expected[:, encoder.num_prefix_tokens :].mean(1))
-    tokens = (found.flatten(1, 2) if found.ndim == 4 else found, expected)
-    difference = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in (tokens, pooled))
+        tokens = model.forward_features(images)
+        found = (tokens.flatten(1, 2) if tokens.ndim == 4 else tokens, model(images))
+    difference = max(
+        float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(found, expected, strict=True)
+    )
     if not difference <= TOLERANCE:  # true for NaN
         raise UserError(
             f"timm {timm.__version__} computes other features from the export than the encoder (relative difference "

@@ -106,7 +106,15 @@ def encode(
     if pooling == "fc_norm":
         dim = tokens.shape[-1:]
         return F.layer_norm(outputs[-1][1][:, -dim[0] :], dim, eps=1e-6)
-    return pool(tokens, prefix, pooling)
+    return pool_features(encoder, tokens, pooling)
+
+
+def pool_features(encoder: nn.Module, tokens: Tensor, how: str) -> Tensor:
+    """:func:`pool` of the tokens of ``encoder``, and its ``fc_norm`` after that if it is of a classifier that
+    normalises pooled features."""
+    pooled = pool(tokens, cast(int, encoder.num_prefix_tokens), how)
+    norm = getattr(encoder, "fc_norm", None)
+    return pooled if norm is None else cast(Tensor, norm(pooled))
 
 
 def pool(tokens: Tensor, num_prefix_tokens: int, how: str) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError, UserError
+from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
 
 TOLERANCE = 1e-4
@@ -49,8 +50,23 @@ class Features(nn.Module):
         return (*outputs, tokens[:, 0]) if self.encoder.num_prefix_tokens else outputs
 
 
-def write_onnx(encoder: Encoder, shape: tuple[int, int, int], path: Path, metadata: Mapping[str, Any]) -> None:
-    """Write ``encoder`` with a dynamic batch to ``path``.
+class Logits(nn.Module):
+    """Output of a classifier: ``logits [B, classes]`` of normalised float32 images ``[B, C, H, W]``."""
+
+    outputs = ("logits",)
+
+    def __init__(self, classifier: Classifier) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.classifier(images),)
+
+
+def write_onnx(
+    features: Features | Logits, shape: tuple[int, int, int], path: Path, metadata: Mapping[str, Any]
+) -> None:
+    """Write ``features`` with a dynamic batch to ``path``.
 
     Args:
         shape: (channels, height, width) of an image.
@@ -61,17 +77,17 @@ def write_onnx(encoder: Encoder, shape: tuple[int, int, int], path: Path, metada
     """
     import onnxruntime
 
-    size = sum(value.numel() * value.element_size() for value in encoder.parameters())
+    size = sum(value.numel() * value.element_size() for value in features.parameters())
     if size >= _MOST_BYTES:
         raise UserError(f"the weights have {size >> 20} MiB, and an ONNX file holds less than 2048; use format=timm")
-    features = Features(encoder).eval()
+    features.eval()
     program: Any = torch.onnx.export(
         features,
         (torch.zeros(2, *shape),),
         dynamo=True,
         verbose=False,
         input_names=["images"],
-        output_names=features.outputs,
+        output_names=list(features.outputs),
         dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
     )
     program.model.metadata_props.update({key: json.dumps(value) for key, value in metadata.items()})
@@ -79,7 +95,7 @@ def write_onnx(encoder: Encoder, shape: tuple[int, int, int], path: Path, metada
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for batch in BATCHES:
         images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
-        found = session.run(features.outputs, {"images": images.numpy()})
+        found = session.run(list(features.outputs), {"images": images.numpy()})
         with torch.no_grad():
             expected = features(images)
         for name, value, wanted in zip(features.outputs, found, expected, strict=True):

@@ -107,10 +107,10 @@ class Context(Generic[Config]):
             ) from error
         if selects:
             from dmjd.data.dataset import EvenSubset
-            from dmjd.data.few_shot import digest_of, few_shot_subset
+            from dmjd.data.few_shot import few_shot_settings, few_shot_subset
 
             dataset = few_shot_subset(dataset, percent, names)
-            self.few_shot.update(few_shot="list" if percent is None else percent, few_shot_images=digest_of(dataset))
+            self.few_shot.update(few_shot_settings(dataset, percent, names))
             dataset = dataset if count is None else EvenSubset(dataset, count)
         return dataset
 
@@ -183,7 +183,7 @@ def evaluate(name: str, config: Any) -> dict[str, Any]:
 
     evaluation, frozen = EVALUATIONS[name], load_encoder(config)
     folder = frozen.run if config.output is None else RunPaths(Path(config.output))
-    _check_writable(folder)
+    check_writable(folder)
     initial = load_encoder(replace(config, weights="untrained")) if config.untrained else None
     context = Context(config, frozen, evaluation.needs)
     values, settings = evaluation.run(context)
@@ -194,9 +194,9 @@ def evaluate(name: str, config: Any) -> dict[str, Any]:
         values["untrained"] = evaluation.run(replace(context, frozen=initial)).values[main]
     if frozen.path.is_file():
         settings |= {"checkpoint": frozen.path.name}
-    record = {"verb": name, "weights": config.weights, "step": frozen.step, **values, "settings": settings}
+    record = {"verb": name, "weights": frozen.weights, "step": frozen.step, **values, "settings": settings}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-    folder.write_evaluation(f"{name}-{config.weights}-step{frozen.step:08d}-{digest}", record)
+    folder.write_evaluation(f"{name}-{frozen.weights}-step{frozen.step:08d}-{digest}", record)
     return record
 
 
@@ -237,7 +237,8 @@ def _has_cheap_baseline(
     return train is not None and test is not None and frozen.cost(train + test) <= CHEAP
 
 
-def _check_writable(folder: RunPaths) -> None:
+def check_writable(folder: RunPaths) -> None:
+    """Raise ConfigError unless a score can be written into ``folder``."""
     if what := obstacle(folder.evaluations, folder=True):
         raise ConfigError(
             f"{folder.evaluations} is {what}, where scores need a folder; move it away, or name a folder for the score "

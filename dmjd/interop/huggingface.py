@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmjd.config import BackboneConfig, DataConfig, PretrainConfig
+from dmjd.config import BackboneConfig, DataConfig, HeadConfig, PretrainConfig, TrainConfig
 from dmjd.errors import ConfigError
 
 _BICUBIC = 3  # Pillow's number
@@ -52,8 +52,19 @@ def check_vit(backbone: BackboneConfig) -> None:
             )
 
 
-def check_mae(trained: PretrainConfig) -> None:
+def check_classifier(head: HeadConfig) -> None:
+    """Raise ConfigError unless ``ViTForImageClassification``, which reads the class token, computes these logits."""
+    if head.pooling != "cls":
+        raise ConfigError(
+            f"head.pooling={head.pooling}, and Hugging Face's ViTForImageClassification needs cls: use format=timm or "
+            "onnx"
+        )
+
+
+def check_mae(trained: TrainConfig) -> None:
     """Raise ConfigError unless ``ViTMAEForPreTraining`` computes the predictions of this model."""
+    if not isinstance(trained, PretrainConfig):
+        raise ConfigError("format=huggingface_mae is for pre-training, and this run is a fine-tuning; use format=timm")
     check_vit(trained.backbone)
     height, width = trained.data.image_size
     for key, found, wanted in (
@@ -89,6 +100,17 @@ def vit_config(backbone: BackboneConfig, data: DataConfig) -> dict[str, Any]:
     }
 
 
+def classifier_config(backbone: BackboneConfig, data: DataConfig, classes: Sequence[str]) -> dict[str, Any]:
+    """``config.json`` of a ``ViTForImageClassification``; ``classes``: a name for each logit."""
+    config = vit_config(backbone, data)
+    del config["pooler_act"], config["pooler_output_size"]
+    return config | {
+        "architectures": ["ViTForImageClassification"],
+        "id2label": {str(number): name for number, name in enumerate(classes)},
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }
+
+
 def mae_config(trained: PretrainConfig) -> dict[str, Any]:
     """``config.json`` of a ``ViTMAEForPreTraining``."""
     decoder = trained.method.decoder
@@ -112,6 +134,16 @@ def vit_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     eye = torch.eye(width, dtype=state["norm.bias"].dtype)
     pooler = {"pooler.dense.weight": eye, "pooler.dense.bias": torch.zeros_like(state["norm.bias"])}
     return _encoder_state(state) | pooler
+
+
+def classifier_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of ``ViTForImageClassification`` from that of timm's ViT with a head, which pools the class token.
+
+    A norm of that token alone is the final norm of the encoder there: both are per token.
+    """
+    head = {f"classifier.{leaf}": state[f"head.{leaf}"] for leaf in ("weight", "bias")}
+    rest = {name.removeprefix("fc_"): value for name, value in state.items() if not name.startswith("head.")}
+    return {f"vit.{name}": value for name, value in _encoder_state(rest).items()} | head
 
 
 def mae_state(state: Mapping[str, Tensor], model: Mapping[str, Tensor], decoder_positions: Tensor) -> dict[str, Tensor]:

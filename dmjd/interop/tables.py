@@ -139,3 +139,23 @@ def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None,
                 raise CheckpointError(_undecided(f"{name} has {table.shape[0]} rows", [grid, new]))
             weights[name] = resize_bias_table(table, old or grid, new)
     return weights
+
+
+def with_window_tables(weights: Mapping[str, Tensor], own: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """``weights`` with a Swin's relative position biases of the size that the target has.
+
+    Args:
+        own: shapes of the target's weights.
+    """
+    weights = dict(weights)
+    for name, table in weights.items():
+        rows = own.get(name, table.shape)[0]
+        if name.startswith("encoder.layers.") and name.endswith(BIAS_TABLE) and table.shape[0] != rows:
+            old, new = grid_of_bias_table(table, 0), grid_of_bias_table(table.new_empty(rows, 1), 0)
+            if old is None or new is None:
+                raise CheckpointError(
+                    f"{name} has {table.shape[0]} rows and this model's {rows}, and only tables of square windows can "
+                    "be interpolated"
+                )
+            weights[name] = resize_bias_table(table, old, new, 0)
+    return weights

@@ -143,33 +143,37 @@ def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor
     return torch.cat((table[:, :prefix], resized.flatten(2).transpose(1, 2)), dim=1)
 
 
-def resize_bias_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
+def resize_bias_table(table: Tensor, old: Grid, new: Grid, cls_rows: int = CLS_ROWS) -> Tensor:
     """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token are copied.
+
+    Args:
+        cls_rows: 3 for a ViT, 0 for the windows of a Swin.
 
     Raises:
         CheckpointError: if the rows are not those of ``old``.
     """
     spans, wanted = ((2 * old[0] - 1, 2 * old[1] - 1), (2 * new[0] - 1, 2 * new[1] - 1))
-    if table.ndim != 2 or table.shape[0] != bias_rows(old):
+    if table.ndim != 2 or table.shape[0] != bias_rows(old, cls_rows):
         raise CheckpointError(
             f"a bias table of {table.shape[0]} rows is not of a grid of {old[0]}x{old[1]}; set its grid with "
             "source_grid=[h,w]"
         )
     if old == new:
         return table
-    maps = table[:-CLS_ROWS].T.unflatten(1, spans).unsqueeze(0)
+    end = table.shape[0] - cls_rows
+    maps = table[:end].T.unflatten(1, spans).unsqueeze(0)
     resized = F.interpolate(maps.float(), size=wanted, mode="bicubic", align_corners=False).to(table.dtype)
-    return torch.cat((resized[0].flatten(1).T, table[-CLS_ROWS:]))
+    return torch.cat((resized[0].flatten(1).T, table[end:]))
 
 
-def bias_rows(grid: Grid) -> int:
-    """Rows of a ViT's bias table for ``grid``."""
-    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + CLS_ROWS
+def bias_rows(grid: Grid, cls_rows: int = CLS_ROWS) -> int:
+    """Rows of a bias table for ``grid``."""
+    return (2 * grid[0] - 1) * (2 * grid[1] - 1) + cls_rows
 
 
-def grid_of_bias_table(table: Tensor) -> Grid | None:
-    """The square grid of a ViT's bias table ``[rows, heads]``, or None."""
-    span = square(table.shape[0] - CLS_ROWS)
+def grid_of_bias_table(table: Tensor, cls_rows: int = CLS_ROWS) -> Grid | None:
+    """The square grid of a bias table ``[rows, heads]``, or None."""
+    span = square(table.shape[0] - cls_rows)
     return ((span[0] + 1) // 2, (span[0] + 1) // 2) if span and span[0] % 2 else None
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmjd.config import BackboneConfig, DataConfig
+from dmjd.config import BackboneConfig, DataConfig, HeadConfig
 from dmjd.errors import ConfigError
 from dmjd.interop.tensors import CLS_ROWS, join_qv_bias
 
@@ -90,17 +90,20 @@ def nearest_architecture(backbone: BackboneConfig) -> Architecture:
     return min(ARCHITECTURES, key=distance)
 
 
-def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
-    """The timm model that computes the same features as the encoder of this configuration.
+def timm_call(
+    backbone: BackboneConfig, data: DataConfig, head: HeadConfig | None = None, num_classes: int = 0
+) -> TimmCall:
+    """The timm model that computes the same features as the encoder of this configuration, or with ``head`` the same
+    logits as its classifier of ``num_classes``.
 
     Every argument is given, so that any shape can be built and defaults of timm's versions have no effect.
     ``forward_features`` gives the encoder's tokens (of Swin and ConvViT as a map ``[B, h, w, D]``); the model gives the
     mean of the patch tokens, as ``pooling=mean``: with ``global_pool="avg"`` timm would move the last norm behind the
-    average, which ``fc_norm=False`` (of BEiT ``use_fc_norm=False``) prevents.
+    average, which ``fc_norm=False`` (of BEiT ``use_fc_norm=False``) prevents. With ``head.norm=pooled`` it is there.
     ``timm.data.resolve_model_data_config`` reads ``pretrained_cfg_overlay``: normalisation and crop of our evaluations.
 
     Raises:
-        ConfigError: for a backbone that was registered from outside.
+        ConfigError: for a backbone that was registered from outside, and for a Swin that normalises after pooling.
     """
     if backbone.name not in _CALLS:
         raise ConfigError(
@@ -108,19 +111,21 @@ def timm_call(backbone: BackboneConfig, data: DataConfig) -> TimmCall:
             "consolidate writes the weights of any"
         )
     image_size = list(data.image_size)
-    architecture, arguments = _CALLS[backbone.name](backbone)
-    common = {"img_size": image_size, "in_chans": data.channels, "global_pool": "avg", "num_classes": 0}
+    pooled = head is not None and head.norm == "pooled"
+    architecture, arguments = _CALLS[backbone.name](backbone, pooled)
+    pool = "token" if head is not None and head.pooling == "cls" else "avg"
+    common = {"img_size": image_size, "in_chans": data.channels, "global_pool": pool, "num_classes": num_classes}
     overlay = {
         "input_size": [data.channels, *image_size],
         "mean": list(data.mean),
         "std": list(data.std),
         "crop_pct": data.crop_pct,
-        "num_classes": 0,
+        "num_classes": num_classes,
     }
     return TimmCall(architecture, common | arguments | {"pretrained_cfg_overlay": overlay})
 
 
-def _vit(backbone: BackboneConfig) -> TimmCall:
+def _vit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
     nearest = nearest_architecture(backbone)
     arguments: dict[str, Any] = {
         "patch_size": backbone.patch_size,
@@ -130,39 +135,45 @@ def _vit(backbone: BackboneConfig) -> TimmCall:
         "mlp_ratio": backbone.mlp_ratio,
     }
     relative, scale = backbone.positions == "relative", backbone.layer_scale or 0  # timm ignores None
+    shared = backbone.bias_tables == "shared"
     if backbone.block == "beit" and backbone.class_token:
         arguments |= {
             "init_values": scale,
             "use_abs_pos_emb": not relative,
-            "use_rel_pos_bias": False,
-            "use_shared_rel_pos_bias": relative,
-            "use_fc_norm": False,
+            "use_rel_pos_bias": relative and not shared,
+            "use_shared_rel_pos_bias": relative and shared,
+            "use_fc_norm": fc_norm,
         }
         size = "large" if nearest.embed_dim > 768 else "base"
         return TimmCall(f"beit_{size}_patch16_224", arguments)
-    arguments |= {"class_token": backbone.class_token, "fc_norm": False}
+    arguments |= {"class_token": backbone.class_token, "fc_norm": fc_norm}
     if backbone.block == "plain":
         return TimmCall(nearest.name, arguments)
     arguments["init_values"] = scale
     if relative:
-        arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": True}
+        arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": shared}
         return TimmCall("vit_relpos_base_patch16_224", arguments)
     return TimmCall(nearest.name, arguments)
 
 
-def _convvit(backbone: BackboneConfig) -> TimmCall:
+def _convvit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
     stages = backbone.conv_stages
     arguments = {
         "num_heads": backbone.num_heads,
         "embed_dims": [*stages.embed_dims, backbone.embed_dim],
         "depths": [*stages.depths, backbone.depth],
         "mlp_ratios": [*stages.mlp_ratios, backbone.mlp_ratio],
-        "fc_norm": False,
+        "fc_norm": fc_norm,
     }
     return TimmCall("convvit_base_patch16", arguments)
 
 
-def _swin(backbone: BackboneConfig) -> TimmCall:
+def _swin(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
+    if fc_norm:
+        raise ConfigError(
+            "head.norm=pooled: timm's Swin normalises before pooling; use format=onnx, or fine-tune with "
+            "head.norm=encoder"
+        )
     windows = backbone.windows
     arguments = {
         "patch_size": 4,
@@ -179,12 +190,15 @@ def _swin(backbone: BackboneConfig) -> TimmCall:
 _CALLS = {"vit": _vit, "convvit": _convvit, "swin": _swin}
 
 
-def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[str, Tensor]:
+def timm_state(
+    encoder: Mapping[str, Tensor], positions: Tensor | None, head: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The state dict that timm's model of the same shape loads with strict=True.
 
     Args:
         encoder: the encoder's state dict.
         positions: ``[N, D]``, its fixed positions; None if it has learned ones or none.
+        head: of a classifier, the tensors of ``fc_norm`` and ``head`` by their names there.
 
     Returns:
         ``encoder`` without weights of pre-training (mask token, multi-scale outputs), and for a ViT with ``pos_embed``
@@ -198,12 +212,19 @@ def timm_state(encoder: Mapping[str, Tensor], positions: Tensor | None) -> dict[
         state = {_of_plain_block(name): value for name, value in join_qv_bias(state).items()}
         if _SHARED in state:
             state[_SHARED] = state[_SHARED][:-CLS_ROWS].clone()
+        for name in [name for name in state if name.endswith(_OF_BLOCK)]:
+            state[name] = state[name][:-CLS_ROWS].clone()
+    if head is not None:
+        of_swin = any(name.startswith("layers.") for name in state)
+        state |= {name.replace("head.", "head.fc.", 1) if of_swin else name: value for name, value in head.items()}
     return state
 
 
-_SHARED = "shared_rel_pos.relative_position_bias_table"
+_TABLE = "relative_position_bias_table"
+_SHARED, _OF_BLOCK = f"shared_rel_pos.{_TABLE}", f".attn.rel_pos.{_TABLE}"
 
 
 def _of_plain_block(name: str) -> str:
     """A name in BEiT's model as one in ``VisionTransformerRelPos``."""
-    return re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", name.replace("rel_pos_bias.", "shared_rel_pos."))
+    name = name.replace("rel_pos_bias.", "shared_rel_pos.").replace(f".attn.{_TABLE}", _OF_BLOCK)
+    return re.sub(r"\.gamma_(\d)$", r".ls\1.gamma", name)

@@ -32,10 +32,13 @@ class ShortBlock(Block):
 
 
 class ShortBeitAttention(beit.Attention):
-    """BEiT's attention (queries and values have a bias) with relative positions that all blocks share."""
+    """BEiT's attention (queries and values have a bias) with relative positions of its own or that all blocks share."""
 
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """``[R, T, D]`` and a bias ``[heads, T, T]`` or None for 0 -> ``[R, T, D]``."""
+        if self.relative_position_bias_table is not None:
+            tokens = x.shape[1]  # the first row and column of the bias are the class token's, if there is one
+            shared_rel_pos_bias = self._get_rel_pos_bias()[0, :, -tokens:, -tokens:]
         parts: Any = (self.q_bias, self.k_bias, self.v_bias)
         bias = torch.cat(parts)
         return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)

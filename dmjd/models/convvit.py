@@ -10,6 +10,7 @@ that each visible token has in the map of a stage (4 x 4, 2 x 2, 1 x 1), where a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -175,6 +176,17 @@ class ConvViTEncoder(Encoder):
     def blocks(self) -> list[nn.Module]:
         """Every residual block in order: what is recomputed, compiled and dropped as one."""
         return [*self.blocks1, *self.blocks2, *self.blocks3]
+
+    @property
+    def layers_of_blocks(self) -> int:
+        """The blocks of stage 3: the convolution stages belong to the embeddings, as in ConvMAE's fine-tuning."""
+        return len(self.blocks3)
+
+    def layer_of(self, name: str) -> int | None:
+        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
+        if re.match(r"(patch_embed[1-4]|blocks[12]|stage[12]_output_decode)\.", name):
+            return 0
+        return super().layer_of(name.replace("blocks3.", "blocks.", 1))
 
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
         """See :class:`~dmjd.models.masked_image_model.Encoder`."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 
 Shape = tuple[int, ...]
 
@@ -33,7 +33,7 @@ FORMULAS = {
 """Of our ops that a model multiplies in; the others move tokens, or make masks and targets outside the model."""
 
 
-def count_flops(objective: Objective, inputs: tuple[Any, ...]) -> int:
+def count_flops(objective: Trainable, inputs: tuple[Any, ...]) -> int:
     """FLOPs of one forward and backward pass of ``objective(*inputs).total``: matrix products, convolutions, attention.
 
     On tensors of the "meta" device nothing is computed. The objective must not be transformed: what activation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
@@ -44,6 +45,23 @@ class Encoder(nn.Module):
         @property
         def blocks(self) -> nn.ModuleList | list[nn.Module]: ...
 
+    @property
+    def layers_of_blocks(self) -> int:
+        """Number of layers between the embeddings and the head, for :meth:`layer_of`."""
+        return len(self.blocks)
+
+    def layer_of(self, name: str) -> int | None:
+        """Layer of the parameter ``name``, for layer-wise decay and freezing, as in BEiT's and MAE's fine-tuning.
+
+        Embeddings, positions and tokens are 0, block i is i + 1, and what follows the blocks or belongs to all of them
+        is ``layers_of_blocks + 1``. None for a name that this class does not know.
+        """
+        if name in ("cls_token", "mask_token", "pos_embed") or name.startswith("patch_embed."):
+            return 0
+        if block := re.match(r"blocks\.(\d+)\.", name):
+            return int(block[1]) + 1
+        return self.layers_of_blocks + 1 if re.match(r"(norm|rel_pos_bias)\.", name) else None
+
     def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
         """(h, w) tokens of ``images``. Raises ValueError for a size that it cannot encode, or views of other images."""
         grid = token_grid(images.shape[-2], images.shape[-1], self.patch_size)
@@ -62,6 +80,17 @@ def token_grid(height: int, width: int, patch: int) -> tuple[int, int]:
     return height // patch, width // patch
 
 
+class Model(nn.Module):
+    """An encoder, and what a task adds to it.
+
+    Attributes:
+        decoder: the second stack of blocks; None without one.
+    """
+
+    encoder: Encoder
+    decoder: MAEDecoder | None
+
+
 class Prediction(NamedTuple):
     """masked: ``[K*B, P, target_dim]`` at predicted tokens. visible: ``[K*B, V, target_dim]``, None without VDB."""
 
@@ -69,7 +98,7 @@ class Prediction(NamedTuple):
     visible: Tensor | None
 
 
-class MaskedImageModel(nn.Module):
+class MaskedImageModel(Model):
     """Encoder, optional decoder, linear head on predicted tokens, optional visible branch.
 
     Without a decoder the head reads the encoder's own tokens at the predicted places, so the encoder must keep them

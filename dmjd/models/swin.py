@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from timm.models.swin_transformer import SwinTransformer
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from torch import Tensor, nn
 
 from dmjd.models.masked_image_model import Encoder, token_grid
@@ -19,6 +20,22 @@ PATCH_SIZE = 32
 """Pixels per side of a token: of a patch of the last stage, which is also SimMIM's unit of masking."""
 
 _FINE = PATCH_SIZE // EMBED_SIDE
+
+
+class SwinBlock(SwinTransformerBlock):
+    """timm's block, whose two residual branches can be scaled row by row: stochastic depth drawn by the caller."""
+
+    def forward(self, x: Tensor, branch_scale: Tensor | None = None) -> Tensor:
+        """
+        Args:
+            x: ``[R, H, W, D]``.
+            branch_scale: ``[2, R]`` for the attention and the MLP branch, or None for 1.
+        """
+        if branch_scale is None:
+            return super().forward(x)
+        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1, 1))
+        x = x + attention * self._attn(self.norm1(x))
+        return x + mlp * self.mlp(self.norm2(x))
 
 
 class SwinEncoder(SwinTransformer, Encoder):
@@ -38,7 +55,7 @@ class SwinEncoder(SwinTransformer, Encoder):
     num_prefix_tokens = 0
     patch_size = PATCH_SIZE
     positions = None
-    mask_token: nn.Parameter
+    mask_token: nn.Parameter | None
 
     def __init__(
         self,
@@ -70,6 +87,8 @@ class SwinEncoder(SwinTransformer, Encoder):
             mlp_ratio=mlp_ratio,
             drop_path_rate=0.0,
         )
+        for block in self.blocks:
+            block.__class__ = SwinBlock  # timm's stage takes no class; the parameters are drawn already
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out
         self.image_size = image_size
         self.grid = grid
@@ -81,16 +100,31 @@ class SwinEncoder(SwinTransformer, Encoder):
         stages: Any = self.layers
         return [block for stage in stages for block in stage.blocks]
 
+    def layer_of(self, name: str) -> int | None:
+        """As in SimMIM's fine-tuning: blocks are counted through the stages, and the patch merging in front of a stage
+        belongs to the last block of the stage before it."""
+        stages: Any = self.layers
+        if found := re.match(r"layers\.(\d+)\.(?:downsample|blocks\.(\d+))\.", name):
+            before = sum(len(stage.blocks) for stage in stages[: int(found[1])])
+            return before if found[2] is None else before + int(found[2]) + 1
+        return super().layer_of(name)
+
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """See :class:`~dmjd.models.masked_image_model.Encoder`; timm's blocks take no ``branch_scales``."""
-        assert branch_scales is None, "the configuration rejects drop_path for Swin"
+        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
         height, width = self.grid_of(images, views)
         x = self.patch_embed(images)  # [B, H/4, W/4, C]
         if views is not None:
+            assert self.mask_token is not None
             masked = views.mask.unflatten(-1, (height, width))
             masked = masked.repeat_interleave(_FINE, -2).repeat_interleave(_FINE, -1)
             x = torch.where(masked.unsqueeze(-1), self.mask_token[0].to(x.dtype), x).flatten(0, 1)
-        return self.norm(self.layers(x)).flatten(1, 2)
+        stages: Any = self.layers
+        scales = iter([None] * len(self.blocks) if branch_scales is None else branch_scales)
+        for stage in stages:
+            x = stage.downsample(x)
+            for block in stage.blocks:
+                x = block(x, next(scales))
+        return self.norm(x).flatten(1, 2)
 
     def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
         """Raises ValueError for images of another size than it was built for, too."""

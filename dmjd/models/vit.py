@@ -70,9 +70,11 @@ class ViTEncoder(Encoder):
         masked_tokens: "drop" leaves masked tokens out (MAE); "mask_token" puts a learned token in their place before
             positions are added (BEiT, SimMIM, MaskFeat).
         positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
-            "relative" BEiT's bias of attention, one table for all blocks. It needs mask tokens: dropped ones leave
-            each row with pairs of its own.
+            "relative" BEiT's bias of attention, which needs mask tokens: dropped ones leave each row with pairs of its
+            own.
         block: "plain" is timm's, "beit" that of BEiT and SimMIM.
+        bias_tables: of relative positions: "shared" by all blocks, as in pre-training, or one "per_block", as in BEiT's
+            and SimMIM's fine-tuning.
         layer_scale: where the scales of a BEiT block's branches start; None leaves them out.
 
     Parameter names are those of timm's ``VisionTransformer`` and ``Beit``, and of BEiT's files. Fixed positions are a
@@ -96,6 +98,7 @@ class ViTEncoder(Encoder):
         class_token: bool = True,
         masked_tokens: str = "drop",
         positions: str = "sincos",
+        bias_tables: str = "shared",
         block: str = "plain",
         layer_scale: float | None = None,
     ) -> None:
@@ -119,12 +122,21 @@ class ViTEncoder(Encoder):
         )
         rows = self.num_prefix_tokens + self.grid[0] * self.grid[1]
         self.pos_embed = nn.Parameter(torch.empty(1, rows, embed_dim)) if positions == "learned" else None
-        self.rel_pos_bias = beit.RelativePositionBias(self.grid, num_heads) if positions == "relative" else None
+        shared = positions == "relative" and bias_tables == "shared"
+        self.rel_pos_bias = beit.RelativePositionBias(self.grid, num_heads) if shared else None
+        self._one_grid = positions == "relative"
+        window = self.grid if positions == "relative" and not shared else None
         self.blocks = nn.ModuleList(
             EncoderBlock(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm)
             if block == "plain"
             else BeitBlock(
-                embed_dim, num_heads, True, mlp_ratio, init_values=layer_scale or None, norm_layer=layer_norm
+                embed_dim,
+                num_heads,
+                True,
+                mlp_ratio,
+                init_values=layer_scale or None,
+                norm_layer=layer_norm,
+                window_size=window,
             )
             for _ in range(depth)
         )
@@ -167,7 +179,7 @@ class ViTEncoder(Encoder):
     def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
         """Also raises ValueError where relative positions are those of another grid."""
         grid = super().grid_of(images, views)
-        if self.rel_pos_bias is not None and grid != self.grid:
+        if self._one_grid and grid != self.grid:
             raise ValueError(
                 f"relative positions are those of {self.grid[0]}x{self.grid[1]} tokens, got an image of "
                 f"{grid[0]}x{grid[1]}"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from dmjd.config import EngineConfig
-from dmjd.models.masked_image_model import MaskedImageModel
+from dmjd.models.masked_image_model import Model
 from dmjd.models.mlp import recompute_hidden
 from dmjd.models.recompute import keep_expensive, recompute
 
@@ -27,7 +27,7 @@ MODES = ("none", "selective", "mlp", "full")
 changes a result."""
 
 
-def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
+def blocks(model: Model) -> Iterator[nn.Module]:
     """The units of recomputation and compilation: the encoder's and the decoder's residual blocks.
 
     An architecture takes part by having ``blocks`` in the order of computation, each with its ``mlp`` (ViT: a list;
@@ -37,7 +37,7 @@ def blocks(model: MaskedImageModel) -> Iterator[nn.Module]:
         yield block
 
 
-def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
+def units(model: Model, size: int) -> Iterator[list[nn.Module]]:
     """The blocks, ``size`` consecutive ones at a time and what remains, the encoder's apart from the decoder's."""
     for stack in (model.encoder, model.decoder):
         if stack is not None:
@@ -45,7 +45,7 @@ def units(model: MaskedImageModel, size: int) -> Iterator[list[nn.Module]]:
             yield from (stacked[start : start + size] for start in range(0, len(stacked), size))
 
 
-def apply(model: MaskedImageModel, config: EngineConfig, *, hooks_outside: bool = False) -> None:
+def apply(model: Model, config: EngineConfig, *, hooks_outside: bool = False) -> None:
     """Transform ``model`` in place as ``config`` sets.
 
     Args:

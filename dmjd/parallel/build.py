@@ -8,7 +8,7 @@ import torch
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.world import World, alone
@@ -31,7 +31,7 @@ def select_precision(name: str, device: torch.device) -> torch.dtype:
 
 
 def build_engine(
-    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World | None = None, micro_batch: int = 1
+    objective: Trainable, engine: EngineConfig, optim: OptimConfig, world: World | None = None, micro_batch: int = 1
 ) -> Engine:
     """Move the objective to its device, transform its model as configured, and build the engine around it.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dmjd.config import OptimConfig
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import World
 
@@ -38,7 +38,7 @@ class DDPEngine(SingleEngine):
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Trainable,
         config: OptimConfig,
         world: World,
         precision: torch.dtype,
@@ -85,7 +85,7 @@ class DDPEngine(SingleEngine):
     def full_state_dict(self) -> dict[str, Tensor]:
         return super().full_state_dict() if self._world.is_main else {}
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         return nullcontext(self.objective if self._world.is_main else None)
 
     def close(self) -> None:

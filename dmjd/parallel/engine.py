@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 
 Write = Callable[[], list[Path]]
 """Writes what a save has staged and returns the files that this rank wrote. Collective; called once, on any thread."""
@@ -34,7 +34,7 @@ class StepResult(NamedTuple):
 class Engine(Protocol):
     """The operations that the loop calls on an engine."""
 
-    objective: Objective
+    objective: Trainable
     """The objective itself. Its weights may be sharded: read them through the methods below."""
     module: nn.Module
     """To be called for the forward pass of a step: the objective, or a wrapper of it."""
@@ -57,6 +57,12 @@ class Engine(Protocol):
 
     def discard(self) -> None:
         """Drop accumulated gradients without a step."""
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Surrounds forward passes of :attr:`objective` in evaluation mode without gradients. Collective.
+
+        Values of :meth:`local_shards` may be changed before it, and changed back after it.
+        """
 
     def local_shards(self) -> dict[str, Tensor]:
         """This rank's part of every parameter, float32 on the device, under the objective's names.
@@ -85,7 +91,7 @@ class Engine(Protocol):
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter, whole, float32 on the CPU; empty on all ranks but the first. Collective."""
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         """The objective with whole parameters on rank 0, to be called there alone; None elsewhere. Collective.
 
         It is to be read, not trained, and not kept: it may be a copy that goes with the context.

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from dmjd.config import EngineConfig, OptimConfig
-from dmjd.models.masked_image_model import MaskedImageModel
-from dmjd.models.objective import Objective
+from dmjd.models.masked_image_model import Model
+from dmjd.models.objective import Trainable
 from dmjd.parallel.apply import apply, blocks
 from dmjd.parallel.engine import Engine
 
@@ -58,7 +58,7 @@ class EngineSpec:
     reduced: gradients in buckets of their own while they are reduced.
     """
 
-    build: Callable[[Objective, EngineConfig, OptimConfig, World, torch.dtype, int], Engine]
+    build: Callable[[Trainable, EngineConfig, OptimConfig, World, torch.dtype, int], Engine]
     divided: Divided = Divided()
     options: tuple[str, ...] = ()
     compile: tuple[str, ...] = ("none", "block", "model")
@@ -76,7 +76,7 @@ class EngineSpec:
 
 
 def _replicated(
-    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
+    objective: Trainable, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
 ) -> Engine:
     from dmjd.parallel.ddp import DDPEngine
     from dmjd.parallel.single import SingleEngine
@@ -97,7 +97,7 @@ def _replicated(
 
 
 def _fsdp(
-    objective: Objective, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
+    objective: Trainable, engine: EngineConfig, optim: OptimConfig, world: World, precision: torch.dtype, _: int
 ) -> Engine:
     from dmjd.parallel.fsdp import FSDPEngine, without_parameters
 
@@ -117,7 +117,7 @@ def _fsdp(
 
 
 def _deepspeed(
-    objective: Objective,
+    objective: Trainable,
     engine: EngineConfig,
     optim: OptimConfig,
     world: World,
@@ -206,7 +206,7 @@ def _zero3_live(reshard: bool | None) -> int:
     return ZERO_BUCKET if reshard else 10**12
 
 
-def blocks_per_unit(engine: EngineConfig, model: MaskedImageModel, one_host: bool) -> int:
+def blocks_per_unit(engine: EngineConfig, model: Model, one_host: bool) -> int:
     """Blocks that FSDP gathers and reduces together: ``engine.blocks_per_unit`` or, since each unit takes CPU time, as
     many as have at most :data:`UNIT` parameters, half of that across hosts, where reducing the last one takes longer.
     """

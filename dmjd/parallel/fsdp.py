@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dmjd.config import OptimConfig
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.apply import units
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import World
@@ -36,8 +36,8 @@ class FSDPEngine(SingleEngine):
 
     def __init__(
         self,
-        objective: Objective,
-        bare: Objective,
+        objective: Trainable,
+        bare: Trainable,
         config: OptimConfig,
         world: World,
         mesh: DeviceMesh,
@@ -108,6 +108,14 @@ class FSDPEngine(SingleEngine):
         with super().micro_batch(last):
             yield
 
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        with super().inference():
+            yield
+        for module in self.objective.modules():  # what is kept for a backward pass that does not come
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def discard(self) -> None:
         super().discard()
         for parameter in self._sharded.values():
@@ -116,7 +124,7 @@ class FSDPEngine(SingleEngine):
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._whole(torch.device("cpu"))
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         return filled(self._bare, self._whole(self.device))
 
     def _whole(self, device: torch.device) -> dict[str, Tensor]:
@@ -129,14 +137,14 @@ class FSDPEngine(SingleEngine):
         return whole
 
 
-def without_parameters(objective: Objective) -> Objective:
+def without_parameters(objective: Trainable) -> Trainable:
     """A copy on the same device whose parameters are shapes alone."""
     memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in objective.parameters()}
     return copy.deepcopy(objective, memo)
 
 
 @contextmanager
-def filled(bare: Objective, state: dict[str, Tensor]) -> Iterator[Objective | None]:
+def filled(bare: Trainable, state: dict[str, Tensor]) -> Iterator[Trainable | None]:
     """``bare`` of :func:`without_parameters` with the parameters of ``state``, and none of them afterwards; None where
     ``state`` is empty."""
     if not state:

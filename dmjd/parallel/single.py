@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmjd.config import OptimConfig
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel import native_files
 from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
@@ -33,7 +33,7 @@ class SingleEngine:
 
     def __init__(
         self,
-        objective: Objective,
+        objective: Trainable,
         config: OptimConfig,
         device: torch.device,
         precision: torch.dtype,
@@ -48,7 +48,7 @@ class SingleEngine:
         self._precision = precision
         self._clip = config.clip_grad
         self._owned = self._own()
-        self._optimizer = build_optimizer(self._owned, config)
+        self._optimizer = build_optimizer(self._owned, config, objective.lr_scales)
         self._stepped = False
         self._copies = HostCopies(device)
         self._graphs, self._keeps_gradients = cuda_graphs, cuda_graphs or keep_gradients
@@ -116,6 +116,15 @@ class SingleEngine:
         assert not idle, f"{idle[0]} took no part in the loss; freeze it, or leave it out of the model"
         self._stepped = True
 
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        self.objective.eval()
+        try:
+            with torch.no_grad(), self.micro_batch(last=True):
+                yield
+        finally:
+            self.objective.train()
+
     def discard(self) -> None:
         self._optimizer.zero_grad(set_to_none=not self._keeps_gradients)
 
@@ -152,7 +161,7 @@ class SingleEngine:
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: value.to("cpu", copy=True) for name, value in self.local_shards().items()}
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         return nullcontext(self.objective)
 
     def close(self) -> None:
@@ -160,22 +169,36 @@ class SingleEngine:
             torch.cuda.synchronize(self.device)
 
 
-def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over two groups, whose kernels skip an update on the device where a gradient is not finite.
+def build_optimizer(
+    parameters: Mapping[str, nn.Parameter], config: OptimConfig, lr_scales: Mapping[str, float]
+) -> torch.optim.AdamW:
+    """Fused AdamW, whose kernels skip an update on the device where a gradient is not finite.
 
-    By MAE's rule matrices, convolutions and tokens decay; vectors (biases, LayerNorm) do not, nor does what
-    ``config.no_decay`` names by the last part of its name (BEiT: class token and positions). ``lr_scale`` and
-    ``wd_scale`` of a group multiply the loop's learning rate and weight decay.
+    One group for each factor of the learning rate and for each of the weight decay, from the lowest learning rate up:
+    an engine sets ``lr * lr_scale`` and ``weight_decay * wd_scale`` of each group before every step.
+
+    Args:
+        lr_scales: name of a parameter -> factor of its learning rate; 1 for a name that is missing.
     """
-    groups: dict[float, list[nn.Parameter]] = {1.0: [], 0.0: []}
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         if parameter.requires_grad:
-            spared = parameter.ndim <= 1 or name.rpartition(".")[2] in config.no_decay
-            groups[0.0 if spared else 1.0].append(parameter)
+            key = lr_scales.get(name, 1.0), float(decays(name, parameter, config))
+            groups.setdefault(key, []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": members, "lr_scale": 1.0, "wd_scale": scale} for scale, members in groups.items()],
+        [
+            {"params": groups[lr_scale, wd_scale], "lr_scale": lr_scale, "wd_scale": wd_scale}
+            for lr_scale, wd_scale in sorted(groups, key=lambda key: (key[0], -key[1]))
+        ],
         lr=0.0,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         fused=True,
     )
+
+
+def decays(name: str, parameter: nn.Parameter, config: OptimConfig) -> bool:
+    """Whether weight decay applies. By MAE's rule it does to matrices, convolutions and tokens, not to vectors (biases,
+    LayerNorm), nor to what ``config.no_decay`` names by the last part of its name (BEiT: class token and positions).
+    """
+    return parameter.ndim > 1 and name.rpartition(".")[2] not in config.no_decay

@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from dmjd.files import read_file, replace_file, standing_place
 from dmjd.interop.state_file import SUFFIXES
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
+from dmjd.runs.best import Validated, best_steps, read_best, write_best
 from dmjd.runs.paths import CHECKPOINTS
 from dmjd.safe_load import TENSORS, load_torch, parse_json
 
@@ -60,8 +62,16 @@ def begin(folder: Path, step: int) -> Path:
     return draft
 
 
-def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, world: World = _ONE_PROCESS) -> Path:
-    """Write one checkpoint, then remove the others except the newest ``keep`` and those of every ``keep_every`` steps.
+def commit(
+    draft: Path,
+    write: Write,
+    keep: int,
+    keep_every: int | None = None,
+    world: World = _ONE_PROCESS,
+    best: Sequence[Validated] = (),
+) -> Path:
+    """Write one checkpoint, then remove the others except the newest ``keep``, those of every ``keep_every`` steps, and
+    those that were the best when one of these was saved.
 
     Later checkpoints are removed too: they were damaged, so the run resumed before them and repeats their steps.
     Collective over ``world``, whose ranks share the folder.
@@ -69,6 +79,8 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
     Args:
         draft: from :func:`begin` on rank 0.
         write: writes this rank's files into the draft and returns their paths.
+        best: the best validations so far (:class:`~dmjd.runs.best.Best`); the last of them is recorded in ``best.json``
+            of the run folder.
 
     Returns:
         The committed folder.
@@ -79,23 +91,26 @@ def commit(draft: Path, write: Write, keep: int, keep_every: int | None = None, 
     try:
         parts = world.gather(world.all_or_none(lambda: _written(draft, write)))
         final: Path = world.on_main(
-            lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()})
+            lambda: _seal(draft, {name: entry for part in parts for name, entry in part.items()}, best)
         )
     except UserError:  # StorageError of this rank, or the error of another
         if world.is_main:
             shutil.rmtree(draft, ignore_errors=True)
         raise
     if world.is_main:
-        _sweep(final, keep, keep_every)
+        _sweep(final, keep, keep_every, best)
     return final
 
 
-def _sweep(final: Path, keep: int, keep_every: int | None) -> None:
+def _sweep(final: Path, keep: int, keep_every: int | None, best: Sequence[Validated]) -> None:
     """Remove the checkpoints that :func:`commit` names. One that stays is tried again at the next commit."""
     folder = final.parent
     folders = committed(folder)
     position = folders.index(final) + 1
-    older = [path for path in folders[: max(0, position - keep)] if not keep_every or step_of(path) % keep_every]
+    start = max(0, position - keep)
+    kept = best_steps(best, map(step_of, folders[start:position]))
+    older = [path for path in folders[:start] if not keep_every or step_of(path) % keep_every]
+    older = [path for path in older if step_of(path) not in kept]
     for torn in [path for path in folder.iterdir() if _OURS.fullmatch(path.name) and not (path / MANIFEST).is_file()]:
         shutil.rmtree(torn, ignore_errors=True)  # an earlier launch was killed while it wrote or removed it
     for path in older + folders[position:]:
@@ -180,8 +195,8 @@ def _written(draft: Path, write: Write) -> dict[str, dict[str, Any]]:
         raise _cannot_write(draft, error) from error
 
 
-def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
-    """Write the manifest of a complete draft and rename it."""
+def _seal(draft: Path, files: dict[str, dict[str, Any]], best: Sequence[Validated]) -> Path:
+    """Write the manifest of a complete draft and rename it; then record the best checkpoint, before others go."""
     final = draft.with_suffix("")
     try:
         _put_manifest(draft, files)
@@ -189,6 +204,8 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]]) -> Path:
             _drop(final)
         draft.rename(final)
         _flush(final.parent)
+        if best:
+            write_best(final.parent.parent, best)
     except OSError as error:
         raise _cannot_write(draft, error) from error
     return final
@@ -335,13 +352,29 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def weights_at(name: str, key: str) -> Path:
+def best_checkpoint(run: Path) -> Path:
+    """The best checkpoint of a fine-tuned run. Raises CheckpointError if it has none, or it is gone or damaged."""
+    step = read_best(run).step
+    path = run / FOLDER / f"{_PREFIX}{step:08d}"
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is gone, the best checkpoint of {run}; use the newest one, which=newest")
+    return resolve(path)
+
+
+def weights_at(name: str, key: str, which: str = "newest") -> Path:
     """The weights for a user's path ``name`` under ``key``: a file, or a checkpoint folder as :func:`resolve` finds it.
+
+    Args:
+        which: of a run folder the "newest" checkpoint, or the "best" one.
 
     Raises:
         CheckpointError: if there are none.
     """
     path = Path(name)
+    if which == "best":
+        if not (path / FOLDER).is_dir():
+            raise CheckpointError(f"which=best needs a run folder, and {key}={name} is none; name one, or remove which")
+        return best_checkpoint(path)
     if not path.exists():
         raise CheckpointError(f"{key}={name} is not there; name a file of weights, a run folder or a checkpoint in it")
     if path.is_file():

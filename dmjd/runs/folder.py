@@ -15,13 +15,13 @@ from datetime import datetime, timezone
 from functools import reduce
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import dmjd
-from dmjd.compose import from_yaml, options_of, to_yaml, typed_of
-from dmjd.config import PretrainConfig, first_difference
+from dmjd.compose import from_yaml_of_run, options_of, to_yaml, typed_of
+from dmjd.config import TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
 from dmjd.errors import CheckpointError, ConfigError, StorageError
@@ -40,7 +40,13 @@ from dmjd.runs.paths import CONFIG, RunPaths
 from dmjd.safe_load import parse_json
 from dmjd.source import source_state
 
-REPLACED = (CONFIG, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON")
+GROUPS = "groups.json"
+"""The groups of the optimizer of a fine-tuning, with their learning rates and weight decays."""
+
+REPLACED = (
+    *(CONFIG, GROUPS, "provenance.json", "environment.txt", "source.diff", "deepspeed.json", "STOP_REASON"),
+    "best.json",
+)
 """Files that each launch replaces."""
 FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json", IMAGES)
 FOLDERS = (
@@ -51,6 +57,8 @@ FOLDERS = (
 OF_A_LAUNCH = ("run", "resume", "engine", "time_budget", "profile", "profile_ranks", "memory_history")
 """Keys and sections that are always those of the launch: its machine, its time, its diagnostics."""
 
+Config = TypeVar("Config", bound=TrainConfig)
+
 logger = logging.getLogger("dmjd")
 
 _ROW_BYTES = 1 << 16
@@ -60,7 +68,7 @@ _ROW_BYTES = 1 << 16
 class RunFolder(RunPaths):
     """The run folder of a run that writes it."""
 
-    def check(self, config: PretrainConfig) -> PretrainConfig:
+    def check(self, config: Config) -> Config:
         """The configuration with which ``config`` starts or continues in this folder; writes nothing.
 
         Without a checkpoint it is ``config``. With one it is the stored configuration with what was typed now: keys,
@@ -68,8 +76,8 @@ class RunFolder(RunPaths):
         ``config`` that was not made from overrides has to equal the stored one in all that may not change.
 
         Raises:
-            ConfigError: for the first key that differs from the stored configuration and may not, for a path that is
-                not writable, and for one that is no file or no folder.
+            ConfigError: for a run of another command, for the first key that differs from the stored configuration
+                and may not, for a path that is not writable, and for one that is no file or no folder.
         """
         standing = standing_place(self.path)
         if not standing.is_dir():
@@ -85,7 +93,7 @@ class RunFolder(RunPaths):
         recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
         if recorded is None or not committed:
             return config
-        before = self.with_stored_data(from_yaml(PretrainConfig, _content(recorded), recorded))
+        before = self._stored(recorded, type(config))
         typed = config.typed or []
         config, groups = self._with_stored_values(config, before)
         if before.data.name == "auto":
@@ -96,7 +104,9 @@ class RunFolder(RunPaths):
         difference = first_difference(before.data, config.data, "data.") or first_difference(before, config)
         if difference:
             key, old, new = difference
-            group = next((name for name in (key.partition(".")[0], "experiment", "method") if name in groups), None)
+            group = next(
+                (name for name in (key.partition(".")[0], "experiment", "preset", "method") if name in groups), None
+            )
             by, cure = "", "keep the value"
             if group is not None and key not in typed:
                 by, cure = f" by {groups[group]}", f"leave {groups[group]} out"
@@ -106,14 +116,21 @@ class RunFolder(RunPaths):
             )
         return config
 
+    def _stored(self, recorded: Path, schema: type[Config]) -> Config:
+        """The configuration in ``recorded``. Raises ConfigError if another command made the run."""
+        stored = from_yaml_of_run(_content(recorded), recorded)
+        if not isinstance(stored, schema):
+            raise ConfigError(
+                f"run={self.path} is a run of dmjd {stored.command}; name another folder for this run with run=FOLDER"
+            )
+        return self.with_stored_data(stored)
+
     @property
     def has_checkpoint(self) -> bool:
         """Whether a run can be continued here."""
         return bool(checkpoint.committed(self.checkpoints))
 
-    def _with_stored_values(
-        self, config: PretrainConfig, before: PretrainConfig
-    ) -> tuple[PretrainConfig, Mapping[str, str]]:
+    def _with_stored_values(self, config: Config, before: Config) -> tuple[Config, Mapping[str, str]]:
         """``before``, with the values of ``config`` that were typed (see :meth:`check`), and group -> "GROUP=OPTION" of
         the groups among them."""
         if config.typed is None:
@@ -121,12 +138,12 @@ class RunFolder(RunPaths):
         first = before.typed
         if first is None:  # of an older version, which recorded the whole command of each launch
             launches = self._provenance().get("launches") or [{}]
-            first = typed_of([str(text) for text in launches[0].get("command", ())])
+            first = typed_of(before.command, [str(text) for text in launches[0].get("command", ())])
         groups = {name.partition("=")[0]: name for name in config.typed if "=" in name and name not in first}
         if groups:  # an experiment sets options that were not typed
-            options = options_of(first)
+            options = options_of(before.command, first)
             groups = {group: name for group, name in groups.items() if name != f"{group}={options[group]}"}
-        if {"experiment", "method"} & groups.keys():  # they set keys of all sections
+        if {"experiment", "preset", "method"} & groups.keys():  # they set keys of all sections
             merged = deepcopy(config)
         else:
             merged = deepcopy(before)
@@ -178,7 +195,7 @@ class RunFolder(RunPaths):
             weights_at(str(path), "init")  # checks its files against its manifest
         return found
 
-    def with_stored_data(self, stored: PretrainConfig) -> PretrainConfig:
+    def with_stored_data(self, stored: Config) -> Config:
         """The stored configuration, with the ``data.name=auto`` of old versions resolved from the steps per epoch.
 
         ``auto`` stays if nothing has been logged.
@@ -210,7 +227,7 @@ class RunFolder(RunPaths):
             ) from error
         return self.path
 
-    def record(self, config: PretrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
+    def record(self, config: TrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
         """Write config.yaml and the records of this launch, and remove the heartbeats of ranks from ``world.size`` on.
 
         Args:
@@ -228,7 +245,7 @@ class RunFolder(RunPaths):
             ) from error
         forget_ranks(self.path, world.size)
 
-    def _record(self, config: PretrainConfig, world: World, initial: Mapping[str, str]) -> None:
+    def _record(self, config: TrainConfig, world: World, initial: Mapping[str, str]) -> None:
         device, earlier = world.device, self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
@@ -273,7 +290,7 @@ class RunFolder(RunPaths):
         return record
 
 
-def _set(config: PretrainConfig, key: str, source: PretrainConfig) -> None:
+def _set(config: TrainConfig, key: str, source: TrainConfig) -> None:
     """Set ``key``, a dotted name of a value or section, to its value in ``source``."""
     *sections, name = key.split(".")
     to, origin = reduce(getattr, sections, config), reduce(getattr, sections, source)
@@ -293,7 +310,7 @@ def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
 
 
-def _deepspeed(config: PretrainConfig, world: World) -> dict[str, Any]:
+def _deepspeed(config: TrainConfig, world: World) -> dict[str, Any]:
     """The DeepSpeed configuration of this launch's engine."""
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)

@@ -26,6 +26,7 @@ class RunPaths:
         self.quarantine = path / "quarantine.jsonl"
         self.guard = path / "guard.jsonl"
         self.stop_reason = path / "STOP_REASON"
+        self.best = path / "best.json"
         self.checkpoints = path / CHECKPOINTS
         self.pictures = path / "pictures"
         self.evaluations = path / "evaluations"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from dmjd.errors import UserError
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World
 from dmjd.runs import checkpoint
+from dmjd.runs.best import Validated
 
 logger = logging.getLogger("dmjd")
 
@@ -38,13 +39,21 @@ class Saver:
         self._flight: Future[float] | None = None
         self._saved: float | None = None
 
-    def save(self, step: int, stage: Callable[[Path], Write], files: Mapping[str, bytes], spare: int = 0) -> float:
+    def save(
+        self,
+        step: int,
+        stage: Callable[[Path], Write],
+        files: Mapping[str, bytes],
+        spare: int = 0,
+        best: Sequence[Validated] = (),
+    ) -> float:
         """Save the state after ``step`` optimizer steps; returns the seconds that training waited.
 
         Args:
             stage: copies this rank's state and returns the function that writes it into the given folder.
             files: the content of further files by name, which rank 0 writes.
             spare: earlier checkpoints to keep in addition to ``keep``.
+            best: the best validations until now, as for :func:`checkpoint.commit`.
 
         Raises:
             StorageError: if this save cannot begin, or the previous one failed.
@@ -53,14 +62,23 @@ class Saver:
         self.wait()
         draft = self._world.on_main(lambda: checkpoint.begin(self._folder, step))
         write = stage(draft)
-        commit = partial(self._commit, draft, write, files if self._world.is_main else {}, self._keep + spare, begin)
+        own, keep = files if self._world.is_main else {}, self._keep + spare
+        commit = partial(self._commit, draft, write, own, keep, tuple(best), begin)
         if self._thread is None:
             self._saved = commit()
         else:
             self._flight = self._thread.submit(commit)
         return time.perf_counter() - begin
 
-    def _commit(self, draft: Path, write: Write, files: Mapping[str, bytes], keep: int, begin: float) -> float:
+    def _commit(
+        self,
+        draft: Path,
+        write: Write,
+        files: Mapping[str, bytes],
+        keep: int,
+        best: Sequence[Validated],
+        begin: float,
+    ) -> float:
         def write_all() -> list[Path]:
             # The collective part first: other ranks would wait in it for rank 0 if the disk is full for its own files.
             written = write()
@@ -68,7 +86,7 @@ class Saver:
                 (draft / name).write_bytes(content)
             return [*written, *(draft / name for name in files)]
 
-        checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside)
+        checkpoint.commit(draft, write_all, keep, self._keep_every, self._beside, best)
         return time.perf_counter() - begin
 
     def failure(self) -> UserError | None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.engine import Engine
 
 
@@ -27,7 +27,7 @@ class Callback(Protocol):
 
 
 @contextmanager
-def gathered_uncompiled(engine: Engine) -> Iterator[Objective | None]:
+def gathered_uncompiled(engine: Engine) -> Iterator[Trainable | None]:
     """The objective with whole parameters on rank 0, run without compiled graphs; None on other ranks. Collective.
 
     Compilation for a few images, or for evaluation mode, would take a minute in which the GPUs wait.

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dmjd.config import GuardConfig
 from dmjd.errors import Alarm, Diverged, StorageError
-from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World
 
@@ -34,15 +33,15 @@ logger = logging.getLogger("dmjd")
 
 
 class StepNumbers(NamedTuple):
-    """One step's scalars on the host, means over all ranks."""
+    """One step's scalars on the host, means over all ranks. values: those of the task, "loss" among them."""
 
-    loss: float
-    mim: float
-    vis: float | None
+    values: Mapping[str, float]
     grad_norm: float
     applied: float
-    m_corr: float
-    m_pred: float
+
+    @property
+    def loss(self) -> float:
+        return self.values["loss"]
 
     @property
     def finite(self) -> bool:
@@ -69,43 +68,43 @@ class PendingStep:
 
     Args:
         sample_ids: int64 ``[B]``, of this rank's batch.
-        rates: float32 ``[2]``, m_corr and m_pred.
-        asks: float32 ``[requests]``, 1 for each request of this rank; losses, rates and requests share one all-reduce.
+        values: 0-d float32 tensors by name, "loss" among them.
+        asks: float32 ``[requests]``, 1 for each request of this rank; values and requests share one all-reduce.
     """
 
     def __init__(
         self,
         step: int,
         sample_ids: Tensor,
-        losses: Losses,
-        rates: Tensor,
+        values: Mapping[str, Tensor],
         result: StepResult,
         asks: Tensor,
         world: World,
     ) -> None:
         self.step = step
         self.sample_ids = sample_ids
-        visible = losses.masked if losses.visible is None else losses.visible
-        scalars = torch.stack((losses.total, losses.masked, visible, result.grad_norm, result.applied)).detach()
-        self._has_visible = losses.visible is not None
+        self._names = tuple(values)
+        scalars = torch.stack((*values.values(), result.grad_norm, result.applied)).detach()
         # Means over all ranks, then this rank's own loss: the report names the samples of ranks with a bad loss.
-        values = torch.cat((world.mean(torch.cat((scalars, rates, asks))), losses.total.detach().reshape(1)))
+        packed = torch.cat((world.mean(torch.cat((scalars, asks))), values["loss"].detach().reshape(1)))
         self._event: torch.cuda.Event | None = None
-        if values.is_cuda:
-            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self._host.copy_(values, non_blocking=True)
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
         else:
-            self._host = values
+            self._host = packed
 
     def read(self) -> Reading:
         """Wait for the numbers."""
         if self._event is not None:
             self._event.synchronize()
-        loss, mim, vis, grad_norm, applied, m_corr, m_pred, *asked, own_loss = self._host.tolist()
-        numbers = StepNumbers(loss, mim, vis if self._has_visible else None, grad_norm, applied, m_corr, m_pred)
-        return Reading(numbers, own_loss, asked)
+        count = len(self._names)
+        numbers = self._host.tolist()
+        grad_norm, applied, *asked, own_loss = numbers[count:]
+        values = dict(zip(self._names, numbers[:count], strict=True))
+        return Reading(StepNumbers(values, grad_norm, applied), own_loss, asked)
 
 
 class SpikeRule:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dmjd.compose import stored
-from dmjd.config import PretrainConfig
+from dmjd.config import TrainConfig
 from dmjd.parallel.world import World
 from dmjd.progress import Progress
 from dmjd.runs.folder import RunFolder
@@ -55,11 +55,19 @@ class Journal:
     Args:
         total_steps: of the whole run.
         steps_per_epoch: for the epochs in the log.
+        throughput: makes the columns of ``timing.jsonl``; called on the rank that opens the log.
     """
 
-    def __init__(self, config: PretrainConfig, total_steps: int, steps_per_epoch: int, world: World) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        total_steps: int,
+        steps_per_epoch: int,
+        world: World,
+        throughput: Callable[[], Throughput],
+    ) -> None:
         self.clock = Stopwatch()
-        self._config, self._world = config, world
+        self._config, self._world, self._throughput = config, world, throughput
         self._total_steps = total_steps
         self._every = config.log_every or steps_per_row(total_steps)
         self._steps_per_epoch = steps_per_epoch
@@ -78,7 +86,7 @@ class Journal:
         self._lap_step = done
         if self._outputs is None:  # the start of this launch, not a rollback
             self._count_lost(run)
-        throughput = Throughput.of(self._config, self._world)
+        throughput = self._throughput()
         log = RunLog(run.log, self._offsets["log"])
         self._open_files.callback(log.close)
         timing = RunLog(run.timing, self._offsets["timing"])
@@ -132,7 +140,7 @@ class Journal:
             return
         timing = {
             "step": step,
-            "ete": self._config.mask.views * step / self._steps_per_epoch,
+            "ete": self._outputs.throughput.views * step / self._steps_per_epoch,
             **self._outputs.throughput.row(images, seconds, waited),
             "seconds": self.clock.elapsed,
             **{f"{account}_seconds": spent for account, spent in self.clock.spent.items()},
@@ -169,6 +177,11 @@ class Journal:
             workers,
             advice,
         )
+
+    def log_rows(self, step: int, rows: Sequence[Mapping[str, float]]) -> None:
+        """:meth:`log_row` of each."""
+        for row in rows:
+            self.log_row(step, row)
 
     def log_row(self, step: int, row: Mapping[str, float]) -> None:
         """Write one row to the log and the trackers."""

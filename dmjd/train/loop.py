@@ -1,24 +1,22 @@
-"""Pre-training: next batch, forward, backward, optimizer step, log, evaluate, checkpoint. See Trainer.train_steps."""
+"""Training: next batch, forward, backward, optimizer step, log, evaluate, checkpoint. See Trainer.train_steps."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-
-from torch import nn
+from typing import TypeVar
 
 from dmjd.builders import build_schedule, check_data_timeout
 from dmjd.builders.recipe import apply_recipe
-from dmjd.builders.step import build_step
-from dmjd.config import PretrainConfig
+from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
-from dmjd.errors import Alarm, StoppedBefore, StopRequested, UserError
+from dmjd.errors import Alarm, StoppedBefore, UserError
 from dmjd.parallel.build import select_device
 from dmjd.parallel.environment import dismiss_compile_workers, prepare_environment
 from dmjd.parallel.world import World, join_world
@@ -27,31 +25,59 @@ from dmjd.runs.exit_record import ExitRecord
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.lock import RunLock
 from dmjd.runs.saver import Saver
-from dmjd.train.callbacks import Callback, gathered_uncompiled
 from dmjd.train.data_pipeline import DataPipeline, Uploader
 from dmjd.train.guard import Guard, PendingStep
 from dmjd.train.journal import Journal
 from dmjd.train.out_of_memory import explain_out_of_memory
-from dmjd.train.preview import PictureThread, predict, write_pictures
+from dmjd.train.pretraining import Callbacks, Pretraining
+from dmjd.train.preview import PictureThread, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
 from dmjd.train.stop import Requests, deadline_of
-from dmjd.train.summary import end_detail, next_steps, start_lines
+from dmjd.train.summary import end_detail, start_lines
+from dmjd.train.task import Task
+from dmjd.train.throughput import Throughput
 from dmjd.train.trackers import check_packages
 
 logger = logging.getLogger("dmjd")
 
 
-def pretrain(
-    config: PretrainConfig, callbacks: Sequence[Callback] | Callable[[PretrainConfig], Sequence[Callback]] = ()
+Config = TypeVar("Config", bound=TrainConfig)
+
+
+def pretrain(config: PretrainConfig, callbacks: Callbacks = ()) -> RunFolder:
+    """:func:`train` of pre-training.
+
+    Args:
+        callbacks: or a function that makes them from the configuration that the run uses: see :meth:`RunFolder.check`
+            and :func:`~dmjd.builders.recipe.apply_recipe`.
+    """
+
+    def resolve(config: PretrainConfig, run: RunFolder, world: World) -> PretrainConfig:
+        return apply_recipe(config, world.device, world.size)
+
+    return train(config, resolve, partial(Pretraining, callbacks=callbacks))
+
+
+def finetune(config: FinetuneConfig) -> RunFolder:
+    """:func:`train` of fine-tuning."""
+    from dmjd.train.finetuning import Finetuning, resolve
+
+    return train(config, resolve, Finetuning)
+
+
+def train(
+    config: Config,
+    resolve: Callable[[Config, RunFolder, World], Config],
+    build: Callable[[Config, World, Path | None], Task],
 ) -> RunFolder:
     """Train ``config`` from the newest checkpoint in its run folder to the end, or until the run is asked to stop.
 
     STOP_REASON in the run folder says which.
 
     Args:
-        callbacks: or a function that makes them from the configuration that the run uses: see :meth:`RunFolder.check`
-            and :func:`~dmjd.builders.recipe.apply_recipe`.
+        resolve: sets what follows from images, device and initial weights; called on rank 0, at the first start alone.
+        build: makes the task from the resolved configuration and the initial weights.
 
     Raises:
         UserError: before training, if the configuration, the data or the run folder are not valid.
@@ -60,11 +86,16 @@ def pretrain(
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
-    config = world.on_main(lambda: _resolved(run, config, world))
-    callbacks = callbacks(config) if callable(callbacks) else callbacks
+
+    def resolved() -> Config:
+        checked = run.check(config)
+        checked = replace(checked, data=resolve_auto(checked.data))
+        return checked if run.has_checkpoint else resolve(checked, run, world)
+
+    config = world.on_main(resolved)
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
-        trainer = Trainer(config, run, world, callbacks)
+        trainer = Trainer(config, run, world, build)
         trainer.start(stack)
         with explain_out_of_memory(config, run.path, world):
             trainer.train()
@@ -73,33 +104,29 @@ def pretrain(
     return run
 
 
-def _resolved(run: RunFolder, config: PretrainConfig, world: World) -> PretrainConfig:
-    """The configuration that the run uses: the stored one in a folder with checkpoints, else after all rules."""
-    config = run.check(config)
-    config = replace(config, data=resolve_auto(config.data))
-    return config if run.has_checkpoint else apply_recipe(config, world.device, world.size)
-
-
 class Trainer:
     """The objects of one run. Configuration errors are raised here, before the run folder is written."""
 
-    def __init__(self, config: PretrainConfig, run: RunFolder, world: World, callbacks: Sequence[Callback]) -> None:
-        self.config, self.run, self.world, self.callbacks = config, run, world, callbacks
+    def __init__(
+        self, config: Config, run: RunFolder, world: World, build: Callable[[Config, World, Path | None], Task]
+    ) -> None:
+        self.config, self.run, self.world = config, run, world
         deadline = deadline_of(config.time_budget, config.time_margin)
         self.requests = Requests(run.path, world, deadline, config.checkpoint_minutes)
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
-        self.step = build_step(config, world, Path(self.initial["init_path"]) if self.initial else None)
-        self.engine, self.prepare = self.step.engine, self.step.prepare
+        self.task = build(config, world, Path(self.initial["init_path"]) if self.initial else None)
+        self.step, self.engine = self.task.step, self.task.step.engine
         if self.step.began_from and world.is_main:
             logger.info("beginning from %s", self.step.began_from)
         resumed = world.on_main(lambda: run.has_checkpoint)
-        self.data = DataPipeline(config, run.quarantine, world, resumed)
+        self.data = DataPipeline(config, run.quarantine, world, resumed, self.task.augment)
+        world.all_or_none(lambda: self.task.open(self.data.source, run))
         self.upload = Uploader(self.engine.device)
         self.steps_per_epoch = self.data.steps_per_epoch
         self.total_steps = config.epochs * self.steps_per_epoch
-        self.schedule = build_schedule(config, self.prepare.mask_spec, self.prepare.grid, self.steps_per_epoch)
+        self.schedule = build_schedule(config, self.task.peak_lr, self.steps_per_epoch)
         warmup = config.optim.warmup_epochs
         if world.is_main and warmup is not None and warmup >= config.epochs:
             message = "optim.warmup_epochs=%g is not below epochs=%d: the learning rate does not reach its peak"
@@ -116,7 +143,8 @@ class Trainer:
         window = None if config.profile is None else StepRange.parse(config.profile, self.total_steps)
         self.profiler = Profiler(window if world.is_main or config.profile_ranks == "all" else None, run.path, world)
         self.position = Position()
-        self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world)
+        throughput = partial(Throughput.of, self.task.views, self.task.flops_per_image, world)
+        self.journal = Journal(config, self.total_steps, self.steps_per_epoch, world, throughput)
         self.clock = self.journal.clock
         self.pictures = PictureThread(self.journal.log_pictures)
         self.exit_record = ExitRecord(run.stop_reason, lambda: self.position.step, self.total_steps, world.rank)
@@ -129,6 +157,8 @@ class Trainer:
         self.registry.add("guard", self.guard)
         if self.data.identity is not None:
             self.registry.add("data", self.data.identity)
+        for name, part in self.task.parts.items():
+            self.registry.add(name, part)
         self.registry.check_complete(self)
         self.pending: PendingStep | None = None  # its numbers are read one step later
         self.rehearse = self.engine.rehearses
@@ -148,7 +178,7 @@ class Trainer:
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", newest, self.position.step, self.total_steps)
         if self.world.is_main:
-            for line in start_lines(self.config, self.data, self.step, self.world):
+            for line in start_lines(self.config, self.data, self.task, self.world):
                 logger.info("%s", line)
         stack.enter_context(self.exit_record)
         self.world.on_main(lambda: self._prepare_folder(is_new=newest is None))
@@ -169,14 +199,12 @@ class Trainer:
             self.run.guard.unlink(missing_ok=True)
         self.data.list_images(is_new)
         self.run.record(self.config, self.world, self.initial)
+        self.task.record(self.run)
 
     def _open_logs(self) -> None:
-        """Open the logs, without the rows of steps that are repeated, and restore the callbacks from the others."""
+        """Open the logs, without the rows of steps that are repeated, and restore the evaluations from the others."""
         self.journal.open(self.run, self.position.step)
-        if self.callbacks:
-            rows = self.run.read_log()
-            for callback in self.callbacks:
-                callback.restore(rows)
+        self.task.restore(self.run)
 
     def train(self) -> None:
         """Train to the end of the run or until it is asked to stop, and write the exit record."""
@@ -191,8 +219,9 @@ class Trainer:
         self.pictures.collect(wait=self.requests.reason is None)
         if self.position.step == self.total_steps and self.position.evaluated:
             if self.world.is_main:  # the data is read again, for what can be done with the run
-                detail = end_detail(self.run, self.total_steps)
-                self.exit_record.write("finished", detail, next_steps(self.config, self.run))
+                result, advice = self.task.finish(self.run)
+                detail = ", ".join(filter(None, (end_detail(self.run, self.total_steps), result)))
+                self.exit_record.write("finished", detail, advice)
         else:
             self.exit_record.write(*self.requests.stopping())
 
@@ -209,16 +238,16 @@ class Trainer:
                     epoch = self.position.batch(self.position.step) // self.steps_per_epoch
                     inputs = self.upload(batch)
                     if self.rehearse:  # see Engine.rehearses
-                        self.step.forward_backward(inputs, epoch)
+                        self.task.forward_backward(inputs, epoch)
                         self.engine.discard()
                         self.rehearse = False
                     self.profiler.before(step)
-                    losses, rates = self.step.forward_backward(inputs, epoch, skip=self.requests.lacks_batch)
+                    values = self.task.forward_backward(inputs, epoch, skip=self.requests.lacks_batch)
                     self.clock.enter("step")
                     result = self.step.update(self.schedule(step - 1))
                     self.log_finished()
                     requests = self.requests.asks(step)
-                    self.pending = PendingStep(step, batch.sample_ids, losses, rates, result, requests, self.world)
+                    self.pending = PendingStep(step, batch.sample_ids, values, result, requests, self.world)
                     self.position.step = step
                     if step % self.steps_per_epoch == 0:
                         self.evaluate()
@@ -259,34 +288,25 @@ class Trainer:
             self.requests.fail(error)
 
     def evaluate(self) -> None:
-        """Call the callbacks at the end of an epoch and log their scores: all, or none if the run is asked to stop
-        meanwhile; then the next launch begins with the evaluation. Collective."""
-        if self.callbacks:
+        """Evaluate at the end of an epoch and log the scores: all, or none if the run is asked to stop meanwhile; then
+        the next launch begins with the evaluation. Collective."""
+        step = self.position.step
+        if self.task.evaluates(step // self.steps_per_epoch):
             self.clock.enter("evaluate")
             self.read_pending()
             self.position.evaluated = False
-            with gathered_uncompiled(self.engine) as objective:
-                done = self.world.on_main(lambda: objective is None or self._call_callbacks(objective.model.encoder))
-            if not done:
-                raise StoppedBefore(self.position.step + 1)
+            rows = self.task.evaluate(step, step / self.steps_per_epoch)
+            if rows is None:
+                raise StoppedBefore(step + 1)
+            self.world.on_main(lambda: self.journal.log_rows(step, rows))
         self.position.evaluated = True
-
-    def _call_callbacks(self, encoder: nn.Module) -> bool:
-        step = self.position.step
-        try:
-            scores = [each.on_epoch_end(encoder, step, step / self.steps_per_epoch) for each in self.callbacks]
-        except StopRequested:
-            return False
-        for row in scores:
-            if row is not None:
-                self.journal.log_row(step, row)
-        return True
 
     # Checkpoints
 
     def is_checkpoint_due(self) -> bool:
         step = self.position.step
         planned = step % self.config.checkpoint_every == 0 or step == self.total_steps
+        planned = planned or (self.task.best is not None and self.task.best.step == step)
         return planned or self.requests.saving or self.requests.save_due or self.requests.reason is not None
 
     def save_checkpoint(self) -> None:
@@ -299,8 +319,9 @@ class Trainer:
         self.journal.stall_seconds += self.saver.save(
             self.position.step,
             lambda draft: self.engine.save(draft, self.step.averages),
-            self.registry.files(self.config),
+            {**self.registry.files(self.config), **self.task.files()},
             spare=int(self.guard.in_doubt),  # one from before the bad steps has to stay
+            best=() if self.task.best is None else self.task.best.history,
         )
         self.requests.restart_timer()
         if self.requests.saving or self.requests.reason is not None:
@@ -351,12 +372,7 @@ class Trainer:
 
     def draw_pictures(self, inputs: Batch, epoch: int) -> None:
         """Predict a few samples of ``inputs`` and draw them on a thread. Collective."""
-
-        def submit() -> None:
-            if objective is not None:
-                samples = predict(objective, self.prepare, inputs, epoch)
-                draw = partial(write_pictures, self.run, self.position.step, samples, self.prepare.tokenizer)
-                self.pictures.submit(self.position.step, draw)
-
-        with gathered_uncompiled(self.engine) as objective, self.engine.micro_batch(last=False):
-            self.world.on_main(submit)
+        samples = self.task.samples(inputs, epoch)
+        if samples is not None:
+            step = self.position.step
+            self.pictures.submit(step, partial(write_pictures, self.run, step, *samples))

@@ -29,6 +29,10 @@ def workers_needed(workers: int, seconds: float, waited: float) -> int:
     return math.ceil(workers * seconds / busy) if workers else math.ceil(waited / busy)
 
 
+_ORDER = ("loss", "mim", "vis", "grad_norm")
+"""The first columns of a row; others follow in the task's order."""
+
+
 class StepMeans:
     """Means over the steps since the last row of the log. Saved in checkpoints, so a resumed log has equal rows.
 
@@ -45,10 +49,9 @@ class StepMeans:
             self.skipped += 1
             return
         self.steps += 1
-        for name in ("loss", "mim", "vis", "grad_norm", "m_corr", "m_pred"):
-            value = getattr(numbers, name)
-            if value is not None:
-                self.sums[name] = self.sums.get(name, 0.0) + value
+        values = {**numbers.values, "grad_norm": numbers.grad_norm}
+        for name in sorted(values, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER)):
+            self.sums[name] = self.sums.get(name, 0.0) + values[name]
 
     def flush(self) -> dict[str, float]:
         """The means, and the number of skipped steps if there are any; empties the window."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dmjd.config import PretrainConfig
+from dmjd.config import TrainConfig
 from dmjd.errors import OutOfMemory
 from dmjd.parallel.apply import MODES
 from dmjd.parallel.world import World
@@ -22,7 +22,7 @@ logger = logging.getLogger("dmjd")
 
 
 @contextmanager
-def explain_out_of_memory(config: PretrainConfig, run: Path, world: World) -> Iterator[None]:
+def explain_out_of_memory(config: TrainConfig, run: Path, world: World) -> Iterator[None]:
     """Context that turns torch's error into one line with settings that reduce memory.
 
     On CUDA ``RUN/out_of_memory/rank-00000.pickle`` has the allocations, for https://pytorch.org/memory_viz; with
@@ -53,7 +53,7 @@ def _size(world: World) -> str:
     return f"the {about.total_memory / 2**30:.1f} GiB of {about.name}"
 
 
-def _advice(config: PretrainConfig, world: World) -> str:
+def _advice(config: TrainConfig, world: World) -> str:
     engine, images = config.engine, config.batch_size // world.size
     remedies = []
     more = next((n for n in range(engine.grad_accum_steps + 1, images + 1) if images % n == 0), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dmjd.builders.preparation import Preparation
 from dmjd.data.batch import Batch
 from dmjd.masking import MaskedViews
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.ops.views import Views
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
@@ -49,7 +49,7 @@ class Samples:
     grid: tuple[int, int]
 
 
-def predict(objective: Objective, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
+def predict(objective: Trainable, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
     """Predict every token of the first images of ``batch``, which is on the device; of codes, the most likely one."""
     prepared = prepare(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
     views, targets = prepared.masked_views.views, prepared.targets

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dmjd.compose import to_yaml
-from dmjd.config import PretrainConfig
+from dmjd.config import TrainConfig
 from dmjd.data.skipped_batches import Windows, add_window, batch_of
 from dmjd.errors import CheckpointError, UserError
 from dmjd.parallel.world import World
@@ -53,7 +53,7 @@ class Registry:
         """The state of every part by name."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
-    def files(self, config: PretrainConfig) -> dict[str, bytes]:
+    def files(self, config: TrainConfig) -> dict[str, bytes]:
         """The loop's files in a checkpoint by name: its state, and ``config``."""
         return {LOOP_STATE: pack_loop_state(self.state_dict()), CONFIG: to_yaml(config).encode()}
 

@@ -50,7 +50,7 @@ def deadline_of(time_budget: str | None, time_margin: float) -> float | None:
     """The time at which the run stops, on the clock of ``time.time()``; None for no limit.
 
     Args:
-        time_budget: as in :class:`dmjd.config.PretrainConfig`; it begins now.
+        time_budget: as in :class:`dmjd.config.TrainConfig`; it begins now.
         time_margin: seconds before the end of the Slurm job.
 
     Raises:
@@ -152,9 +152,10 @@ class Requests:
         return "no batch" in self._asked
 
     def stop_now(self) -> None:
-        """Agree to stop between two steps, for the reason agreed on before or else that of rank 0. Collective."""
-        reason = self._world.on_main(lambda: next((name for name in STOPS if name in self._asked), None))
-        self.reason = self.reason or reason
+        """Agree to stop between two steps, for the reason agreed on before or else that of the first rank that has one:
+        any rank may be asked to stop while it validates. Collective."""
+        reasons = self._world.gather(next((name for name in STOPS if name in self._asked), None))
+        self.reason = self.reason or next(filter(None, reasons), None)
 
     def asks(self, step: int) -> Tensor:
         """The requests of this rank: float32 ``[len(ASKS)]`` on the device, 0 or 1. The host never waits."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from dmjd.accelerators import accelerator_of
-from dmjd.builders.step import flops_per_image
-from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World
 
 
@@ -26,13 +25,13 @@ class Throughput:
     peak_flops: float | None = None
 
     @classmethod
-    def of(cls, config: PretrainConfig, world: World) -> Throughput:
-        """Throughput of ``config``; counts the model's FLOPs if the peak of the device is known."""
+    def of(cls, views: int, flops_per_image: Callable[[], int], world: World) -> Throughput:
+        """Throughput of a task; counts the model's FLOPs if the peak of the device is known."""
         device = world.device
         gpu = accelerator_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         if gpu is None:
-            return cls(config.mask.views, device)
-        return cls(config.mask.views, device, flops_per_image(config), gpu.tflops * 1e12 * world.size)
+            return cls(views, device)
+        return cls(views, device, flops_per_image(), gpu.tflops * 1e12 * world.size)
 
     def row(self, images: int, seconds: float, waited: float) -> dict[str, float]:
         """images_per_second and views_per_second over all processes, data_wait_percent, mfu_percent (model FLOPs

@@ -14,4 +14,4 @@ options=(--master_port "${PORT:-29500}")
 [[ -z ${HOSTFILE:-} ]] || options+=(--hostfile "$HOSTFILE")
 [[ -z ${PROCESSES:-} ]] || options+=(--num_gpus "$PROCESSES")
 # --no_local_rank: do not add --local_rank to the arguments; LOCAL_RANK is set.
-exec deepspeed --no_local_rank "${options[@]}" --module dmjd pretrain "$@"
+exec deepspeed --no_local_rank "${options[@]}" --module dmjd "${DMJD_COMMAND:-pretrain}" "$@"

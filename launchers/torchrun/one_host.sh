@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pre-train on every GPU of this host: launchers/torchrun/one_host.sh experiment=... key=value ...
+# Train on every GPU of this host: launchers/torchrun/one_host.sh experiment=... key=value ...
+# DMJD_COMMAND: pretrain (default) or finetune.
 # Ctrl-C, or TERM or USR1 to this process, makes all ranks save and exit; the same command resumes.
 # PROCESSES: number of processes (default: GPUs). DMJD_PYTHON: Python interpreter.
 set -euo pipefail
@@ -9,4 +10,4 @@ PROCESSES=${PROCESSES:-$(nvidia-smi --list-gpus | wc -l)} || {
 }
 [[ " $*" == *" engine="* ]] || set -- engine=ddp "$@"
 exec "${DMJD_PYTHON:-python}" "$(dirname "$0")/../agent.py" --standalone --nproc-per-node="$PROCESSES" \
-    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" -m dmjd pretrain "$@"
+    "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" -m dmjd "${DMJD_COMMAND:-pretrain}" "$@"

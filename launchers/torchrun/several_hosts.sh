@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pre-train on every GPU of several hosts. Run the same command on each, at about the same time:
+# Train on every GPU of several hosts; DMJD_COMMAND is pretrain (default) or finetune. Run the same command on each, at
+# about the same time:
 #
 #     HOSTS=4 HEAD=node1 launchers/torchrun/several_hosts.sh experiment=... run=/shared/runs/first
 #
@@ -21,4 +22,5 @@ else
     rendezvous=(--rdzv-backend=c10d --rdzv-id=dmjd --rdzv-endpoint="$HEAD:$PORT")
 fi
 exec "${DMJD_PYTHON:-python}" "$(dirname "$0")/../agent.py" --nnodes="$HOSTS" --nproc-per-node="$PROCESSES" \
-    "${rendezvous[@]}" --max-restarts=0 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" -m dmjd pretrain "$@"
+    "${rendezvous[@]}" --max-restarts=0 "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" \
+    -m dmjd "${DMJD_COMMAND:-pretrain}" "$@"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dmjd.builders.average import EncoderEma
+from dmjd.builders.average import ENCODER, Ema
 from dmjd.compose import compose
 from dmjd.evaluate.encoder import load_encoder
 from dmjd.parallel.store import read_average
@@ -26,7 +26,7 @@ def test_the_average_is_the_weighted_sum_of_all_values() -> None:
     torch.manual_seed(0)
     layer = nn.Linear(3, 2)
     values = [layer.weight.detach().double().clone()]
-    ema = EncoderEma(shards(layer), decay=0.8)
+    ema = Ema(shards(layer), decay=0.8)
     for _ in range(5):
         with torch.no_grad():
             layer.weight.add_(torch.randn(2, 3))
@@ -41,7 +41,7 @@ def test_the_average_is_the_weighted_sum_of_all_values() -> None:
 
 def test_a_step_that_moved_nothing_leaves_it_as_it_is() -> None:
     layer = nn.Linear(3, 2)
-    ema = EncoderEma(shards(layer), decay=0.8)
+    ema = Ema(shards(layer), decay=0.8)
     with torch.no_grad():
         layer.weight.add_(1)
     before = {name: value.clone() for name, value in ema.averages.items()}
@@ -51,7 +51,7 @@ def test_a_step_that_moved_nothing_leaves_it_as_it_is() -> None:
 
 def test_it_is_of_the_encoder_alone() -> None:
     layer = nn.Linear(3, 2)
-    ema = EncoderEma({**shards(layer), "model.head.weight": layer.weight.detach()}, decay=0.5)
+    ema = Ema({**shards(layer), "model.head.weight": layer.weight.detach()}, 0.5, ENCODER)
     assert set(ema.averages) == {"model.encoder.weight", "model.encoder.bias"}
 
 

@@ -37,7 +37,7 @@ def build(config: PretrainConfig) -> None:
     """Everything that :mod:`dmjd.builders` makes of a configuration."""
     step = build_step(config)
     spec, grid = step.prepare.mask_spec, step.prepare.grid
-    assert build_schedule(config, spec, grid, steps_per_epoch=10)(5) > 0
+    assert build_schedule(config, peak_lr(config, spec, grid), steps_per_epoch=10)(5) > 0
     assert step.engine.objective.model.encoder.grid == grid
 
 

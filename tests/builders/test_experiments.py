@@ -8,15 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from dmjd.builders import build_mask_spec, build_objective, build_schedule, check_target, target_dim, token_grid
+from dmjd.builders import (
+    build_mask_spec,
+    build_objective,
+    build_schedule,
+    check_target,
+    peak_lr,
+    target_dim,
+    token_grid,
+)
 from dmjd.builders.schedules import warmup_steps
 from dmjd.builders.step import build_step
+from dmjd.compose import compose
+from dmjd.config import PretrainConfig
 from dmjd.resources import configs_dir
 from tests.train.shrunken import CODES, configure, gradient, shrink, smooth_batch, write_clip, write_dvae
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
 
 MAE_B, MAE_L = 111_655_680, 329_239_296
+MAE_H = 657_074_508 - (16 * 16 + 1) * (1280 + 512)
 CONVMAE_B = 114_790_528
 BEIT_B, BEIT_L = 91_965_776, 311_534_016
 SIMMIM_B, SIMMIM_SWIN_B = 86_256_720, 89_874_104
@@ -39,6 +50,12 @@ SIZES = {
     "mae_vit_base": MAE_B,
     "mae_vit_base_1600": MAE_B,
     "mae_vit_large": MAE_L,
+    "mae_vit_huge": MAE_H,
+    "mae_vit_base_100": MAE_B,
+    "fig1_a": MAE_B,
+    "fig1_b": MAE_B,
+    "fig1_c": MAE_B,
+    "mae_dm_vit_base_100": MAE_B,
     "mae_dm_vit_base": MAE_B,
     "mae_dm_vit_base_uniform": MAE_B,
     "mae_dm_vit_base_lr_classic": MAE_B,
@@ -59,6 +76,7 @@ SIZES = {
     "maskfeat_token_vit_large": MASKFEAT_L,
     "maskfeat_token_dm_vit_base": MASKFEAT_B,
     "maskfeat_vit_base": MAE_B + head(512, HOG, PIXELS),
+    "maskfeat_vit_large": MAE_L + head(512, HOG, PIXELS),
     "maskfeat_dm_vit_base": MAE_B + head(512, HOG, PIXELS),
     "maskfeat_dm_vit_large": MAE_L + head(512, HOG, PIXELS),
     "convmae_base": CONVMAE_B,
@@ -94,6 +112,8 @@ SIZES = {
 
 EFFECTIVE_EPOCHS = {
     **dict.fromkeys(("mae_vit_base_1600", "mae_vit_large", "mae_dm_vit_base_uniform", "maskfeat_vit_base"), 1600),
+    **dict.fromkeys(("mae_vit_huge", "maskfeat_vit_large"), 1600),
+    **dict.fromkeys(("mae_vit_base_100", "fig1_a", "fig1_b", "fig1_c"), 100),
     **dict.fromkeys(("maskfeat_token_vit_base", "maskfeat_token_vit_large", "convmae_base"), 1600),
     **dict.fromkeys(("dmjd_vit_base_hog_800",), 1600),
     **{name: 200 for name in EXPERIMENTS if name.startswith("mae_dm_vit_base_") and name[-7:] != "uniform"},
@@ -132,7 +152,7 @@ def test_an_experiment_is_the_published_model(experiment: str) -> None:
         rate = config.mask.pred_ratio
         expected = PREDICTED.get(experiment, 1.0) if rate is None else round(rate * 196) / 196
         assert spec.true_rates(grid).m_pred == pytest.approx(expected)
-    schedule = build_schedule(config, spec, grid, steps_per_epoch=10)
+    schedule = build_schedule(config, peak_lr(config, spec, grid), steps_per_epoch=10)
     assert 0 <= schedule(0) <= schedule(warmup_steps(config, steps_per_epoch=10) + 1)
 
 
@@ -148,8 +168,47 @@ def test_learning_rates_are_the_published_ones() -> None:
     for experiment, rate in published.items():
         config = configure(experiment)
         grid = token_grid(config)
-        schedule = build_schedule(config, build_mask_spec(config.mask, grid), grid, steps_per_epoch=10)
+        schedule = build_schedule(config, peak_lr(config, build_mask_spec(config.mask, grid), grid), steps_per_epoch=10)
         assert schedule(warmup_steps(config, steps_per_epoch=10)) == pytest.approx(rate), experiment
+
+
+VIEWS_A_STEP = {
+    ("mae_dm_vit_base_uniform", "mae_dm_vit_base", "mae_dm_vit_large"): (1024, 20),
+    ("mae_dm_vit_base_lr_classic", "mae_dm_vit_base_lr_adaptive", "mae_dm_vit_base_pred80"): (1024, 20),
+    ("mae_vit_base_100", "fig1_a", "fig1_b", "fig1_c", "mae_dm_vit_base_100"): (1024, 20),
+    ("maskfeat_vit_base", "maskfeat_vit_large", "maskfeat_dm_vit_base", "maskfeat_dm_vit_large"): (1024, 20),
+    ("dmjd_vit_base_hog_800", "dmjd_convvit_base_hog_paper", "dmjd_convvit_large_hog"): (1024, 20),
+    ("jd_target_rgb", "jd_target_rgb_norm", "jd_target_hog_l2", "jd_target_hog", "jd_target_clip"): (1024, 10),
+    ("jd_depth2_none", "jd_depth2_linear", "jd_depth2", "jd_depth4"): (1024, 10),
+    ("components_none", "components_dm", "components_jd"): (1024, 10),
+    ("mae_vit_base_1600", "mae_vit_large", "mae_vit_huge"): (4096, 40),
+    ("beit_vit_base", "beit_dm_vit_base", "simmim_vit_base", "simmim_dm_vit_base"): (2048, 10),
+    ("convmae_base", "convmae_large", "convmae_base_clip"): (3072, 40),
+}
+"""Rows of one table or figure that one recipe trained -> masked views in a step and epochs of warm-up."""
+
+
+@pytest.mark.parametrize("rows", VIEWS_A_STEP)
+def test_rows_of_one_table_have_one_batch_and_one_warm_up(rows: tuple[str, ...]) -> None:
+    for config in map(configure, rows):
+        assert (config.batch_size * config.mask.views, config.optim.warmup_epochs) == VIEWS_A_STEP[rows], config.run
+
+
+@pytest.mark.parametrize(
+    ("words", "rates"),
+    [
+        (["experiment=fig1_a", "mask.mask_ratio=0.9"], (177 / 196, 177 / 196)),
+        (["experiment=fig1_b", "mask.loss_ratio=0.25"], (147 / 196, 49 / 196)),
+        (["experiment=fig1_c", "mask.mask_ratio=0.9"], (177 / 196, 147 / 196)),
+        (["experiment=mae_dm_vit_base_100", "mask=uniform", "mask.mask_ratio=0.7"], (138 / 196, 1)),
+        (["experiment=mae_dm_vit_base_100", "mask=block", "mask.mask_ratio=0.7"], (35 / 49, 1)),
+        (["experiment=mae_dm_vit_base_100", "mask=beit", "mask.mask_ratio=0.7"], (138 / 196, 1)),
+    ],
+)
+def test_sweeps_of_the_rates_vary_one_key(words: list[str], rates: tuple[float, float]) -> None:
+    config: PretrainConfig = compose("pretrain", words)
+    assert config.epochs == 100
+    assert build_mask_spec(config.mask, (14, 14)).true_rates((14, 14)) == pytest.approx(rates)
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +219,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 SAME_STEP = {
+    *("mae_vit_base_100", "fig1_a", "fig1_b", "mae_dm_vit_base_100", "maskfeat_vit_large"),
     *("mae_vit_base_1600", "mae_vit_large", "mae_dm_vit_large", "mae_dm_vit_base_lr_classic", "convmae_large"),
     *("mae_dm_vit_base_lr_adaptive", "mae_dm_vit_base_pred90", "mae_dm_vit_base_pred95", "beit_vit_large"),
     *("maskfeat_token_vit_large", "maskfeat_dm_vit_large", "dmjd_vit_base_hog_800", "jd_depth4", "jd_target_hog"),

@@ -90,10 +90,10 @@ def test_a_step_never_waits_for_the_device(tmp_path: Path) -> None:
         if number:  # the first builds the optimizer's state
             torch.cuda.set_sync_debug_mode("error")
         try:
-            losses, rates = step.forward_backward(upload(batch), 0)
+            losses, _ = step.forward_backward(upload(batch), 0)
             result = step.update(LR)
             asked = requests.asks(number)
-            pending = PendingStep(number, batch.sample_ids, losses, rates, result, asked, alone(device))
+            pending = PendingStep(number, batch.sample_ids, {"loss": losses.total}, result, asked, alone(device))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert pending is not None
@@ -111,10 +111,10 @@ def test_a_non_finite_gradient_moves_nothing() -> None:
     prepared = step.prepare(on_device, 0)
     poisoned = prepared._replace(targets=prepared.targets.clone().fill_(float("nan")))
     spoiled = replace(step, prepare=lambda *_: poisoned)  # type: ignore[arg-type]
-    losses, rates = spoiled.forward_backward(on_device, 0)
+    losses, _ = spoiled.forward_backward(on_device, 0)
     result = step.update(LR)
     asks = torch.zeros(len(ASKS), device=engine.device)
-    pending = PendingStep(7, batch.sample_ids, losses, rates, result, asks, alone(engine.device))
+    pending = PendingStep(7, batch.sample_ids, {"loss": losses.total}, result, asks, alone(engine.device))
     after = engine.full_state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not pending.read().numbers.finite

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dmjd.builders.average import ENCODER, EmaTeacher, EncoderEma
+from dmjd.builders.average import ENCODER, Ema, EmaTeacher
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.images import normalise
 from dmjd.targets import TeacherTarget
@@ -42,7 +42,7 @@ def expected(encoder: ViTEncoder, images: torch.Tensor, layers: int) -> torch.Te
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_target_is_that_of_the_average_and_follows_it(layers: int) -> None:
     student = make()
-    ema = EncoderEma(shards(student), 0.5)
+    ema = Ema(shards(student), 0.5, ENCODER)
     target = TeacherTarget(16, 4, MEAN, STD, teacher=EmaTeacher(student, ema, layers))
     images = torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)
     before = target(images)
@@ -64,7 +64,7 @@ def test_the_target_is_that_of_the_average_and_follows_it(layers: int) -> None:
 
 def test_the_teacher_adds_no_parameters_and_no_gradient() -> None:
     student = make()
-    ema = EncoderEma(shards(student), 0.9)
+    ema = Ema(shards(student), 0.9, ENCODER)
     teacher = EmaTeacher(student, ema, 1)
     (output,) = teacher(torch.randn(1, 3, 16, 16, requires_grad=True))
     assert output.shape == (1, 16, 16)

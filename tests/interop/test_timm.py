@@ -45,7 +45,7 @@ def test_shipped_vits_are_architectures(preset: str) -> None:
     config = compose("pretrain", [f"backbone={preset}"])
     backbone = config.backbone
     name, _ = timm_call(backbone, config.data)
-    assert name == f"{preset}_patch16_224"
+    assert name == f"{preset}_patch{backbone.patch_size}_224"
     shape = (backbone.patch_size, backbone.embed_dim, backbone.depth, backbone.num_heads, backbone.mlp_ratio)
     assert own_shape(on_meta(name)) == shape
 

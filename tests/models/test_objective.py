@@ -97,13 +97,19 @@ def test_predicting_less_or_more_than_is_hidden(loss_ratio: float) -> None:
     assert losses.masked.item() == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(("difference", "expected"), [(0.0, 0.0), (1.0, 0.25), (2.0, 1.0), (-2.0, 1.0), (5.0, 4.0)])
-def test_visible_loss_is_smooth_l1_at_beta_two(difference: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("difference", "at_two", "at_half"),
+    [(0.0, 0.0, 0.0), (0.5, 0.0625, 0.25), (1.0, 0.25, 0.75), (2.0, 1.0, 1.75), (-2.0, 1.0, 1.75), (5.0, 4.0, 4.75)],
+)
+def test_smooth_l1_is_quadratic_up_to_beta(difference: float, at_two: float, at_half: float) -> None:
     masked_views = draw()
     masked, visible = (torch.full_like(prediction, difference) for prediction in predictions(masked_views))
-    losses = make_objective(masked, visible)(torch.empty(0), masked_views, torch.zeros(B, N, TARGET_DIM))
-    assert losses.visible.item() == expected
-    assert losses.masked.item() == difference**2
+    for options, expected in (({}, at_two), ({"beta": 0.5}, at_half)):
+        for mim_loss, mim in (("mse", difference**2), ("smooth_l1", expected)):
+            losses = make_objective(masked, visible, mim_loss=mim_loss, **options)(
+                torch.empty(0), masked_views, torch.zeros(B, N, TARGET_DIM)
+            )
+            assert (losses.visible.item(), losses.masked.item()) == (expected, mim)
 
 
 @pytest.mark.parametrize("mim_weight", [1.0, 0.3])

@@ -150,7 +150,7 @@ def test_outputs_losses_and_gradients(case: Case) -> None:
 @each_case
 def test_losses_of_twenty_steps(case: Case) -> None:
     objective = build(case)
-    optimizer = build_optimizer(dict(objective.named_parameters()), OptimConfig())
+    optimizer = build_optimizer(dict(objective.named_parameters()), OptimConfig(), {})
     peak = adaptive_lr(case.base_lr, case.unique_batch, case.m_corr, case.m_pred)
     curve = []
     for step in range(cases.STEPS):

@@ -167,6 +167,44 @@ def test_a_convvit_that_sees_visible_tokens_alone(
     assert_same_curve(two[0][name][variant], alone["convolutional"])
 
 
+@pytest.fixture(scope="module")
+def fine_tuned_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = walk.FineTuned(walk.engine("single"), walk.alone(walk.CPU))
+    return run.look(tmp_path_factory.mktemp("alone") / "fine-tuned", {})
+
+
+@NAMES
+def test_fine_tuning_with_layer_decay_and_frozen_layers(
+    name: str, two: tuple[Seen, Path], fine_tuned_alone: dict[str, Any]
+) -> None:
+    seen = two[0][name]["fine-tuned"]
+    assert_same_curve(seen["curve"], fine_tuned_alone["curve"])
+    assert_close(seen["parameters"], fine_tuned_alone["parameters"])
+    assert seen["again"] == seen["curve"][2:], "its own save"
+    assert_same_curve(seen["from ddp"], seen["curve"][2:])
+
+
+@NAMES
+def test_logits_of_the_average_leave_no_trace(
+    name: str, two: tuple[Seen, Path], fine_tuned_alone: dict[str, Any]
+) -> None:
+    trained, average, after = two[0][name]["fine-tuned"]["logits"]
+    assert torch.equal(trained, after)
+    assert (trained - average).abs().max() > 0.1
+    for ours, expected in zip((trained, average), fine_tuned_alone["logits"], strict=False):
+        torch.testing.assert_close(ours, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", walk.STAGES)
+def test_one_process_goes_on_from_frozen_layers_of_two(
+    name: str, two: tuple[Seen, Path], fine_tuned_alone: dict[str, Any], tmp_path: Path
+) -> None:
+    run = walk.FineTuned(walk.engine("single"), walk.alone(walk.CPU))
+    save_file(store.read(two[1] / f"{name}-fine-tuned"), tmp_path / native_files.CONSOLIDATED)
+    run.step.engine.load(tmp_path, run.step.averages)
+    assert_same_curve(run.take(2, 4), fine_tuned_alone["again"])
+
+
 @NAMES
 def test_a_bad_step_of_one_rank_moves_nothing_on_any(name: str, seen: dict[str, Any], two: tuple[Seen, Path]) -> None:
     ((loss, norm, applied),) = seen["poisoned"]

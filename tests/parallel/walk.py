@@ -17,9 +17,19 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmjd.builders.average import EncoderEma
+from dmjd.builders.average import ENCODER, Ema
+from dmjd.builders.finetune import build_finetune_step
 from dmjd.builders.schedules import cosine
-from dmjd.config import EngineConfig, OptimConfig
+from dmjd.config import (
+    BackboneConfig,
+    DataConfig,
+    EngineConfig,
+    FinetuneConfig,
+    FinetuneOptimConfig,
+    HeadConfig,
+    OptimConfig,
+)
+from dmjd.data.batch import Batch
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
@@ -127,7 +137,7 @@ class Run:
         # A large epsilon, since Adam otherwise turns the rounding noise of a gradient of zero into a full step.
         optim = OptimConfig(clip_grad=0.5, eps=1e-2)
         self.engine: Engine = build_engine(make_objective(convolutional), config, optim, world)
-        self.ema = EncoderEma(self.engine.local_shards(), 0.9) if ema else None
+        self.ema = Ema(self.engine.local_shards(), 0.9, ENCODER) if ema else None
         self.step = 0
 
     def forward_backward(self, poisoned: bool = False) -> float:
@@ -172,6 +182,70 @@ class Run:
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of all that this rank owns."""
         return {name: value.clone() for name, value in self.engine.local_shards().items()}
+
+
+CLASSES, FREEZE = 3, 2
+
+
+def finetune_config(config: EngineConfig) -> FinetuneConfig:
+    return FinetuneConfig(
+        batch_size=BATCH,
+        ema_decay=0.8,
+        freeze=FREEZE,
+        backbone=BackboneConfig(patch_size=16, embed_dim=32, depth=2, num_heads=4, drop_path=0.2),
+        data=DataConfig(image_size=[64, 64]),
+        optim=FinetuneOptimConfig(clip_grad=0.5, eps=1e-2, layer_decay=0.5),
+        engine=config,
+        head=HeadConfig(dropout=0.1, init_std=0.5),
+    )
+
+
+class FineTuned:
+    """Some steps of fine-tuning with all that its step has: factors of learning rates, frozen layers, mixed images."""
+
+    def __init__(self, config: EngineConfig, world: World) -> None:
+        self.step = build_finetune_step(finetune_config(config), CLASSES, world)
+        self.world = world
+
+    def batch(self, number: int, whole: bool = False) -> Batch:
+        generator = torch.Generator().manual_seed(number)
+        images = torch.randint(0, 256, (BATCH, 64, 64, 3), dtype=torch.uint8, generator=generator)
+        batch = Batch(images, torch.arange(BATCH), torch.arange(BATCH) % CLASSES)
+        return batch if whole else batch.split(self.world.size)[self.world.rank]
+
+    def take(self, first: int, last: int) -> list[tuple[float, float, float]]:
+        rows = []
+        for number in range(first, last):
+            loss = self.step.forward_backward(self.batch(number), number)["loss"]
+            result = self.step.update(0.1)
+            rows.append((float(self.world.mean(loss)), float(result.grad_norm), float(result.applied)))
+        return rows
+
+    def logits(self) -> Tensor:
+        """Of one batch, which every process computes."""
+        return self.step.logits(self.batch(0, whole=True).images)
+
+    def look(self, folder: Path, saved: dict[str, Path]) -> dict[str, Any]:
+        """Losses of four steps; logits of the weights and of their average after two, which leave no trace; and losses
+        after a return to them, by its own save and those of other engines."""
+        rows, engine = self.take(0, 2), self.step.engine
+        self.world.on_main(folder.mkdir)
+        engine.save(folder, self.step.averages)()
+        self.world.gather(None)
+        logits = [self.logits()]
+        with self.step.with_average():
+            logits.append(self.logits())
+        logits.append(self.logits())
+        rows += self.take(2, 4)
+        parameters = engine.full_state_dict()
+        seen = {"curve": rows, "logits": logits, "parameters": parameters}
+        for origin, path in {"again": folder, **saved}.items():
+            for shard in engine.local_shards().values():
+                shard.add_(1)  # frozen ones must come back too
+            engine.load(path, self.step.averages)
+            seen[origin] = self.take(2, 4)
+        engine.close()
+        return seen
 
 
 def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], variants: bool) -> None:
@@ -288,6 +362,8 @@ def _look_at(
             seen[variant] = Run(replace(config, **options), world, ema=False).take(2)
         seen["bfloat16"] = Run(replace(config, precision="bf16"), world, ema=False).take(STEPS)
         seen["convolutional"] = Run(config, world, convolutional=True).take(2)
+        of_ddp = {"from ddp": folder.with_name("ddp-fine-tuned")}
+        seen["fine-tuned"] = FineTuned(config, world).look(folder.with_name(f"{folder.name}-fine-tuned"), of_ddp)
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
         if engines.ENGINES[config.name].mesh:

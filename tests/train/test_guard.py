@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from dmjd.builders.step import trapped
 from dmjd.config import GuardConfig
 from dmjd.errors import Alarm, Diverged, StorageError
-from dmjd.models.objective import Losses
 from dmjd.parallel.engine import StepResult
 from dmjd.parallel.world import World, alone
 from dmjd.train.guard import Guard, PendingStep, Reading, StepNumbers
@@ -28,10 +27,9 @@ def pending(
     def scalar(value: float) -> Tensor:
         return torch.tensor(value, requires_grad=True)
 
-    losses = Losses(scalar(loss), scalar(1.0), None if visible is None else scalar(visible))
+    values = {"loss": scalar(loss), "mim": scalar(1.0)} | ({} if visible is None else {"vis": scalar(visible)})
     result = StepResult(torch.tensor(norm), torch.tensor(applied))
-    rates, asks = torch.tensor((0.625, 1.0)), torch.tensor((0.0, asked))
-    return PendingStep(41, IDS, losses, rates, result, asks, alone(CPU))
+    return PendingStep(41, IDS, values, result, torch.tensor((0.0, asked)), alone(CPU))
 
 
 # Reading a step
@@ -39,18 +37,19 @@ def pending(
 
 def test_numbers_come_back_under_their_names() -> None:
     numbers, own_loss, asked = pending(asked=1.0).read()
-    assert numbers == StepNumbers(loss=1.5, mim=1.0, vis=0.5, grad_norm=2.5, applied=1.0, m_corr=0.625, m_pred=1.0)
+    assert numbers == StepNumbers({"loss": 1.5, "mim": 1.0, "vis": 0.5}, grad_norm=2.5, applied=1.0)
+    assert numbers.loss == 1.5
     assert (own_loss, asked) == (1.5, [0.0, 1.0])
-    assert pending(visible=None).read().numbers.vis is None
+    assert "vis" not in pending(visible=None).read().numbers.values
 
 
 def test_numbers_are_of_the_moment_when_the_step_was_made() -> None:
     norm = torch.tensor(2.5)
-    losses = Losses(torch.tensor(1.5), torch.tensor(1.0), None)
+    loss = torch.tensor(1.5)
     result = StepResult(norm, torch.tensor(1.0))
-    step = PendingStep(0, IDS, losses, torch.tensor((0.5, 1.0)), result, torch.zeros(1), alone(CPU))
+    step = PendingStep(0, IDS, {"loss": loss}, result, torch.zeros(1), alone(CPU))
     norm.fill_(99.0)  # an engine may use its tensors again
-    losses.total.fill_(99.0)
+    loss.fill_(99.0)
     numbers = step.read().numbers
     assert (numbers.grad_norm, numbers.loss) == (2.5, 1.5)
 
@@ -65,12 +64,12 @@ class Sum(World):
 
 
 def test_means_are_over_ranks_and_the_own_loss_is_not() -> None:
-    losses = Losses(torch.tensor(3.0), torch.tensor(1.0), None)
+    values = {"loss": torch.tensor(3.0), "mim": torch.tensor(1.0)}
     result = StepResult(torch.tensor(1.0), torch.tensor(1.0))
-    step = PendingStep(3, IDS, losses, torch.ones(2), result, torch.zeros(2), Sum(1, 2, 1, CPU))
+    step = PendingStep(3, IDS, values, result, torch.zeros(2), Sum(1, 2, 1, CPU))
     numbers, own_loss, asked = step.read()
     assert not numbers.finite
-    assert (numbers.mim, own_loss, asked) == (0.5, 3.0, [0.0, 0.5])
+    assert (numbers.values["mim"], own_loss, asked) == (0.5, 3.0, [0.0, 0.5])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_a_finite_loss_keeps_the_bits_of_its_gradient() -> None:
 
 def reading(loss: float = 1.0, norm: float = 1.0) -> Reading:
     applied = float(torch.tensor((loss, norm)).isfinite().all())
-    return Reading(StepNumbers(loss, loss, None, norm, applied, 0.6, 1.0), loss, [])
+    return Reading(StepNumbers({"loss": loss}, norm, applied), loss, [])
 
 
 class Steps:

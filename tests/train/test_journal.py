@@ -15,6 +15,7 @@ from dmjd.runs.folder import RunFolder
 from dmjd.train.guard import StepNumbers
 from dmjd.train.journal import Journal, steps_per_row
 from dmjd.train.stopwatch import Stopwatch
+from dmjd.train.throughput import Throughput
 
 Laps = list[tuple[float, float]]
 
@@ -41,13 +42,14 @@ def warnings_of(
         config = compose("pretrain", tiny(tmp_path / "run", "log_every=1", f"workers={workers}"))
         folder = RunFolder(tmp_path / "run")
         folder.create()
-        journal = Journal(config, total_steps=99, steps_per_epoch=9, world=alone(torch.device("cpu")))
+        world = alone(torch.device("cpu"))
+        journal = Journal(config, 99, 9, world, lambda: Throughput(views=2, device=world.device))
         journal.clock = Told(laps)
         with caplog.at_level(logging.WARNING, logger="dmjd"), ExitStack() as stack:
             journal.open(folder, 0)
             stack.callback(journal.close)
             for step in range(1, len(laps) + 1):
-                journal.log_step(step, StepNumbers(1.0, 1.0, None, 1.0, applied=1.0, m_corr=0.6, m_pred=1.0), lr=0.1)
+                journal.log_step(step, StepNumbers({"loss": 1.0}, 1.0, applied=1.0), lr=0.1)
         return [record.getMessage() for record in caplog.records]
 
     return run

@@ -15,7 +15,8 @@ from dmjd.train.stopwatch import Stopwatch
 
 
 def numbers(value: float, vis: float | None = None) -> StepNumbers:
-    return StepNumbers(value, 2 * value, vis, 3 * value, applied=1.0, m_corr=0.6, m_pred=1.0)
+    losses = {"loss": value, "mim": 2 * value} | ({} if vis is None else {"vis": vis})
+    return StepNumbers({**losses, "m_corr": 0.6, "m_pred": 1.0}, 3 * value, applied=1.0)
 
 
 def test_a_window_gives_means_and_starts_again() -> None:

@@ -16,7 +16,7 @@ from dmjd.compose import from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.runs.folder import RunFolder
 from dmjd.train import loop
-from dmjd.train.summary import next_steps
+from dmjd.train.pretraining import next_steps
 from tests.compare import checkpoints, reason, rows
 
 Dmjd = Callable[..., tuple[int, str, str]]

@@ -15,6 +15,7 @@ from dmjd.config import PretrainConfig
 from dmjd.parallel.world import World, alone
 from dmjd.runs.folder import RunFolder
 from dmjd.train.loop import Trainer
+from dmjd.train.pretraining import Pretraining
 from dmjd.train.state import Position, RandomState, Registry
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_a_registry_refuses_state_of_other_parts() -> None:
 
 def test_what_a_run_holds_is_all_registered(tmp_path: Path, tiny: Callable[..., list[str]]) -> None:
     config: PretrainConfig = compose("pretrain", tiny(tmp_path / "run", "ema_decay=0.9"))
-    run = Trainer(config, RunFolder(tmp_path / "run"), alone(CPU), ())
+    run = Trainer(config, RunFolder(tmp_path / "run"), alone(CPU), Pretraining)
     assert run.registry.state_dict().keys() == {"position", "journal", "random", "guard", "data"}
     with ExitStack() as stack:
         run.start(stack)

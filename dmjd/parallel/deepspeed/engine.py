@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Trainable
 from dmjd.parallel.apply import blocks
 from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.deepspeed.config import deepspeed_config
@@ -44,8 +44,8 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        objective: Objective,
-        bare: Objective,
+        objective: Trainable,
+        bare: Trainable,
         engine: EngineConfig,
         optim: OptimConfig,
         world: World,
@@ -59,12 +59,16 @@ class DeepSpeedEngine:
         self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
         settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
-        optimizer = build_optimizer(dict(objective.named_parameters()), optim)
+        optimizer = build_optimizer(dict(objective.named_parameters()), optim, objective.lr_scales)
         if self.stage == 3:
             leaf = zero_files.import_deepspeed("deepspeed.utils").set_z3_leaf_module
             for block in blocks(objective.model):  # gathered as one, since hooks inside a graph would break it
                 leaf(block, True)
                 _list_once(block)
+                if not all(p.requires_grad for p in objective.parameters()) and any(
+                    p.requires_grad for p in block.parameters()
+                ):
+                    block.register_forward_pre_hook(_require_gradient)
         self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
         if self.stage == 3:
             _let_host_run_ahead(self._zero.parameter_offload.get_param_coordinator(), objective)
@@ -97,6 +101,17 @@ class DeepSpeedEngine:
         if isinstance(value, Tensor):
             return value.detach().to(self.device, torch.float32, copy=True)
         return torch.full((), value, device=self.device)  # torch.tensor() copies, for which the host waits
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        self._ds.eval()
+        try:
+            with torch.no_grad(), self.micro_batch(last=True):
+                yield
+        finally:
+            self._ds.train()
+        if self.stage == 3:  # what is kept for a backward pass that does not come
+            self._zero.parameter_offload.partition_all_parameters()
 
     def discard(self) -> None:
         # As DeepSpeed does after a skipped step; its two optimizers have no common method for this.
@@ -161,6 +176,10 @@ class DeepSpeedEngine:
         saved = zero_files.read_average(path)
         for name, average in averages.items():
             self._scatter(saved[name], average)
+        frozen = {name for name, parameter in self._parameters() if not parameter.requires_grad}
+        shards = self.local_shards()
+        for name, value in (zero_files.read_frozen(path, frozen) if frozen else {}).items():
+            self._scatter(value, shards[name])
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return self._whole(torch.device("cpu"))
@@ -174,7 +193,7 @@ class DeepSpeedEngine:
                 whole[name] = value.to(device, copy=True)
         return whole
 
-    def gathered(self) -> AbstractContextManager[Objective | None]:
+    def gathered(self) -> AbstractContextManager[Trainable | None]:
         if self.stage == 3:  # a copy: calling the objective itself would gather, and wait for the other ranks
             return filled(self._bare, self._whole(self.device))
         return nullcontext(self.objective if self._world.is_main else None)
@@ -189,11 +208,17 @@ class DeepSpeedEngine:
             torch.cuda.synchronize(self.device)
 
 
-def _let_host_run_ahead(coordinator: Any, objective: Objective) -> None:
+def _let_host_run_ahead(coordinator: Any, objective: Trainable) -> None:
     """DeepSpeed's host waits for the device when more than two parameters are being gathered, which is within a block.
     Let it wait when those of four blocks are."""
     most = max(len(list(block.parameters())) for block in blocks(objective.model))
     coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 4 * most
+
+
+def _require_gradient(block: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Stage 3 reduces a block's gradients when that of its input is there, which has none behind frozen layers."""
+    if torch.is_grad_enabled() and not inputs[0].requires_grad:
+        inputs[0].requires_grad_()
 
 
 def _list_once(module: nn.Module) -> None:
@@ -203,7 +228,7 @@ def _list_once(module: nn.Module) -> None:
 
 
 def _initialise(
-    objective: Objective,
+    objective: Trainable,
     optimizer: torch.optim.Optimizer,
     settings: dict[str, Any],
     file: str | None,

@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
 from pathlib import Path
@@ -212,7 +212,14 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
         folder = Path(scratch) / "universal"
         _convert(path, folder)
         step = _step(folder)
-        for name, shape in _index(path).shapes.items():
+        shapes = _index(path).shapes
+        frozen = [name for name in shapes if not (folder / _PARTS / name / f"{MOMENTS[0]}.pt").is_file()]
+        if frozen and PARAMETER in wanted:
+            whole = _read_parameters(path)
+            tensors |= {f"{PARAMETER}/{name}": whole[name] for name in frozen}
+        for name, shape in shapes.items():
+            if name in frozen:  # it has neither moments nor steps
+                continue
             for kind, slices in _SLICES.items():
                 if kind in wanted:
                     content = load_torch(folder / _PARTS / name / f"{slices}.pt", TENSORS)
@@ -227,7 +234,19 @@ def _read_parameters(path: Path) -> dict[str, Tensor]:
     module = import_deepspeed("deepspeed.utils.zero_to_fp32")
     with _deepspeed_reads(path), _quiet():
         whole = module.get_fp32_state_dict_from_zero_checkpoint(str(path), TAG)
-        return {name: whole[name].reshape(shape).clone() for name, shape in _index(path).shapes.items()}
+        shapes = _index(path).shapes
+        if not shapes.keys() <= whole.keys():  # stage 1 has frozen parameters beside the model's buffers alone
+            whole = {**load_torch(path / TAG / "mp_rank_00_model_states.pt", _NAMES, mapped=True)["module"], **whole}
+        return {name: whole[name].reshape(shape).clone() for name, shape in shapes.items()}
+
+
+def read_frozen(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """The parameters ``names`` of a checkpoint of any engine, whole. DeepSpeed restores them from its own alone."""
+    if is_zero(path):
+        saved = _read_parameters(path)
+    else:
+        saved = native_files.of_kind(native_files.read(path, PARAMETER), PARAMETER)
+    return {name: saved[name] for name in names}
 
 
 def _make_universal(path: Path, folder: Path, groups: int) -> None:

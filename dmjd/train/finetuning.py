@@ -1,0 +1,230 @@
+"""Fine-tuning as a task of the loop: a classifier, validation over all ranks, the best checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dmjd.builders.finetune import build_finetune_step, classification_and_inputs, head_classes
+from dmjd.builders.recipe import apply_recipe
+from dmjd.builders.schedules import REFERENCE_BATCH
+from dmjd.compose import from_yaml_of_run, keys_of_preset
+from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
+from dmjd.data.batch import Batch
+from dmjd.data.build import AUTO, build_dataset, require_labels, resolve_auto
+from dmjd.data.dataset import ImageDataset
+from dmjd.data.few_shot import few_shot_subset
+from dmjd.data.stream.batches import TarStream
+from dmjd.errors import ConfigError, DataError, StopRequested
+from dmjd.evaluate.validate import record_finetune
+from dmjd.evaluate.validation import class_names, main_prefix, main_score, validate, validation_dataset
+from dmjd.files import read_file, replace_file
+from dmjd.models.flops import count_flops
+from dmjd.parallel.world import World
+from dmjd.runs import checkpoint
+from dmjd.runs.best import Best, write_best
+from dmjd.runs.classes import CLASSES, pack_classes, read_classes
+from dmjd.runs.folder import GROUPS, RunFolder
+from dmjd.runs.paths import CONFIG
+from dmjd.train.state import Stateful
+from dmjd.train.summary import count
+
+_OWN = ("drop_path", "bias_tables")
+"""Keys of ``backbone`` that belong to fine-tuning; a run's others describe its weights."""
+_DATA_SET = ("name", "root", "endings", "skipped_folders", "skip_undecodable", "pad", "crop_pct")
+_HELD_OUT = ("val_percent", "val_seed")
+_CROPS = ("crop_scale", "crop_ratio", "interpolation", "flip", "jitter")
+_OF_PRESET = ("data.image_size", "backbone.windows.size", *(f"data.{key}" for key in _CROPS))
+"""Keys of a run that a preset replaces; it describes the model of a file of weights with others."""
+
+
+def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneConfig:
+    """``config`` with backbone and data of the run ``config.init``, its recipe, and the number of classes.
+
+    Raises:
+        UserError: for weights or images that cannot be fine-tuned; before any model is built.
+    """
+    initial = run.initial_weights(config.init)
+    if initial:
+        config = with_init(config, Path(initial["init_path"]))
+    config = replace(config, data=resolve_auto(config.data))
+    config = apply_recipe(config, world.device, world.size)
+    unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
+    train = build_dataset(unchecked, "train")
+    require_labels(train)
+    few_shot_subset(train, config.few_shot, config.labels)  # its errors, before a model is built
+    validation_dataset(unchecked, train)
+    return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
+
+
+def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
+    """``config`` with the backbone and data of the run that wrote the checkpoint ``path``, but for keys that are typed.
+
+    A configuration that was not made from overrides stays as it is.
+
+    Raises:
+        ConfigError: for a file of weights without a description of its model, and for images of other channels.
+    """
+    if config.typed is None:
+        return config
+    typed = {name.partition("=")[0] for name in config.typed}
+    if path.is_file():
+        if not any(name.split(".")[0] in ("preset", "backbone") for name in typed):
+            raise ConfigError(
+                f"init={config.init} is a file, which does not describe its model: add preset=NAME, such as "
+                "mae_vit_base, or backbone=NAME and backbone.KEY=VALUE where it differs"
+            )
+        return config
+    stored = from_yaml_of_run(read_file(path / CONFIG), path / CONFIG)
+    stored = RunFolder(path.parent.parent).with_stored_data(stored)
+    presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
+    given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
+    data = _data(
+        config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
+    )
+    if data.channels != stored.data.channels:
+        raise ConfigError(
+            f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
+            f"choose images with {stored.data.channels}"
+        )
+    return replace(
+        config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
+    )
+
+
+def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> BackboneConfig:
+    keys = {key.removeprefix("backbone.") for key in given if key.startswith("backbone.")}
+    backbone, own = stored.backbone, config.backbone
+    sections = {name: getattr(backbone, name) for name in ("windows", "conv_stages")}
+    for key in keys:
+        section, _, name = key.partition(".")
+        if name:
+            sections[section] = replace(sections[section], **{name: getattr(getattr(own, section), name)})
+    plain = {key: getattr(own, key) for key in {*_OWN, *keys} if "." not in key}
+    return replace(backbone, **sections, **plain)
+
+
+def _data(own: DataConfig, stored: DataConfig, given: set[str], typed: set[str]) -> DataConfig:
+    """``own`` with the values of ``stored`` for the normalisation, the image size and the data set."""
+    taken = {"mean", "std", "channels", "image_size"}
+    if "data" in typed and own.name != stored.name:
+        if own.name not in ("folder", "shards"):  # these convert to the run's channels
+            taken.remove("channels")
+    else:
+        taken |= {*_DATA_SET}
+        if "root" not in given or _same_folder(own.root, stored.root):
+            taken |= {*_HELD_OUT}
+        if stored.name in AUTO:  # small images, whose group has crops for them
+            taken |= {*_CROPS}
+    return replace(own, **{key: getattr(stored, key) for key in taken - given})
+
+
+def _same_folder(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and os.path.realpath(one) == os.path.realpath(other)
+
+
+class Finetuning:
+    """Fine-tuning; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`resolve`.
+
+    Args:
+        initial: weights to begin with.
+    """
+
+    views = 1
+
+    def __init__(self, config: FinetuneConfig, world: World, initial: Path | None = None) -> None:
+        assert config.head.num_classes is not None, "resolve has set it"
+        self._config, self._world, self._classes = config, world, config.head.num_classes
+        self.augment = config.augment
+        initial = None if config.weights == "untrained" else initial
+        self.step = build_finetune_step(config, self._classes, world, initial)
+        self.peak_lr = config.optim.base_lr * config.batch_size / REFERENCE_BATCH
+        encoder, whole = (f"{each / 1e6:.2f} M" for each in self.step.parameters)
+        self.parameters = f"{encoder} in the encoder, {whole} with the head"
+        self.best = Best()
+        self.parts: Mapping[str, Stateful] = {"best": self.best}
+        self._last: tuple[int, dict[str, float | None]] | None = None  # step and scores of the last validation
+
+    def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
+        assert not isinstance(source, TarStream), "resolve has rejected it"
+        self._train, self._test = source, validation_dataset(self._config.data, source)
+        names = class_names(source)
+        for path in checkpoint.committed(run.checkpoints)[-1:]:
+            stored = read_classes(path)
+            if stored != names:
+                raise DataError(
+                    f"run={run.path} was started with {len(stored)} classes ({_few(stored)}), and data.root now has "
+                    f"{len(names)} ({_few(names)}); restore its class folders, or name another folder"
+                )
+
+    def details(self) -> Iterator[tuple[str, str]]:
+        yield "classes", f"{self._train.num_classes}; {len(self._test)} test images, validated {self._every()}"
+        for number, group in enumerate(self.step.groups):
+            text = (
+                f"{group.name}: learning rate x {group.lr_scale:.3g}, weight decay {group.weight_decay:g}, "
+                f"{count(group.tensors, 'tensor')}, {group.parameters:,} parameters"
+            )
+            yield "" if number else "groups", text
+
+    def _every(self) -> str:
+        epochs = self._config.val_every
+        return "after each epoch" if epochs == 1 else f"every {epochs} epochs"
+
+    def flops_per_image(self) -> int:
+        with torch.device("meta"):
+            objective, inputs = classification_and_inputs(self._config, self._classes, images=2)  # a pair is mixed
+            return count_flops(objective, inputs.inputs) // 2
+
+    def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
+        return self.step.forward_backward(batch, epoch, skip=skip)
+
+    def evaluates(self, epoch: int) -> bool:
+        return epoch % self._config.val_every == 0 or epoch == self._config.epochs
+
+    def evaluate(self, step: int, epoch: float) -> list[Mapping[str, float]] | None:
+        try:
+            scores = validate(self.step, self._test, self._config, self._world)
+        except StopRequested:
+            return None
+        self.best.add(step, main_score(scores))
+        self._last = step, scores
+        return [{name: value for name, value in scores.items() if value is not None}]
+
+    def samples(self, batch: Batch, epoch: int) -> None:
+        return None
+
+    def files(self) -> Mapping[str, bytes]:
+        return {CLASSES: pack_classes(class_names(self._train))}
+
+    def record(self, run: RunFolder) -> None:
+        rows = [group._asdict() for group in self.step.groups]
+        replace_file(run.path / GROUPS, json.dumps(rows, indent=1) + "\n")
+
+    def restore(self, run: RunFolder) -> None:
+        rows = [row for row in run.read_log() if "val_top1" in row]
+        self._last = None
+        if rows:
+            step = rows[-1]["step"]
+            self._last = step, {name: value for name, value in rows[-1].items() if name.startswith("val_")}
+        write_best(run.path, self.best.history)
+
+    def finish(self, run: RunFolder) -> tuple[str, str]:
+        assert self._last is not None, "the last epoch is validated"
+        step, scores = self._last
+        prefix, best = main_prefix(scores), self.best.history[-1]
+        complete = {f"{each}top5": None for each in {"val_", prefix}} | scores  # the log has no empty columns
+        record_finetune(self._config, run, step, complete, self._train, self._test, best)
+        detail = f"top-1 {main_score(scores):.2f} % of {len(self._test)} test images"
+        if best.step != step:
+            detail += f" (best {best.score:.2f} % at step {best.step})"
+        return detail, "dmjd validate RUN, dmjd report RUN, dmjd export RUN"
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
