@@ -53,7 +53,7 @@ class FrozenEncoder:
     weights: "trained", "ema" or "untrained".
     classifier: of a fine-tuned run, on the device; ``encoder`` is its encoder, and its ``fc_norm`` that of pooled
         features (:func:`~dmjd.evaluate.features.pool_features`).
-    classes: names of the classifier's classes, if they are known.
+    classes: names of the classifier's classes: of the first logits, if the head has more.
     """
 
     encoder: Encoder
@@ -77,9 +77,10 @@ class FrozenEncoder:
 
     @property
     def class_labels(self) -> list[str]:
-        """A name for each logit of the classifier: the class's, or its number."""
+        """A name for each logit of the classifier: the class's, or a number if the head has more than the data."""
         assert self.classifier is not None
-        return list(self.classes) or [str(number) for number in range(self.classifier.head.out_features)]
+        more = range(len(self.classes), self.classifier.head.out_features)
+        return [*self.classes, *map(str, more)]
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits ``[B, classes]`` of the classifier for uint8 ``[B, H, W, C]`` on the device."""
