@@ -43,7 +43,7 @@ With disjoint masking two views of 75 of 196 tokens predict 150 of them, as in `
 
 PRESETS = """## Fine-tuning presets
 
-`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. All
+`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. They
 have AdamW with betas .9 and .999, weight decay .05, a cosine to 1e-6, RandAugment rand-m9-mstd0.5-inc1, mixup .8,
 cutmix 1, label smoothing .1, random erasing .25, crops of 8 to 100 % of the area at 224 pixels, and the mean of the
 patch tokens as feature; SimMIM's clip gradients at 5. If RUN is a run of dmjd, its own backbone and normalisation hold.
@@ -65,6 +65,7 @@ PUBLISHED = {
     "dmjd_convvit_base": ("800", "85.2", "DMJD, FINETUNE.md; with CLIP as target, 400: 85.4"),
     "dmjd_convvit_large": ("800", "86.3", "DMJD, FINETUNE.md; with CLIP as target, 400: 86.8"),
     "dmjd_vit_base": ("1600", "84.1", "the DMJD paper; settings not published, those of MAE"),
+    "fashion_mnist": ("60", "-", "docs/examples/fashion_mnist_finetune; not published, other augmentation"),
 }
 """Preset -> ETE of the pre-training, top-1 in per cent, source."""
 

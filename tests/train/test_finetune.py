@@ -319,6 +319,14 @@ def test_bad_input_is_one_line_before_a_folder_is_written(
     assert sorted(pretrained.rglob("*")) == before
 
 
+def test_preflight_resolves_the_run_and_takes_its_step(
+    pretrained: Path, tuned: Words, tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, _ = dmjd("preflight", "finetune", *tuned(tmp_path / "run"), "warm=true")
+    assert (code, out.count("ok     ")) == (0, 8)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
 def test_a_run_that_another_command_made_is_refused_both_ways(undisturbed: Path, words: Words) -> None:
     config = compose("pretrain", words("run", f"run={undisturbed}"))
     with pytest.raises(ConfigError, match="is a run of dmjd finetune; name another folder"):
