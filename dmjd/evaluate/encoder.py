@@ -22,7 +22,7 @@ from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import ConfigError, config_section
+from dmjd.errors import CheckpointError, ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.files import read_file
 from dmjd.models.classifier import Classifier
@@ -33,7 +33,7 @@ from dmjd.parallel.build import select_device
 from dmjd.redact import shown
 from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
-from dmjd.runs.classes import read_classes
+from dmjd.runs.classes import CLASSES, read_classes
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.paths import CONFIG
 
@@ -186,7 +186,9 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or weights == "untrained" else checkpoint.step_of(path)
     run = RunFolder(_run_of(path))
-    names = read_classes(path)
+    names = [] if classifier is None else read_classes(path)
+    if classifier is not None and len(names) > classifier.head.out_features:
+        raise CheckpointError(f"{path / CLASSES} has {len(names)} names, and the head {classifier.head.out_features}")
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )

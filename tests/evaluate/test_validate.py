@@ -27,6 +27,7 @@ from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.export import export, sidecar
 from dmjd.evaluate.validate import record_finetune
+from dmjd.runs import checkpoint
 from dmjd.runs.best import Validated, read_best
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.paths import RunPaths
@@ -133,6 +134,24 @@ def test_a_record_of_another_seed_is_another_file(runs: tuple[Path, Path], tmp_p
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)
     assert {path.name for path in (init / "evaluations").iterdir()} == kept | written
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('["a", "b", "c"]', "has 3 names, and the head 2"),
+        ('{"a": 1}', "cannot be read: it is no list of names"),
+        ("[1, 2]", "cannot be read: it is no list of names"),
+        ("[", "cannot be read"),
+    ],
+)
+def test_other_class_names_than_the_heads_are_an_error(tuned: Path, content: str, fault: str) -> None:
+    """In a checkpoint that was moved, with a manifest to match."""
+    folder = tuned / "checkpoints" / "step-00000016"
+    (folder / "classes.json").write_text(content)
+    checkpoint.add(folder, folder / "classes.json")
+    with pytest.raises(CheckpointError, match=fault):
+        validated(folder)
 
 
 def pictures(root: Path, *classes: str) -> Path:
