@@ -150,7 +150,7 @@ def loader_workers(images: int, batch_size: int) -> int:
 
 def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average
-    ("ema"; with "auto", if there is one). Of a fine-tuned run its classifier, too.
+    ("ema"; with "auto" that of a fine-tuned run, if it has one). Of a fine-tuned run its classifier, too.
 
     Raises:
         CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
@@ -167,7 +167,7 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         text = to_yaml(trained)
     weights = config.weights
     if weights == "auto":
-        weights = "trained" if path.is_file() or trained.ema_decay is None else "ema"
+        weights = "trained" if path.is_file() or not _averages_classifier(trained) else "ema"
     classifier: Classifier | None = None
     if isinstance(trained, FinetuneConfig):
         classifier = _classifier_of(path, trained, weights)
@@ -192,6 +192,10 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def _averages_classifier(trained: TrainConfig) -> bool:
+    return isinstance(trained, FinetuneConfig) and trained.ema_decay is not None
 
 
 def _run_of(path: Path) -> Path:
