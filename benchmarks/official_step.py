@@ -137,7 +137,13 @@ def official_step(official: Official, batch: int, compiled: bool) -> Callable[[i
 
 def measure_official(make: Callable[[bool], Official], batch: int, compiled: bool) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
-    step = official_step(make(compiled), batch, compiled)
+    measured = measure_steps(official_step(make(compiled), batch, compiled), batch)
+    torch.backends.cudnn.benchmark = False
+    return measured
+
+
+def measure_steps(step: Callable[[int], None], batch: int) -> dict[str, Any]:
+    """Median milliseconds of ``step``, images per second and peak memory."""
     for index in range(WARMUP):
         step(index)
     torch.cuda.synchronize()
@@ -149,7 +155,6 @@ def measure_official(make: Callable[[bool], Official], batch: int, compiled: boo
         marks[index + 1].record()
     torch.cuda.synchronize()
     total = median(first.elapsed_time(then) for first, then in pairwise(marks))
-    torch.backends.cudnn.benchmark = False
     return {
         "step_ms": total,
         "images_per_second": batch / total * 1000,
@@ -198,7 +203,7 @@ def report(rows: list[dict[str, Any]], file: Path | None) -> None:
     print(text + (f"; MFU {row['mfu_percent']:.1f} %" if row.get("mfu_percent") else ""), flush=True)
     if file is not None:
         record = {
-            "benchmark": "official_step",
+            "benchmark": Path(sys.argv[0]).stem,
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "date": date.today().isoformat(),

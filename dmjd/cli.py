@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, FinetuneConfig, PlanConfig, PretrainConfig, TrainConfig
+from dmjd.config import RENAMED, SCHEMAS, FinetuneConfig, FinetunePlanConfig, PlanConfig, PretrainConfig, TrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
@@ -78,15 +78,20 @@ def _demo(arguments: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Estimate parameters, FLOPs, memory per GPU and GPU hours of a pre-training"""
-    from dmjd.compose import compose
-
-    config = _with_recipe(compose("plan", arguments))
+    """Estimate parameters, FLOPs, memory per GPU and GPU hours: dmjd plan [pretrain|finetune] key=value"""
+    config = _as_started(*_of_task("plan", arguments))
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
     only = config.engine.name if any(text.startswith(("engine=", "engine.name=")) for text in arguments) else None
     print(*page(Plan(config), only), sep="\n")
+
+
+def _of_task(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """`dmjd plan finetune` has the configuration "plan_finetune"; `dmjd plan pretrain` is `dmjd plan`."""
+    if command != "plan" or arguments[:1] not in (["pretrain"], ["finetune"]):
+        return command, list(arguments)
+    return {"pretrain": "plan", "finetune": "plan_finetune"}[arguments[0]], list(arguments[1:])
 
 
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
@@ -97,7 +102,7 @@ def _evaluate(command: str, arguments: Sequence[str]) -> None:
 
 def _report(arguments: Sequence[str]) -> None:
     """Write an HTML report of a run, or compare runs: dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"""
-    from dmjd.report import write_comparison, write_report
+    from dmjd.report import paper_text, write_comparison, write_report
 
     keys = ("baseline", "output")
     runs = [at_home(text) for text in arguments if text.partition("=")[0] not in keys]
@@ -108,7 +113,7 @@ def _report(arguments: Sequence[str]) -> None:
             "dmjd report RUN [RUN ...] [baseline=RUN] [output=DIR]"
         )
     paths = write_comparison(runs, **options) if len(runs) > 1 else [write_report(runs[0])]
-    print(*paths, sep="\n")
+    print(paper_text(runs), "", *paths, sep="\n")
 
 
 def _ops(arguments: Sequence[str]) -> None:
@@ -141,7 +146,7 @@ def _export(arguments: Sequence[str]) -> None:
     from dmjd.evaluate.export import export
 
     path, line = export(config)
-    print(f"{path}: encoder for {config.format}; load it with\n{line}")
+    print(f"{path}: for {config.format}; load it with\n{line}")
 
 
 def _consolidate(arguments: Sequence[str]) -> None:
@@ -193,7 +198,7 @@ def _submit(arguments: Sequence[str]) -> None:
 
 
 def _preflight(arguments: Sequence[str]) -> None:
-    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ...; warm=true runs one step"""
+    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ... [warm=true]"""
     from dmjd.cluster.submit import WARM, training_of
     from dmjd.compose import compose, with_first_key
 
@@ -412,9 +417,11 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
 
+    command, arguments = _of_task(command, arguments)
     first = key_of_first(command)
     if first is not None:
-        lines += ["", f"dmjd {command} RUN is short for dmjd {command} {first}=RUN"]
+        typed = f"dmjd {command.replace('_', ' ')}"
+        lines += ["", f"{typed} RUN is short for {typed} {first}=RUN"]
         arguments = with_first_key(command, arguments)
     if command in SCHEMAS:
         lines += ["", *page(command, arguments, everything)]
@@ -435,17 +442,25 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
 
 def _resolved(command: str, arguments: Sequence[str]) -> str:
-    from dmjd.compose import compose, to_yaml, with_first_key
+    from dmjd.compose import to_yaml
 
+    command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
+    return to_yaml(_as_started(command, arguments))
+
+
+def _as_started(command: str, arguments: Sequence[str]) -> Any:
+    """The configuration of ``command`` with the values that its first start takes from ``init`` and from its recipe."""
+    from dmjd.compose import compose, with_first_key
+
     config = compose(command, with_first_key(command, arguments))
     if isinstance(config, FinetuneConfig) and config.init is not None:
         from dmjd.runs.checkpoint import weights_at
         from dmjd.train.finetuning import with_init
 
         config = with_init(config, weights_at(config.init, "init"))
-    return to_yaml(_with_recipe(config))
+    return _with_recipe(config)
 
 
 def _with_recipe(config: Any) -> Any:
@@ -461,7 +476,7 @@ def _with_recipe(config: Any) -> Any:
 
     from dmjd.builders.recipe import apply_recipe
 
-    if isinstance(config, PlanConfig):
+    if isinstance(config, (PlanConfig, FinetunePlanConfig)):
         return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
     here = torch.cuda.is_available()
     name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"

@@ -20,6 +20,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         *("build", "index", "verify", "stat", "show", "workers=", "channels=", "shard_mb=", "decode=", "output="),
         *("val_percent=", "val_seed=", "skip_undecodable="),
     ),
+    "plan": ("pretrain", "finetune"),
     "submit": (
         "pretrain",
         "finetune",
@@ -46,12 +47,18 @@ def words_of(command: str) -> list[str]:
     words = ["--help", "--help-all", *ARGUMENTS.get(command, ())]
     if schema not in SCHEMAS:
         return words
-    for group, options in groups_of(schema).items():
-        words += [f"{group}={option}" for option in options]
-    for key, (item, annotation) in fields_of(schema).items():
+    for of_task in (schema, f"{schema}_finetune"):
+        if of_task in SCHEMAS:
+            words += _keys(of_task)
+    return [*dict.fromkeys(words), "--cfg"]
+
+
+def _keys(command: str) -> list[str]:
+    words = [f"{group}={option}" for group, options in groups_of(command).items() for option in options]
+    for key, (item, annotation) in fields_of(command).items():
         choices = item.metadata.get("choices") or (("true", "false") if annotation is bool else ())
         words += [f"{key}={choice}" for choice in choices] or [f"{key}="]
-    return [*words, "--cfg"]
+    return words
 
 
 def script(shell: str, summaries: Mapping[str, str]) -> str:

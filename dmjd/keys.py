@@ -53,7 +53,7 @@ def keys_of(command: str) -> set[str]:
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
-    return "init" if command == "finetune" else "checkpoint" if "checkpoint" in names else None
+    return "init" if command in ("finetune", "plan_finetune") else "checkpoint" if "checkpoint" in names else None
 
 
 ELSEWHERE = {

@@ -18,7 +18,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from dmjd.compose import values
-from dmjd.config import SCHEMAS, PlanConfig, PretrainConfig
+from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.config.fields import FLOAT_LIMIT, allowed, dataclass_of, keys
 from dmjd.errors import ConfigError
 from dmjd.keys import fields_of, groups_of
@@ -46,6 +46,10 @@ MOST_USED = {
         *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
         *("mask.views", "mask.mask_ratio", "ema_decay", "engine.precision", "engine.compile"),
     ),
+    "plan_finetune": (
+        *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
+        *("head.num_classes", "freeze", "ema_decay", "engine.precision", "engine.compile"),
+    ),
 }
 """Command -> the keys of its short help. Of other commands these are all keys that are in no section."""
 
@@ -71,7 +75,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("dmjd plan data.root=photos gpu=rtx4090", "for the images of a folder"),
         ("dmjd plan experiment=mae_vit_large gpu=a100-80 gpus=32", "for ImageNet-1k on a cluster"),
-        ("dmjd plan images=50000 epochs=300 batch_size=256", "for another number of images"),
+        ("dmjd plan finetune preset=mae_vit_large gpu=a100-80 gpus=8", "of a fine-tuning"),
     ),
     "report": (
         ("dmjd report runs/photos", "runs/photos/report.html"),
@@ -166,7 +170,7 @@ def page(command: str, overrides: Sequence[str] = (), everything: bool = True) -
     lines.append(f"{'most used ' * few}keys: KEY=VALUE, with {under}")
     if not everything:
         lines += ["", *(line for key in used for line in _used(schema, key, now, width))]
-        more = f"dmjd {command} --help-all lists all {len(known)} keys"
+        more = f"dmjd {command.replace('_', ' ')} --help-all lists all {len(known)} keys"
         return [*lines, "", more] if few else lines
     if any(dataclass_of(hint) not in (None, PretrainConfig) for hint in get_type_hints(schema).values()):
         lines += textwrap.wrap(_CONDITIONS, width)
@@ -189,8 +193,7 @@ def _section(schema: type, now: Mapping[str, Any], prefix: str, width: int, when
     yield ""
     yield from textwrap.wrap(" ".join(filter(None, (f"{prefix[:-1]}:" * bool(prefix), summary, when))), width)
     parts = []
-    inherited = {item.name for item in fields(PretrainConfig)} if schema is PlanConfig else set()
-    for item in sorted(keys(schema), key=lambda item: item.name in inherited):
+    for item in keys(schema):
         inner = dataclass_of(hints[item.name])
         if inner is None:
             text = texts.get(item.name, "")

@@ -88,7 +88,8 @@ def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> N
 
 def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> None:
     out = dmjd("submit", "--help")[1]
-    assert "\n  COMMAND      pretrain, preflight, knn, linprobe\n  --dry-run    print the script" in out
+    commands = ", ".join(["pretrain", "finetune", "preflight", *EVALUATIONS])
+    assert f"\n  COMMAND      {commands}\n  --dry-run    print the script" in out
     _, _, usages, meanings = dmjd("shards", "--help")[1].split("\n\n", 3)
     arguments = set(re.findall(r"\b[A-Z]{2,}\b", "".join(re.findall("  dmjd shards .*", usages))))
     assert arguments == {"SRC", "DST", "TAR", "ROOT"}
@@ -157,7 +158,7 @@ def test_bash_completes_commands_groups_options_and_keys(dmjd: Command, tmp_path
         "dmjd pretrain mask.mask": "mask.mask_ratio=",
         "dmjd pretrain epochs=3 engine.comp": "engine.compile=none engine.compile=block engine.compile=model",
         "dmjd pretrain engine.compile=bl": "block",
-        "dmjd pretrain experiment=mae_vit_b": "mae_vit_base mae_vit_base_1600",
+        "dmjd pretrain experiment=mae_vit_b": "mae_vit_base mae_vit_base_100 mae_vit_base_1600",
         "dmjd pretrain data.root=pho": "photos",
         "dmjd knn pho": "photos",
         "dmjd submit pretrain --dry": "--dry-run",
@@ -231,7 +232,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
     ("words", "parts"),
     [
         (["pretrian"], ["no command 'pretrian'; did you mean pretrain?"]),
-        (["zzz"], ["'zzz'", "pretrain, demo, plan, report, export", "knn, linprobe"]),
+        (["zzz"], ["'zzz'", "pretrain, finetune, demo, plan, report, export", "knn, linprobe"]),
         (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
         (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
         (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),
@@ -243,7 +244,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
         (["report", "a", "b"], ["no run folder at a"]),
         (["report", "absent"], ["absent"]),
         (["report", "."], ["config.yaml"]),
-        (["report", "--cfg"], ["--cfg works with pretrain, plan, export", "knn, linprobe"]),
+        (["report", "--cfg"], ["--cfg works with pretrain, finetune, plan", "knn, linprobe"]),
         (["ops"], ["dmjd ops status"]),
         (["ops", "list"], ["dmjd ops status"]),
         (["knn"], ["checkpoint is required"]),
@@ -392,7 +393,7 @@ def test_a_finished_run_prints_the_next_command(dmjd: Command, tiny: Words, tmp_
     assert "continuing from" in err
     code, out, err = dmjd("report", str(run))
     assert (code, err) == (0, "")
-    assert Path(out.strip()) == run / "report.html"
+    assert Path(out.strip().splitlines()[-1]) == run / "report.html"
     assert "<html" in (run / "report.html").read_text()
 
 
@@ -460,7 +461,7 @@ def test_a_run_whose_name_is_not_utf_8_has_a_report_and_a_doctor(misnamed: Path,
         assert (done.returncode, done.stderr) == (0, b"")
         return done.stdout
 
-    assert output_of("report", misnamed) == os.fsencode(misnamed) + b"/report.html\n"
+    assert output_of("report", misnamed).splitlines()[-1] == os.fsencode(misnamed) + b"/report.html"
     assert "<title>caf\\xe9" in (misnamed / "report.html").read_text()
     output = misnamed.parent / os.fsdecode(b"\xff")
     output_of("report", misnamed, finished_run, f"output={output}", f"baseline={misnamed}")

@@ -8,14 +8,14 @@ from typing import get_type_hints
 import pytest
 
 from dmjd.compose import compose, values
-from dmjd.config import SCHEMAS
+from dmjd.config import SCHEMAS, FinetuneConfig
 from dmjd.config.fields import dataclass_of, keys
 from dmjd.evaluate import EVALUATIONS
 from dmjd.keys import DESCRIBING, groups
 from dmjd.manual import meanings, page
 
 REQUIRED = {name: ["checkpoint=x"] for name in (*EVALUATIONS, "export", "consolidate")}
-REQUIRED |= {"convert": ["input=x", "output=y"]}
+REQUIRED |= {"convert": ["input=x", "output=y"], "finetune": ["init=x"]}
 
 
 def leaves(value: object, prefix: str = "") -> set[str]:
@@ -35,7 +35,8 @@ def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: st
     overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in (*EVALUATIONS, "export") else [])]
     config = compose(command, overrides)
     found = shown(page(command, overrides))
-    recorded = {"data_keys", "typed"}  # by the command line itself
+    schema = SCHEMAS[command]
+    recorded = {item.name for item in fields(schema)} - {item.name for item in keys(schema)}  # by the command line
     assert found.keys() == leaves(asdict(config)) - {"model"} - recorded  # the model is described by groups
     again = compose(command, [*overrides, *(f"{key}={value}" for key, value in found.items())])
     for name in recorded & vars(config).keys():
@@ -49,8 +50,10 @@ def test_every_option_of_every_group_is_there_and_no_group_of_others(command: st
     names = {field.name for field in fields(SCHEMAS[command])}
     text = " ".join(" ".join(lines).split())
     first = {line.split()[0] for line in lines if line.strip()}
+    tunes = issubclass(SCHEMAS[command], FinetuneConfig)  # its rates are those of a preset
+    offered = (names - {"optim"}) | {"preset"} if tunes else names
     for group, options in groups().items():
-        if group in names or (group in DESCRIBING and ("model" in names or command in ("pretrain", "plan"))):
+        if group in offered or (group in DESCRIBING and ("model" in names or command in ("pretrain", "plan"))):
             assert f"{group} {', '.join(options)}" in text
         else:
             assert group not in first, f"{command} has no group {group}"
@@ -100,10 +103,10 @@ def test_plan_shows_its_own_keys_first() -> None:
 def test_conditions_and_optional_sections_are_explained() -> None:
     texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
     condition = "(X) before a meaning: the key applies only if its section's name is X"
-    has_sections = {"pretrain", "plan", "export", *EVALUATIONS}
+    has_sections = {"pretrain", "finetune", "plan", "plan_finetune", "export", *EVALUATIONS}
     assert {command for command, text in texts.items() if condition in text} == has_sections
     optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
-    assert {command for command, text in texts.items() if optional in text} == set(EVALUATIONS)
+    assert {command for command, text in texts.items() if optional in text} == set(EVALUATIONS) - {"validate"}
     describing = "describe the model of a file of weights; not for runs."
     assert {command for command, text in texts.items() if describing in text} == {"export", *EVALUATIONS}
 

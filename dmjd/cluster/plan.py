@@ -9,17 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dmjd.accelerators import ACCELERATORS, Accelerator
-from dmjd.builders.step import flops_per_image, objective_and_inputs
-from dmjd.config import PlanConfig, check_batch
-from dmjd.config.pretrain import IMAGENET
+from dmjd.builders.finetune import classification_and_inputs, head_classes
+from dmjd.builders.mixing import check_augment
+from dmjd.builders.step import objective_and_inputs
+from dmjd.config import FinetunePlanConfig, PlanConfig, check_batch
+from dmjd.config.plan import IMAGENET, IMAGENET_CLASSES
 from dmjd.data.build import AUTO, STREAM, build_dataset
 from dmjd.errors import ConfigError
+from dmjd.models.flops import count_flops
+from dmjd.models.objective import Trainable
 from dmjd.parallel.apply import MODES, apply, blocks, units
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.engines import ENGINES, FLOAT, StateBytes, blocks_per_unit, replicas, reshards, state_bytes
@@ -38,6 +43,10 @@ RESERVE_GIB = 2.0
 GRAPHS = 0.06
 """Relative increase of the peak with CUDA graphs, whose memory pool is separate: the maximum over eight cells of
 engines_h200.json."""
+
+
+PAIR = 2
+"""Images of the smallest batch: fine-tuning mixes images in pairs."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +90,13 @@ class Fit:
 
 
 class Plan:
-    """Estimates for one configuration on one cluster.
+    """Estimates for one pre-training or fine-tuning on one cluster.
 
     Raises:
         ConfigError: if the batch cannot be divided among the GPUs.
     """
 
-    def __init__(self, config: PlanConfig) -> None:
+    def __init__(self, config: PlanConfig | FinetunePlanConfig) -> None:
         check_batch(config.batch_size, 1, config.gpus)  # it selects grad_accum_steps itself
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
             raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
@@ -97,23 +106,62 @@ class Plan:
         self.traced: dict[str, Activations] = {}
         self.gpu: Accelerator = ACCELERATORS[config.gpu]
         self.images_per_gpu = config.batch_size // config.gpus
+        self.images, self.images_from, found = training_images(config)
+        self.classes = 0
+        self.pairs = False
+        if isinstance(config, FinetunePlanConfig):
+            check_augment(replace(config, engine=replace(config.engine, grad_accum_steps=1)), config.gpus)
+            self.classes = head_classes(config, found or config.head.num_classes or IMAGENET_CLASSES)
+            self.pairs = config.augment.mixup > 0 or config.augment.cutmix > 0
         with torch.device("meta"):
-            objective, _ = objective_and_inputs(config, 1)
+            objective, _ = self._objective_and_inputs(PAIR)
         self._model = objective.model
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
+        self.trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
         self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
-        self.target_parameters = TARGETS[config.target.name].parameters(config)
-        self.images, self.images_from = training_images(config)
+        self.averaged = 0  # parameters
+        self.target_parameters = 0
+        if isinstance(config, PlanConfig):
+            self.target_parameters = TARGETS[config.target.name].parameters(config)
+        if config.ema_decay is not None:
+            self.averaged = self.encoder_parameters if isinstance(config, PlanConfig) else self.parameters
+
+    def _objective_and_inputs(self, images: int) -> tuple[Trainable, Any]:
+        if isinstance(self.config, PlanConfig):
+            return objective_and_inputs(self.config, images)
+        return classification_and_inputs(self.config, self.classes, images)
 
     @cached_property
     def flops_per_image(self) -> int:
-        return flops_per_image(self.config)
+        """Model FLOPs of one image with all its views, forward and backward; nothing is computed."""
+        with torch.device("meta"):
+            objective, prepared = self._objective_and_inputs(PAIR)
+            return count_flops(objective, prepared.inputs) // PAIR
 
     def activations(self, mode: str) -> Activations:
         """Under one mode of activation checkpointing; traced when it is first asked for."""
         if mode not in self.traced:
-            self.traced[mode] = trace(self.config, mode)
+            self.traced[mode] = self._trace(mode)
         return self.traced[mode]
+
+    def _trace(self, mode: str) -> Activations:
+        """Bytes of a step under ``mode``, in the precision that the configuration selects on CUDA."""
+        engine = self.config.engine
+        precision = select_precision(engine.precision, torch.device("cuda"))
+        steps: list[StepMemory] = []
+        inputs: list[int] = []
+        for images in TRACED:
+            with FakeTensorMode():
+                objective, prepared = self._objective_and_inputs(images)
+                apply(objective.model, replace(engine, activation_checkpointing=mode, compile="none"))
+                steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
+                inputs.append(
+                    sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None)
+                )
+        return Activations(
+            Growth(inputs),
+            *(Growth([getattr(step, name) for step in steps]) for name in StepMemory._fields),
+        )
 
     def state(self, engine: str) -> StateBytes:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
@@ -121,15 +169,16 @@ class Plan:
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
         size = blocks_per_unit(config, self._model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
-        return state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
+        state = state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
+        share = self.trained / self.parameters
+        return state._replace(gradients=state.gradients * share, optimizer=state.optimizer * share)
 
     def frozen(self, engine: str) -> float:
-        """Bytes of weights without gradients on each GPU: the average of the encoder, and the target's network."""
+        """Bytes of weights without gradients on each GPU: the moving average, and the target's network."""
         shards = 1.0
         if ENGINES[engine].divided.weights:
             shards = self.parameters * FLOAT / self.state(engine).weights
-        average = self.encoder_parameters * (self.config.ema_decay is not None)
-        return FLOAT * (average / shards + self.target_parameters)
+        return FLOAT * (self.averaged / shards + self.target_parameters)
 
     @cached_property
     def modes(self) -> tuple[str, ...]:
@@ -151,7 +200,7 @@ class Plan:
         graphs = self.config.engine.cuda_graphs and "cuda_graphs" in ENGINES[engine].options
         if not ENGINES[engine].buckets and accumulation == 1 and not graphs:
             # Gradients come while activations go, and of what comes the GPU keeps its part alone.
-            kept = state.gradients / (FLOAT * self.parameters)
+            kept = state.gradients / (FLOAT * self.trained)
             step = kept * some.with_gradients(images) + (1 - kept) * some.transient(images) - self._uncopied(engine)
         else:  # all of them, or their shards, are there before: in buckets, or from the micro-batch before
             # A model that is one CUDA graph makes gradients of its own, which are added when all of them have come.
@@ -175,6 +224,8 @@ class Plan:
         available = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
         for accumulation in _divisors(self.images_per_gpu):
             images = self.images_per_gpu // accumulation
+            if self.pairs and images % PAIR:
+                continue
             peak = self.peak(engine, mode, images, accumulation)
             if peak <= available:
                 return Fit(images, accumulation, peak)
@@ -192,40 +243,25 @@ class Plan:
         return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
 
 
-def training_images(config: PlanConfig) -> tuple[int, str]:
-    """The training images of ``config``, and where the number is from. Images are listed or counted, not opened.
+def training_images(config: PlanConfig | FinetunePlanConfig) -> tuple[int, str, int | None]:
+    """The training images of ``config``, where the number is from, and their classes if known. Images are listed or
+    counted, not opened.
 
     Raises:
         ConfigError, DataError: as :func:`~dmjd.data.build.build_dataset`.
     """
     data = config.data
     if config.images is not None:
-        return config.images, "images="
+        return config.images, "images=", None
     if data.name == STREAM and data.samples is not None:
-        return data.samples, "data.samples"
+        return data.samples, "data.samples", None
     if data.name in (*AUTO, "auto"):
         name = next(iter(AUTO)) if data.name == "auto" else data.name
-        return AUTO[name], f"data={name}"
+        return AUTO[name], f"data={name}", 10
     if data.root is None:
-        return IMAGENET, "ImageNet-1k, as data.root is not set"
-    return len(build_dataset(replace(data, check="none"), "train")), f"data.root={shown(data.root)}"
-
-
-def trace(config: PlanConfig, mode: str) -> Activations:
-    """Bytes of a step under ``mode``, in the precision that ``config`` selects on CUDA."""
-    precision = select_precision(config.engine.precision, torch.device("cuda"))
-    steps: list[StepMemory] = []
-    inputs: list[int] = []
-    for images in TRACED:
-        with FakeTensorMode():
-            objective, prepared = objective_and_inputs(config, images)
-            apply(objective.model, replace(config.engine, activation_checkpointing=mode, compile="none"))
-            steps.append(trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True))
-            inputs.append(sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None))
-    return Activations(
-        Growth(inputs),
-        *(Growth([getattr(step, name) for step in steps]) for name in StepMemory._fields),
-    )
+        return IMAGENET, "ImageNet-1k, as data.root is not set", None
+    dataset = build_dataset(replace(data, check="none"), "train")
+    return len(dataset), f"data.root={shown(data.root)}", dataset.num_classes
 
 
 def _divisors(number: int) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dmjd.cluster.plan import RESERVE_GIB, Fit, Plan
+from dmjd.config import PlanConfig
 
 
 def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
@@ -12,13 +13,18 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     engines = plan.engines if engine is None else (engine,)
     config, gpus = plan.config, plan.config.gpus
     yield f"parameters            {plan.parameters / 1e6:.1f} M, of which {plan.encoder_parameters / 1e6:.1f} M encoder"
-    average = plan.encoder_parameters if config.ema_decay is not None else 0
-    further = {"moving average of the encoder": average, f"frozen target {config.target.name}": plan.target_parameters}
+    if isinstance(config, PlanConfig):
+        target, passes = config.target.name, f"forward and backward, {config.mask.views} view(s)"
+        further = {"moving average of the encoder": plan.averaged, f"frozen target {target}": plan.target_parameters}
+    else:
+        passes, further = "forward and backward", {"moving average": plan.averaged}
+        frozen = (plan.parameters - plan.trained) / 1e6
+        yield f"head                  {plan.classes} classes" + f"; {frozen:.1f} M frozen parameters" * (frozen > 0)
     if any(further.values()):
         texts = (f"{count / 1e6:.1f} M {name}" for name, count in further.items() if count)
         yield f"further weights       {', '.join(texts)}"
     yield f"images                {plan.images} ({plan.images_from})"
-    yield f"FLOPs per image       {plan.flops_per_image / 1e9:.1f} G, forward and backward, {config.mask.views} view(s)"
+    yield f"FLOPs per image       {plan.flops_per_image / 1e9:.1f} G, {passes}"
     yield f"batch                 {config.batch_size} images per step, {plan.images_per_gpu} on each of {gpus} GPU(s)"
     yield (
         f"time                  {plan.gpu_hours:.0f} GPU hours, {plan.gpu_hours / gpus:.1f} h on {gpus} GPU(s), for "
@@ -29,7 +35,8 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
     if not plan.gpu.bf16:
         yield f"                      {config.gpu} has no bf16 tensor cores; bf16 and fp32 are far below this peak"
     if config.batch_size > plan.images:
-        yield f"                      pretrain rejects batch_size={config.batch_size}: there are {plan.images} images"
+        rejected = f"batch_size={config.batch_size}: there are {plan.images} images"
+        yield f"                      {config.command} rejects {rejected}"
     yield ""
     yield "Model states per GPU, GiB (gathered: unsharded weights, gradients and buffers within a step)"
     rows: list[tuple[str, ...]] = [("engine", "weights", "gradients", "optimizer", "gathered")]

@@ -20,7 +20,8 @@ from dmjd.config.model import (
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.pretrain import OnlineKnnConfig, PlanConfig, PretrainConfig
+from dmjd.config.plan import FinetunePlanConfig, PlanConfig
+from dmjd.config.pretrain import OnlineKnnConfig, PretrainConfig
 from dmjd.config.step import EngineConfig, FinetuneOptimConfig, GuardConfig, OptimConfig, PretrainOptimConfig
 from dmjd.config.train import TrainConfig, check_batch
 
@@ -40,6 +41,7 @@ __all__ = [
     "ExportConfig",
     "FinetuneConfig",
     "FinetuneOptimConfig",
+    "FinetunePlanConfig",
     "GuardConfig",
     "HeadConfig",
     "MaskConfig",
@@ -63,6 +65,7 @@ SCHEMAS: dict[str, type] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
     "plan": PlanConfig,
+    "plan_finetune": FinetunePlanConfig,
     "export": ExportConfig,
     "consolidate": ConsolidateConfig,
     "convert": ConvertConfig,

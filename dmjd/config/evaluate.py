@@ -38,6 +38,10 @@ class EvaluationConfig(EncoderConfig):
         file without its suffix.
     pooling: Image feature. mean: mean of the patch tokens. cls: cls token.
     train_images: Maximum number of training images, evenly spaced. null: all.
+    few_shot: Percentage of each class's training images that are used, such as 1 or 10: a fixed choice by the files'
+        names, at least one image of each class. null: all.
+    labels: Text file with the name of an image in each line: only these training images are used, such as ImageNet's
+        published lists of 1 % and 10 %.
     untrained: Also evaluate the initial weights, as a baseline beside the score (doubles the time). null: if that is
         cheap (docs/evaluation.md).
     workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
@@ -49,6 +53,8 @@ class EvaluationConfig(EncoderConfig):
 
     pooling: str = choice("mean", "cls")
     train_images: int | None = number(None, least=1)
+    few_shot: float | None = number(None, above=0, below=100)
+    labels: str | None = path()
     untrained: bool | None = None
     workers: int | None = number(None, least=0)
     device: str = choice("auto", "cpu", "cuda")

@@ -1,10 +1,9 @@
-"""Configuration of ``dmjd pretrain`` and ``dmjd plan``."""
+"""Configuration of ``dmjd pretrain``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.accelerators import ACCELERATORS
 from dmjd.config.fields import choice, may_change, number, path, positive, recorded
 from dmjd.config.model import MaskConfig, MethodConfig, TargetConfig
 from dmjd.config.step import PretrainOptimConfig
@@ -52,23 +51,3 @@ class PretrainConfig(TrainConfig):
     target: TargetConfig = field(default_factory=TargetConfig)
     online_knn: OnlineKnnConfig = may_change(field(default_factory=OnlineKnnConfig))
     command: str = recorded("pretrain")
-
-
-@dataclass
-class PlanConfig(PretrainConfig):
-    """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
-
-    Its own keys, then those of pretrain; keys of a run's files, logs and checkpoints have no effect.
-
-    gpus: Number of GPUs.
-    gpu: GPU model.
-    gpus_per_node: GPUs per node.
-    images: Training images. null: those of data.root, which are counted, or ImageNet-1k's without data.root.
-    mfu: Assumed model FLOPs utilisation, in percent of the GPU's peak.
-    """
-
-    gpus: int = positive(1)
-    gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
-    gpus_per_node: int = positive(8)
-    images: int | None = number(None, least=1)
-    mfu: float = number(30.0, above=0, most=100)

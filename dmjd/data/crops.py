@@ -33,6 +33,7 @@ class RandomResizedCrop:
         size: (height, width) of the crops.
         scale: least and greatest area of a box, as fractions of the image's.
         ratio: least and greatest width / height of a box.
+        single_draw: a first attempt that is larger than the image is cut to it, as in BYOL and MAE's linear probe.
         interpolation: "bicubic" or "bilinear", antialiased.
         second_size: (height, width) of a second resampling of the same box, for a target that reads another size.
         augment: applied to the resampled crop, and not to the second one.
@@ -41,6 +42,7 @@ class RandomResizedCrop:
     size: Size
     scale: Range = (0.2, 1.0)
     ratio: Range = (3 / 4, 4 / 3)
+    single_draw: bool = False
     interpolation: str = "bicubic"
     second_size: Size | None = None
     augment: RandAugment | None = None
@@ -95,6 +97,8 @@ class CropDraws:
             area = height * width * (scale[0] + u_area * (scale[1] - scale[0]))
             aspect = math.exp(low + u_ratio * (high - low))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if self._crop.single_draw:
+                w, h = max(1, min(w, width)), max(1, min(h, height))
             if 0 < w <= width and 0 < h <= height:
                 return math.floor(u_top * (height - h + 1)), math.floor(u_left * (width - w + 1)), h, w
         h = max(1, min(height, round(width / ratio[0])))

@@ -145,17 +145,12 @@ class ArrayDataset:
         return f"{self._source}[{index}]"
 
 
-class EvenSubset:
-    """``count`` evenly spaced images of a data set, so that a data set sorted by class stays balanced.
+class Subset:
+    """The images ``indices`` of a data set, in that order; each at most once."""
 
-    If there are fewer, all are used and a line is logged.
-    """
-
-    def __init__(self, dataset: ImageDataset, count: int) -> None:
-        if count > len(dataset) and os.environ.get("RANK", "0") == "0":
-            _log.info("train_images=%d, but there are %d training images: all are used", count, len(dataset))
+    def __init__(self, dataset: ImageDataset, indices: npt.ArrayLike) -> None:
         self._dataset = dataset
-        self._count = min(count, len(dataset))
+        self._indices = np.asarray(indices, dtype=np.int64)
 
     @property
     def num_classes(self) -> int:
@@ -166,7 +161,7 @@ class EvenSubset:
         return self._dataset.channels
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._indices)
 
     def open(self, index: int) -> OpenImage:
         return self._dataset.open(self._original(index))
@@ -182,7 +177,7 @@ class EvenSubset:
 
     @property
     def bad(self) -> Mapping[int, BadImage]:
-        numbers = {self._original(number): number for number in range(self._count)}
+        numbers = {original: number for number, original in enumerate(self._indices.tolist())}
         return {numbers[index]: bad for index, bad in self._dataset.bad.items() if index in numbers}
 
     @property
@@ -190,4 +185,17 @@ class EvenSubset:
         return self._dataset.skipped
 
     def _original(self, index: int) -> int:
-        return range(self._count)[index] * len(self._dataset) // self._count
+        return int(self._indices[index])
+
+
+class EvenSubset(Subset):
+    """``count`` evenly spaced images of a data set, so that a data set sorted by class stays balanced.
+
+    If there are fewer, all are used and a line is logged.
+    """
+
+    def __init__(self, dataset: ImageDataset, count: int) -> None:
+        if count > len(dataset) and os.environ.get("RANK", "0") == "0":
+            _log.info("train_images=%d, but there are %d training images: all are used", count, len(dataset))
+        count = min(count, len(dataset))
+        super().__init__(dataset, np.arange(count) * len(dataset) // max(count, 1))

@@ -139,7 +139,7 @@ class StepBatches:
         self._dataset = dataset
         part = batch_size // world
         self._columns = rank * part, (rank + 1) * part
-        self._crop = crop
+        self.crop = crop
         self._seed = seed
         self._order = (-1, torch.empty(0, dtype=torch.int64))  # of the last epoch used
 
@@ -161,7 +161,7 @@ class StepBatches:
         if self._order[0] != epoch:
             self._order = epoch, self._sampler.order(key, *self._columns)
         sample_ids = self._order[1][number].long()
-        draws = self._crop.draw(sample_ids, key)
+        draws = self.crop.draw(sample_ids, key)
         arrived, samples = progress_mark(), []
         for row, index in enumerate(sample_ids.tolist()):
             samples.append(read_sample(self._dataset, index, self._seed, partial(draws.cut, row)))

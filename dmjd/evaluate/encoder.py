@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import ConfigError, config_section
-from dmjd.evaluate.features import Features, extract_features
+from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.files import read_file
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
@@ -96,18 +96,36 @@ class FrozenEncoder:
             report(dataset)
         return dataset if count is None else EvenSubset(dataset, count)
 
-    def features(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None) -> Features:
-        """One vector per image, in order, without augmentation. ``workers``: None as for :func:`loader_workers`."""
+    def features(
+        self,
+        dataset: ImageDataset,
+        pooling: str,
+        batch_size: int,
+        workers: int | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Features:
+        """One vector per image (or more: ``pooling``), in order, without augmentation. ``workers``: None as for
+        :func:`loader_workers`."""
+        return extract_features(**self._images(dataset, pooling, batch_size, workers), dtype=dtype)
+
+    def encoded(
+        self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """As :meth:`features`, but (values, labels) batch by batch, on the device."""
+        return encoded(**self._images(dataset, pooling, batch_size, workers))
+
+    def _images(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None) -> dict[str, Any]:
         workers = loader_workers(len(dataset), batch_size) if workers is None else workers
-        return extract_features(
-            self.encoder,
-            evaluation_loader(dataset, batch_size, self.size, workers, self.data.crop_pct, self.data.timeout),
-            mean=self.data.mean,
-            std=self.data.std,
-            pooling=pooling,
-            device=self.device,
-            total=len(dataset),
-        )
+        data = self.data
+        return {
+            "encoder": self.encoder,
+            "loader": evaluation_loader(dataset, batch_size, self.size, workers, data.crop_pct, data.timeout),
+            "mean": data.mean,
+            "std": data.std,
+            "pooling": pooling,
+            "device": self.device,
+            "total": len(dataset),
+        }
 
     def cost(self, images: int) -> int:
         """Multiply-adds of ``images`` forward passes, estimated as parameters x tokens."""

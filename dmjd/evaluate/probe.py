@@ -1,6 +1,7 @@
-"""Training a linear classifier on frozen features with MAE's recipe (He et al., CVPR'22, A.1).
+"""Training classifiers on frozen features.
 
-BatchNorm without affine parameters, one linear layer, LARS. The features are computed once, or anew in each epoch.
+MAE's (He et al., CVPR'22, A.1) has BatchNorm without affine parameters, one linear layer, and LARS; BEiT's a linear
+layer on each block's output. The features are computed once, or anew in each epoch.
 """
 
 from __future__ import annotations
@@ -33,12 +34,23 @@ class ProbeResult(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Optimisation of a probe; ``base_lr`` is per 256 images."""
+    """Optimisation of a probe.
+
+    batch_size: images per step, whatever the source's chunks.
+    base_lr: per 256 images.
+    epochs: passes over the training images.
+    warmup_epochs: of linear warm-up.
+    """
 
     batch_size: int
     base_lr: float
     epochs: int
     warmup_epochs: int
+
+    @property
+    def peak(self) -> float:
+        """The learning rate after warm-up."""
+        return self.base_lr * self.batch_size / REFERENCE_BATCH
 
 
 def recipe_for(images: int) -> Recipe:
@@ -75,6 +87,26 @@ def make_lars(linear: nn.Linear) -> Lars:
     return Lars(groups, lr=0.0, momentum=0.9, weight_decay=0.0, trust_coeff=0.001, eps=0.0)
 
 
+class LayerHeads(nn.Module):
+    """BEiT's linear classifiers of L layers, trained at once: ``[B, L, D] -> [L, B, num_classes]``.
+
+    Each starts as if it were trained alone, with normal weights of deviation 0.01, drawn layer by layer on the CPU.
+    """
+
+    def __init__(self, layers: int, dim: int, num_classes: int, *, seed: int) -> None:
+        super().__init__()
+        weight = torch.empty(layers, num_classes, dim)
+        self.weight = nn.Parameter(weight.normal_(0, 0.01, generator=torch.Generator().manual_seed(seed)))
+        self.bias = nn.Parameter(torch.zeros(layers, 1, num_classes))
+
+    def forward(self, values: Tensor) -> Tensor:
+        return torch.baddbmm(self.bias, values.transpose(0, 1), self.weight.mT)
+
+    def optimizer(self) -> torch.optim.AdamW:
+        """BEiT's: AdamW with weight decay 0.0001. It treats every value by itself, and so every layer."""
+        return torch.optim.AdamW(self.parameters(), lr=0.0, weight_decay=1e-4)
+
+
 def linear_probe(
     train_source: FeatureSource,
     test: Features,
@@ -87,16 +119,13 @@ def linear_probe(
     seed: int,
     device: torch.device,
 ) -> ProbeResult:
-    """Train a linear classifier on frozen features and test it; the same arguments give the same bits.
+    """Train MAE's linear classifier on frozen features and test it; the same arguments give the same bits.
 
     Args:
         train_source: the training features; the incomplete last batch of an epoch is dropped.
         test: features of the test images.
         num_classes: labels are in ``[0, num_classes)``.
-        epochs: passes over ``train_source``.
-        batch_size: images per step, whatever the source's chunks.
-        base_lr: per 256 images; the peak is ``base_lr * batch_size / 256``.
-        warmup_epochs: linear warm-up from 0, followed by half a cosine to 0; set per step.
+        epochs, batch_size, base_lr, warmup_epochs: see :class:`Recipe`.
         seed: of the initial weights. The order of the images is the source's.
         device: where to train.
 
@@ -104,30 +133,83 @@ def linear_probe(
         DataError: if labels are out of range.
     """
     require_labels(test.labels, num_classes)
-
     head = make_head(test.values.shape[1], num_classes, seed=seed).to(device)
     linear = head[1]
     assert isinstance(linear, nn.Linear)
-    optimizer = make_lars(linear)
+    recipe = Recipe(batch_size, base_lr, epochs, warmup_epochs)
+    chunks = zip(test.values.split(batch_size), test.labels.split(batch_size), strict=True)
+    (result,) = train_and_test(head, make_lars(linear), train_source, chunks, num_classes, recipe, device=device)
+    return result
+
+
+def train_and_test(
+    head: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    train_source: FeatureSource,
+    test: Iterable[tuple[Tensor, Tensor]],
+    num_classes: int,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    constant_epochs: bool = False,
+    clip: float | None = None,
+    micro_batch: int | None = None,
+) -> list[ProbeResult]:
+    """Train the head of a probe, or several at once, and test it.
+
+    Args:
+        head: on ``device``: values of a batch -> logits ``[B, num_classes]``, or of H heads ``[H, B, num_classes]``.
+        optimizer: of its parameters; the learning rate is set here.
+        train_source: the training features; the incomplete last batch of an epoch is dropped.
+        test: chunks of (values, labels) of the test images, read once training has ended.
+        num_classes: labels are in ``[0, num_classes)``.
+        recipe: linear warm-up from 0 and half a cosine to 0, set per step.
+        device: where to train.
+        constant_epochs: the learning rate of an epoch is that of its first step.
+        clip: largest norm of the gradient. None: it is not clipped.
+        micro_batch: images per forward pass of the head, whose gradients are accumulated. None: the whole batch, which
+            batch normalisation needs.
+
+    Returns:
+        The result of each head.
+
+    Raises:
+        DataError: if labels are out of range.
+    """
+    epochs, batch_size, warmup_epochs = recipe.epochs, recipe.batch_size, recipe.warmup_epochs
+    micro_batch = micro_batch or batch_size
     steps_per_epoch = len(train_source) // batch_size
     total, warmup = epochs * steps_per_epoch, warmup_epochs * steps_per_epoch
-    peak = base_lr * batch_size / REFERENCE_BATCH
     step = 0
     for epoch in track(range(epochs), "probe epoch", epochs):
         epoch_loss = torch.zeros((), device=device)
         for values, labels in _regroup(train_source.epoch_features(epoch), batch_size):
             require_labels(labels, num_classes)
+            dated = epoch * steps_per_epoch if constant_epochs else step
             for group in optimizer.param_groups:
-                group["lr"] = cosine(step, total=total, warmup=warmup, peak=peak)
-            loss = F.cross_entropy(head(values.to(device)), labels.to(device))
+                group["lr"] = cosine(dated, total=total, warmup=warmup, peak=recipe.peak)
             optimizer.zero_grad()
-            loss.backward()
+            for part, expected in zip(values.split(micro_batch), labels.split(micro_batch), strict=True):
+                losses = _losses(head(part.to(device).float()), expected.to(device)) * (len(expected) / batch_size)
+                losses.sum().backward()
+                epoch_loss = epoch_loss + losses.detach()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(head.parameters(), clip)
             optimizer.step()
-            epoch_loss += loss.detach()
             step += 1
         assert step == (epoch + 1) * steps_per_epoch, "a source yields len(source) images in every epoch"
-    top1, balanced = accuracies(_hits(head, test, batch_size, device), test.labels)
-    return ProbeResult(top1, balanced, float(epoch_loss) / steps_per_epoch, peak)
+    hits, labels = _hits(head, test, num_classes, device)
+    scores = [accuracies(each, labels) for each in hits]
+    return [
+        ProbeResult(*score, loss / steps_per_epoch, recipe.peak)
+        for score, loss in zip(scores, epoch_loss.tolist(), strict=True)
+    ]
+
+
+def _losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of each head, ``[H]``."""
+    heads = logits if logits.ndim == 3 else logits.unsqueeze(0)
+    return torch.stack([F.cross_entropy(each, labels) for each in heads])
 
 
 class FeatureSource(Protocol):
@@ -200,13 +282,23 @@ def _regroup(chunks: Iterable[tuple[Tensor, Tensor]], size: int) -> Iterator[tup
         rows += chunk[1].shape[0]
         while rows >= size:
             values, labels = (torch.cat(parts) for parts in zip(*held, strict=True))
+            # Cloned, or the rest would keep the memory of the batch until the next one is complete.
+            held, rows = [(values[size:].clone(), labels[size:])], rows - size
             yield values[:size], labels[:size]
-            held, rows = [(values[size:], labels[size:])], rows - size
 
 
 @torch.no_grad()
-def _hits(head: nn.Module, test: Features, batch_size: int, device: torch.device) -> Tensor:
-    """Whether each test image's class is predicted, bool ``[N]``, with the batch norm's running statistics."""
+def _hits(
+    head: nn.Module, test: Iterable[tuple[Tensor, Tensor]], num_classes: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Whether each test image's class is predicted, bool ``[H, N]``, with the batch norm's running statistics, and the
+    labels ``[N]``; on the CPU."""
     head.eval()
-    predicted = [head(values.to(device)).argmax(dim=1).cpu() for values in test.values.split(batch_size)]
-    return torch.cat(predicted) == test.labels
+    predicted, labels = [], []
+    for values, expected in test:
+        require_labels(expected, num_classes)
+        classes = head(values.to(device).float()).argmax(dim=-1).cpu()
+        predicted.append(classes if classes.ndim == 2 else classes.unsqueeze(0))
+        labels.append(expected.cpu())
+    every = torch.cat(labels)
+    return torch.cat(predicted, dim=1) == every, every

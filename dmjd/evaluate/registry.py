@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-from dmjd.config import SCHEMAS
+from dmjd.config import SCHEMAS, EvaluationConfig
 from dmjd.errors import ConfigError, DataError
 from dmjd.files import obstacle, standing_place
 from dmjd.runs.paths import RunPaths
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dmjd.data.dataset import ImageDataset, Split
     from dmjd.evaluate.encoder import FrozenEncoder
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=EvaluationConfig)
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,35 @@ class Column:
 
 
 class Scores(NamedTuple):
-    """values: score -> number; those without a column are kept in the file only. settings: the conditions under which
-    they were measured, as JSON; scores are compared under equal settings only."""
+    """values: score -> number or None; those without a column are kept in the file only, among them ``chosen`` (setting
+    -> the value that the training images chose), ``SCORE_best_on_test`` (the highest of all choices, which the test
+    images chose) and ``table``. settings: the conditions under which they were measured, as JSON; scores are compared
+    under equal settings only."""
 
-    values: dict[str, float | None]
+    values: dict[str, Any]
     settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Context(Generic[Config]):
-    """An evaluation's configuration and the frozen encoder that it evaluates. ``opened``: data sets opened so far."""
+    """An evaluation's configuration and the frozen encoder that it evaluates.
+
+    opened: data sets opened so far. few_shot: settings of the few-shot subset of the training images, if it is one.
+    """
 
     config: Config
     frozen: FrozenEncoder
     needs: str
     opened: dict[tuple[Split, int | None], ImageDataset] = field(default_factory=dict)
+    few_shot: dict[str, Any] = field(default_factory=dict)
 
     def dataset(self, split: Split, count: int | None = None) -> ImageDataset:
-        """The images of ``split``, or ``count`` of them. Raises DataError if they lack what is needed."""
+        """The images of ``split``; of "train" those of ``few_shot`` or ``labels``, and of these at most ``count``.
+
+        Raises:
+            DataError: if they lack what is needed, or their labels are out of range; as
+                :func:`~dmjd.data.few_shot.few_shot_subset`.
+        """
         if (split, count) not in self.opened:
             self.opened[split, count] = self._open(split, count)
         dataset = self.opened[split, count]
@@ -72,11 +83,21 @@ class Context(Generic[Config]):
                 f"{self.frozen.source}: the images have one class, and a score needs two or more; put the images of "
                 "each class into a folder of its own"
             )
+        if self.needs == "labels":
+            labels = (dataset.label(index) for index in range(len(dataset)))
+            odd = next((label for label in labels if not 0 <= label < dataset.num_classes), None)
+            if odd is not None:
+                raise DataError(
+                    f"{self.frozen.source}: labels of the {split} images must be 0 to {dataset.num_classes - 1}, got "
+                    f"{odd}; build the data set again"
+                )
         return dataset
 
     def _open(self, split: Split, count: int | None) -> ImageDataset:
+        percent, names = self.config.few_shot, self.config.labels
+        selects = split == "train" and (percent is not None or names is not None)
         try:
-            return self.frozen.dataset(split, count)
+            dataset = self.frozen.dataset(split, None if selects else count)
         except DataError as error:
             if "has no test split" not in str(error):
                 raise
@@ -84,12 +105,20 @@ class Context(Generic[Config]):
                 f"{error}; an encoder that was trained on all images has seen those that data.val_percent=10 holds "
                 "out: set it in pre-training for a score on unseen images"
             ) from error
+        if selects:
+            from dmjd.data.dataset import EvenSubset
+            from dmjd.data.few_shot import digest_of, few_shot_subset
+
+            dataset = few_shot_subset(dataset, percent, names)
+            self.few_shot.update(few_shot="list" if percent is None else percent, few_shot_images=digest_of(dataset))
+            dataset = dataset if count is None else EvenSubset(dataset, count)
+        return dataset
 
     def image_settings(self) -> dict[str, Any]:
-        """Settings of the images: data set, size, crop, mean and std."""
+        """Settings of the images: data set, size, crop, mean, std and few-shot subset."""
         data = self.frozen.data
         settings = {"data": self.frozen.source, "crop_pct": data.crop_pct, "mean": data.mean, "std": data.std}
-        return settings | self.frozen.differs
+        return settings | self.few_shot | self.frozen.differs
 
 
 @dataclass(frozen=True)
@@ -177,6 +206,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
     for score, column in EVALUATIONS[name].columns.items():
         value = "-" if record[score] is None else f"{column.format(record[score])} {column.unit}".rstrip()
         beside = {"balanced": record.get(f"balanced_{score}"), **{key: record.get(key) for key in BASELINES}}
+        beside["best on the test images"] = record.get(f"{score}_best_on_test")
         if column.format(beside["balanced"] or 0) == column.format(record[score] or 0):  # classes of equal size
             del beside["balanced"]
         shown = [f"{key} {column.format(number)}" for key, number in beside.items() if number is not None]
@@ -184,7 +214,11 @@ def describe(record: Mapping[str, Any]) -> list[str]:
             record["weights"],
             *[f"step {record['step']}"] * ("checkpoint" not in settings),
         ]  # unknown of a file
-        conditions += filter(None, [settings.get("data")])
+        conditions += [f"protocol {settings['protocol']}"] if "protocol" in settings else []
+        conditions += [f"{key.replace('_', ' ')} {value:g}" for key, value in record.get("chosen", {}).items()]
+        conditions += filter(None, [settings.get("selection"), settings.get("data")])
+        if few := settings.get("few_shot"):
+            conditions += ["a list of labels" if few == "list" else f"{few:g} % of the labels"]
         conditions += [f"{key.replace('_', ' ')} {settings[key]}" for key in settings if key.startswith("trained_")]
         conditions += ["the test images were part of pre-training"] if settings.get("seen_in_pretraining") else []
         parts = [", ".join(part) for part in (shown, conditions) if part]

@@ -2,5 +2,6 @@
 
 from dmjd.report.comparison import write_comparison
 from dmjd.report.page import write_report
+from dmjd.report.paper import paper_text
 
-__all__ = ["write_comparison", "write_report"]
+__all__ = ["paper_text", "write_comparison", "write_report"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dmjd.errors import ConfigError
-from dmjd.files import printable, replace_file
+from dmjd.files import replace_file
 from dmjd.report.differences import differences, labels
 from dmjd.report.html import chart, charts, details, disclosure, document, heading, notes, paragraph
 from dmjd.report.html import table as html_table
-from dmjd.report.run import Run, read_run
+from dmjd.report.paper import PaperTable, paper_section, paper_table, published_fold
+from dmjd.report.run import Run, read_runs
 from dmjd.report.table import Table, compare, escape_markdown
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def write_comparison(
     run_paths: Sequence[str | Path], baseline: str | Path | None = None, output: str | Path | None = None
 ) -> list[Path]:
-    """Write ``comparison.md``, ``comparison.html`` and ``convergence.png`` and return their paths.
+    """Write ``comparison.md``, ``comparison.html``, ``convergence.png`` and ``comparison.csv`` and return their paths.
 
     Args:
         run_paths: two run folders or more, in the order of the rows.
@@ -44,18 +44,19 @@ def write_comparison(
     chosen = None if baseline is None else Path(baseline).resolve()
     if chosen is not None and chosen not in folders:
         raise ConfigError(f"baseline={baseline} is not one of the runs; choose from {', '.join(map(str, run_paths))}")
-    runs = [replace(read_run(path), name=name) for path, name in zip(run_paths, _distinct_names(folders), strict=True)]
+    runs = read_runs(run_paths)
     reference = None if chosen is None else runs[folders.index(chosen)]
-    table = compare(runs, reference)
+    table, paper = compare(runs, reference), paper_table(runs)
     from dmjd.report.curves import convergence  # imports matplotlib, which takes a second
 
     curves = convergence(runs, reference, labels(runs))
     parent = Path(os.path.commonpath([folder.parent for folder in folders]))
     target = parent / "comparison" if output is None else Path(output)
     files: dict[str, bytes | str] = {
-        "comparison.md": _markdown(table, curves.caption),
-        "comparison.html": _page(runs, table, curves),
+        "comparison.md": _markdown(table, paper, curves.caption),
+        "comparison.html": _page(runs, table, paper, curves),
         "convergence.png": curves.png,
+        "comparison.csv": paper.table.csv(),
     }
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -66,17 +67,7 @@ def write_comparison(
     return [target / name for name in files]
 
 
-def _distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Folder names with as many parents as make them distinct."""
-    depth = 1
-    while True:
-        names = [printable("/".join(folder.parts[-depth:])) for folder in folders]
-        if len({*names}) == len(names):
-            return names
-        depth += 1
-
-
-def _markdown(table: Table, caption: str) -> str:
+def _markdown(table: Table, paper: PaperTable, caption: str) -> str:
     def listed(lines: Sequence[str]) -> str:
         return "\n".join(f"- {line}" for line in lines)
 
@@ -85,11 +76,14 @@ def _markdown(table: Table, caption: str) -> str:
     if table.speedups:
         parts += ["## Speed-up", listed([escape_markdown(line) for line in table.speedups])]
     parts += ["## Columns", listed(meanings)]
+    parts += ["## Scores and published rows", paper.table.markdown()]
+    lines = [escape_markdown(line) for line in (*paper.values, *paper.notes)]
+    parts += [listed(lines)] * bool(lines)
     parts += ["## Convergence", "![Convergence](convergence.png)", escape_markdown(caption)]
     return "\n\n".join(parts) + "\n"
 
 
-def _page(runs: Sequence[Run], table: Table, curves: Convergence) -> str:
+def _page(runs: Sequence[Run], table: Table, paper: PaperTable, curves: Convergence) -> str:
     speedups = [heading("Speed-up"), notes(table.speedups)] if table.speedups else []
     drawn = [chart(each.title, each.svg, each.legend, each.caption) for each in curves.charts]
     return document(
@@ -98,12 +92,13 @@ def _page(runs: Sequence[Run], table: Table, curves: Convergence) -> str:
         heading("Runs"),
         table.html(),
         *speedups,
+        *paper_section(paper),
         heading("Convergence"),
         charts(drawn),
         paragraph(curves.caption),
         heading("Columns"),
         notes([f"{title}: {text}" for title, text in table.meanings]),
-        *_differing(runs),
+        details([*_differing(runs), published_fold()]),
     )
 
 
@@ -116,4 +111,4 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     if not rows:
         return []
     keys = html_table("Differing keys", "runs", ["Key", *(run.name for run in runs)], rows)
-    return [details([disclosure(f"Keys that differ ({len(rows)})", keys)])]
+    return [disclosure(f"Keys that differ ({len(rows)})", keys)]

@@ -34,6 +34,11 @@ class Hardware:
         kinds = {"CPU" if device.startswith("cpu") else "GPU" for device in self.devices}
         return kinds.pop() if len(kinds) == 1 else None
 
+    def __str__(self) -> str:
+        """ "8 x NVIDIA A100"; an empty text if the devices are not known."""
+        sizes = " and ".join(map(str, self.world_sizes))
+        return f"{sizes} x {' and '.join(self.devices)}" if self.devices else ""
+
     def hours(self, seconds: float) -> float | None:
         """Device hours in ``seconds`` of wall time; None if launches differ in world size: no log has their times."""
         return self.world_sizes[0] * seconds / 3600 if len(self.world_sizes) == 1 else None
@@ -50,3 +55,15 @@ def hardware(run: Run) -> Hardware:
             )
     known = [str(device) for device in devices if device] if all(devices) else []
     return Hardware(tuple(dict.fromkeys(known)), tuple(dict.fromkeys(sizes)))
+
+
+def device_hours(run: Run) -> dict[str, float]:
+    """{"GPU": hours} or {"CPU": hours} of all launches; empty if the devices or the time are not known."""
+    used, seconds = hardware(run), run.last("seconds")
+    spent = None if seconds is None else used.hours(seconds)
+    return {} if spent is None or used.kind is None else {used.kind: spent}
+
+
+def computed(*used: Hardware) -> str:
+    """The mark of a Gh. that is not the measured time of as many GPUs as the paper's."""
+    return "" if all(each.world_sizes == (PAPER_GPUS,) for each in used) else " (computed)"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -38,6 +39,7 @@ LABEL_LENGTH = 60
 PANEL = (4.4, 2.7)
 """Inches of a chart on a page, where it takes about half the width of a screen, or all of a phone's."""
 
+_FINE_TUNING_LOSS = "Training: with mixed and smoothed targets where these are on. Validation: with the labels."
 _LOSSES_DIFFER = "Losses of different methods, targets or patterns do not compare."
 
 
@@ -68,12 +70,12 @@ class _Curve(NamedTuple):
 def run_charts(run: Run) -> list[Chart]:
     """Loss, online score, learning rate, gradient norm and throughput by step and epoch, as far as they were logged."""
     training = [row for row in run.rows if row.get("loss") is not None]
-    charts = []
-    if training:
+    charts = _fine_tuning_charts(run, training) if run.fine_tuned else []
+    if training and not run.fine_tuned:
         figure, axes = _panel()
         draw_losses(axes, training)
         charts.append(_by_step(run, "Loss", figure, axes, caption=loss_meanings(run.config)))
-    scored = online_rows(run)
+    scored = [] if run.fine_tuned else online_rows(run)
     if scored:
         figure, axes = _panel()
         style: dict[str, Any] = {"color": COLOURS[0], "linewidth": 1.8, "marker": "o", "markersize": 4}
@@ -103,6 +105,41 @@ def run_charts(run: Run) -> list[Chart]:
             axes.set_ylim(bottom=0)
         charts.append(_by_step(run, title, figure, axes))
     return charts
+
+
+def _fine_tuning_charts(run: Run, training: Sequence[dict[str, Any]]) -> list[Chart]:
+    """Losses of training and validation, and accuracies of validation."""
+    charts = []
+    losses, scores = ([key for key in _validated(run) if key.endswith("loss") is is_loss] for is_loss in (True, False))
+    if training or losses:
+        figure, axes = _panel()
+        if training:
+            draw_smoothed(axes, training, "loss", "training", color=INK)
+        _draw_validation(axes, run, losses, "{:.4g}")
+        axes.set_ylabel("cross-entropy", color=INK)
+        charts.append(_by_step(run, "Loss", figure, axes, caption=_FINE_TUNING_LOSS))
+    if scores:
+        figure, axes = _panel()
+        _draw_validation(axes, run, scores, "{:.2f} %")
+        axes.set_ylabel("accuracy, %", color=INK)
+        charts.append(_by_step(run, "Validation", figure, axes, caption="All test images, once each."))
+    return charts
+
+
+def _validated(run: Run) -> list[str]:
+    """Columns of validation in log.jsonl that have finite values, in the order in which they appear."""
+    keys = dict.fromkeys(key for row in run.rows for key in row if key.startswith("val_"))
+    return [key for key in keys if np.isfinite(values_of(run.rows, key)).any()]
+
+
+def _draw_validation(axes: Axes, run: Run, keys: Sequence[str], shown: str) -> None:
+    for index, key in enumerate(keys):
+        rows = [row for row in run.rows if row.get(key) is not None]
+        steps, values = values_of(rows, "step"), values_of(rows, key)
+        name = key.removeprefix("val_").replace("top", "top-").replace("_", " ").replace("ema", "average")
+        label = f"{'validation' if name == 'loss' else name}  {shown.format(values[-1])}"
+        style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
+        axes.plot(steps, values, label=label, linewidth=1.8, markersize=4, **style, markevery=max(1, len(rows) // 25))
 
 
 def _panel() -> tuple[Figure, Axes]:
@@ -158,8 +195,10 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
 
     def by_epochs(axes: Axes) -> None:
         _draw(axes, curves, [_effective_epochs(curve) for curve in curves], metric, target)
-        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        axes.set_xlabel(epochs, color=INK)
 
+    tuned = all(run.fine_tuned for run in runs)
+    epochs, short = ("epochs",) * 2 if tuned else ("effective training epochs, K x epochs", "effective epochs")
     caption = _caption(metric, curves, baseline if target is not None else None)
     figure = Figure(figsize=(10, 4.6), dpi=100, facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
@@ -171,7 +210,10 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
     legend = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in shown]
     charts = []
     what = metric.title if metric else "Loss"
-    for title, draw in ((f"{what} over wall time", by_time), (f"{what} over effective epochs", by_epochs)):
+    for title, draw in (
+        (f"{what} over wall time", by_time),
+        (f"{what} over {short}", by_epochs),
+    ):
         panel, axes = _panel()
         draw(axes)
         charts.append(Chart(title, svg(panel, title), legend))
@@ -179,9 +221,9 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
         losses = [_curve(index, run, names[index], None) for index, run in enumerate(runs)]
         panel, axes = _panel()
         _draw(axes, losses, [_effective_epochs(curve) for curve in losses], None, None)
-        axes.set_xlabel("effective training epochs, K x epochs", color=INK)
+        axes.set_xlabel(epochs, color=INK)
         known = [(swatch(Line2D([], [], **curve.style)), curve.label) for curve in losses if curve.points]
-        title = "Loss over effective epochs"
+        title = f"Loss over {short}"
         charts.append(Chart(title, svg(panel, title), known, _LOSSES_DIFFER))
     return Convergence(caption, png(figure), charts)
 
@@ -232,7 +274,8 @@ def _seconds(curve: _Curve, unit: int) -> list[float]:
 
 
 def _effective_epochs(curve: _Curve) -> list[float]:
-    epochs = [curve.run.effective_epochs(point.epoch) for point in curve.points]
+    run = curve.run
+    epochs = [point.epoch if run.fine_tuned else run.effective_epochs(point.epoch) for point in curve.points]
     return [math.nan if epoch is None else epoch for epoch in epochs]
 
 

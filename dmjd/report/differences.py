@@ -12,8 +12,9 @@ from dmjd.report.run import Run
 MAX_KEYS = 4
 """Keys in a short name."""
 _FIRST = ("method.", "target.", "backbone.", "mask.", "optim.")
-_RUN = "run"
-"""The key that always differs and changes nothing."""
+_IGNORED = ("run", "typed")
+"""Keys that change nothing: the folder, and which keys were typed."""
+SEED = "seed"
 _LONG = 8
 """Characters from which the last part of a key is clear alone."""
 
@@ -21,10 +22,19 @@ _LONG = 8
 def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Key -> its value in each run, for all keys whose values are not equal; the method's keys first."""
     flat = [dict(_leaves(run.config)) for run in runs]
-    keys = dict.fromkeys(key for leaves in flat for key in leaves if key != _RUN)
+    keys = dict.fromkeys(key for leaves in flat for key in leaves if key not in _IGNORED)
     differing = {key: [plain(leaves.get(key)) for leaves in flat] for key in keys}
     differing = {key: values for key, values in differing.items() if len({*values}) > 1}
     return {key: differing[key] for key in sorted(differing, key=_rank)}
+
+
+def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
+    """The runs whose configurations differ in the seed only and that reached the same step; in their order."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        leaves = [(key, plain(value)) for key, value in _leaves(run.config) if key not in (*_IGNORED, SEED)]
+        groups.setdefault((run.last("step"), *sorted(leaves)), []).append(run)
+    return [*groups.values()]
 
 
 def short_names(runs: Sequence[Run]) -> list[str]:

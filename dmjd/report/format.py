@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
 from typing import Any
 
 from dmjd.evaluate import Column
@@ -69,3 +70,8 @@ def scores(values: list[float | None], column: Column) -> list[str]:
     """A column of scores; those in per cent with the decimals that the values need: one, as in the paper, or two."""
     one = column.unit == "%" and all(value is None or round(value, 1) == round(value, 2) for value in values)
     return [ABSENT if value is None else f"{value:.1f}" if one else column.format(value) for value in values]
+
+
+def spread(values: Sequence[float], column: Column) -> str:
+    """The mean of several scores, their sample standard deviation and their number: "60.10 ± 0.52 (3)"."""
+    return f"{column.format(mean(values))} ± {column.format(stdev(values))} ({len(values)})"

@@ -28,6 +28,7 @@ h1 { font-size: 1.6rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere }
 h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem }
 p { color: var(--muted); margin: .3rem 0 0; overflow-wrap: anywhere }
 :focus-visible { outline: 2px solid var(--focus); outline-offset: 2px }
+a { color: var(--focus) }
 .skip { position: absolute; left: -999rem; background: var(--paper); color: var(--focus); padding: .3rem .6rem }
 .skip:focus { left: 1rem; top: .3rem }
 .wide { overflow-x: auto }
@@ -43,7 +44,9 @@ tbody th { color: var(--ink) }
 .scores small { display: block; color: var(--muted) }
 .runs td, .runs th { white-space: nowrap }
 .runs thead th, .runs .text { white-space: normal; overflow-wrap: break-word }
+.runs td.text:last-child { min-width: 14rem }
 .runs thead th:nth-child(2) { min-width: 10rem }
+.groups td, .groups th + th { text-align: right; white-space: nowrap }
 .number { text-align: right }
 .up { color: var(--good) } .down { color: var(--bad) }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: 1.5rem }
@@ -114,6 +117,11 @@ def heading(text: str) -> str:
 def paragraph(text: str) -> str:
     """A paragraph; nothing for an empty text."""
     return f"<p>{escape(text)}</p>" if text else ""
+
+
+def link(text: str, address: str) -> str:
+    """A link; ``address`` is relative to the page."""
+    return f'<a href="{escape(address)}">{escape(text)}</a>'
 
 
 def picture(caption: str, description: str, png: bytes) -> str:

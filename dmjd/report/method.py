@@ -30,6 +30,8 @@ def base_and_additions(config: Mapping[str, Any]) -> tuple[str, str]:
 
     ``method=dmjd`` is called after the parts that are on: DMJD, DM, JD or, without both, MIM.
     """
+    if config.get("command") == "finetune":
+        return "fine-tuning", ""
     name = name_of(config.get("method"))
     added = "DM" * is_disjoint(config) + "JD" * distils(config)
     if name == "dmjd":

@@ -16,9 +16,11 @@ from PIL import Image
 from dmjd.errors import ConfigError
 from dmjd.evaluate import Column
 from dmjd.files import replace_file
+from dmjd.report.finetune import finetune_settings, finetune_summary, group_table, origin_line
 from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
 from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
 from dmjd.report.method import held_out, masks_caption, method_name, method_summary
+from dmjd.report.paper import paper_section, paper_table, published_fold
 from dmjd.report.run import Record, Run, columns_of, content_of, read_run
 from dmjd.report.scores import ABOUT_TRAINING, metrics, online_references, online_rows, unlike_training
 
@@ -46,20 +48,25 @@ def _page(run: Run) -> str:
     again = f", launched {len(launches)} times" if len(launches) > 1 else ""
     latest = [(key.replace("_", " "), plain(value)) for key, value in run.provenance.items() if key != "launches"]
     configuration = f'<pre tabindex="0">{escape(run.config_text)}</pre>'
+    summary = finetune_summary(run) if run.fine_tuned else method_summary(run.config)
     return document(
         run.name,
-        paragraph(method_summary(run.config)),
+        paragraph(summary),
+        *([origin_line(run)] if run.fine_tuned else []),
         paragraph(f"Started {started} on {device}{again}"),
         heading("Summary"),
         pairs("Summary", _summary(run)),
         heading("Scores"),
         _scores(run),
+        *paper_section(paper_table([run])),
         *_charts(run),
+        *group_table(run),
         *_pictures(run),
         details(
             [
                 disclosure("Provenance of the latest launch", pairs("Provenance", latest)),
                 disclosure("Resolved configuration", configuration),
+                published_fold(),
             ]
         ),
     )
@@ -90,13 +97,7 @@ def _summary(run: Run) -> list[tuple[str, str]]:
     speeds = [row["images_per_second"] for row in run.timing if row.get("images_per_second") is not None]
     epoch, seconds, size = run.last("epoch"), run.last("seconds"), configured("data", "image_size")
     reached = plain(run.last("step")) + (f" (epoch {round(epoch, 2):g})" if epoch is not None else "")
-    return [
-        ("Method", method_name(run.config)),
-        ("Backbone", _backbone(configured("backbone"))),
-        ("Target", name_of(configured("target"))),
-        ("Data", name_of(configured("data"))),
-        *[("Held out for scores", held) for held in [held_out(run.config)] if held != ABSENT],
-        ("Image size", " x ".join(map(str, size)) if isinstance(size, list) else plain(size)),
+    pre_training = [
         ("Views K", plain(views)),
         ("Mask pattern", plain(configured("mask", "pattern"))),
         ("Corruption rate m_corr", rate(run.last("m_corr"))),
@@ -104,6 +105,16 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("Unique batch", unique),
         ("Epochs", plain(epochs)),
         ("Effective training epochs", effective),
+    ]
+    fine_tuning = [("Batch", plain(batch)), ("Epochs", plain(epochs))]
+    return [
+        ("Method", "fine-tuning" if run.fine_tuned else method_name(run.config)),
+        ("Backbone", _backbone(configured("backbone"))),
+        *([] if run.fine_tuned else [("Target", name_of(configured("target")))]),
+        ("Data", name_of(configured("data"))),
+        *[("Held out for scores", held) for held in [held_out(run.config)] if held != ABSENT],
+        ("Image size", " x ".join(map(str, size)) if isinstance(size, list) else plain(size)),
+        *([*fine_tuning, *finetune_settings(run)] if run.fine_tuned else pre_training),
         ("Steps", reached),
         ("Images/s, median", f"{statistics.median(speeds):.1f}" if speeds else ABSENT),
         ("Wall time", ABSENT if seconds is None else duration(seconds)),
@@ -185,7 +196,7 @@ class _Line:
 def _online_line(run: Run) -> list[_Line]:
     """The latest score that was measured while training."""
     metric = next((metric for metric in metrics([run]) if metric.online), None)
-    if metric is None:
+    if metric is None or run.fine_tuned:  # its last validation is a record, and the best one is in the summary
         return []
     curve = online_rows(run)
     best = max(curve, key=lambda row: row["knn_top1"])

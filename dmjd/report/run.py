@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column
-from dmjd.files import printable, read_file
+from dmjd.files import at_home, printable, read_file
 from dmjd.report.format import plain
 from dmjd.runs.paths import RunPaths
 from dmjd.safe_load import parse_json, parse_yaml
@@ -52,14 +53,20 @@ class Record:
         return self.references.get("untrained") if score == self.main_score else None
 
 
+FINETUNE = {
+    "top1": Column("Ft.", "fine-tuning top-1"),
+    "top5": Column("Ft. top-5", "fine-tuning top-5"),
+    "best_top1": Column("Ft. best on test", "fine-tuning top-1 of the best epoch, which the test images chose"),
+}
+"""Scores of the record that ``dmjd finetune`` writes: of the last epoch, but for ``best_top1``."""
+
+
 def columns_of(evaluation: str) -> Mapping[str, Column]:
-    """Score -> its column. Records that people write by hand, of fine-tuning for instance, have a top-1 in per cent."""
+    """Score -> its column; ``finetune`` is the record that a fine-tuning run leaves in the run that it began from.
+    Records that people write by hand have a top-1 in per cent."""
     if evaluation in EVALUATIONS:
         return EVALUATIONS[evaluation].columns
-    by_hand = (
-        Column("Ft.", "fine-tuning top-1") if evaluation == "finetune" else Column(evaluation, f"{evaluation} top-1")
-    )
-    return {"top1": by_hand}
+    return FINETUNE if evaluation == "finetune" else {"top1": Column(evaluation, f"{evaluation} top-1")}
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,9 @@ class Run:
     timing: timing.jsonl: speed, and ``seconds`` over all launches. Early versions wrote both into one file; ``rows``
         and ``timing`` are then equal.
     evaluations, pictures: in the order of their file names.
+    path: the folder.
+    groups: (fine-tuning) the parameter groups of groups.json.
+    origin: (fine-tuning) the run that ``init`` names, if it can be read.
     """
 
     name: str
@@ -81,6 +91,14 @@ class Run:
     timing: list[dict[str, Any]]
     evaluations: list[Record]
     pictures: list[Path]
+    path: Path = field(default_factory=Path)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    origin: Run | None = None
+
+    @property
+    def fine_tuned(self) -> bool:
+        """Whether this is a run of ``dmjd finetune``."""
+        return self.config.get("command") == "finetune"
 
     def last(self, key: str) -> Any:
         """The latest logged value of ``key``; None if it was never logged."""
@@ -122,6 +140,13 @@ def read_run(path: str | Path) -> Run:
         DataError: if the folder or one of config.yaml, provenance.json and log.jsonl is missing, or a file is damaged.
             The last line of a log may be incomplete: the run may be writing it, or was killed while it did.
     """
+    run = _read(path)
+    if not run.fine_tuned:
+        return run
+    return replace(run, groups=_groups(run.path / "groups.json"), origin=_origin(run))
+
+
+def _read(path: str | Path) -> Run:
     folder = RunPaths(Path(path))
     if not folder.path.is_dir():
         raise DataError(f"no run folder at {folder.path}")
@@ -139,7 +164,49 @@ def read_run(path: str | Path) -> Run:
         timing=_rows(folder.timing) if folder.timing.is_file() else rows,
         evaluations=[_record(file) for file in sorted(folder.evaluations.glob("*.json"))],
         pictures=sorted(folder.pictures.glob("*.png")),
+        path=folder.path,
     )
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """Read several run folders; runs of one name are called after their parent folders too."""
+    runs = [read_run(path) for path in paths]
+    names = _distinct_names([Path(path).resolve() for path in paths]) if len(runs) > 1 else [run.name for run in runs]
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+
+
+def _distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Folder names with as many parents as make them distinct."""
+    depth = 1
+    while True:
+        names = [printable("/".join(folder.parts[-depth:])) for folder in folders]
+        if len({*names}) == len(names):
+            return names
+        depth += 1
+
+
+def _origin(run: Run) -> Run | None:
+    """The pre-training run whose folder or checkpoint ``init`` names; None for a file, or if it cannot be read."""
+    init = run.config.get("init")
+    if isinstance(init, str):
+        place = Path(at_home(init))
+        for path in (place, place.parent.parent):
+            with suppress(DataError, OSError, ValueError):
+                origin = _read(path)
+                return None if origin.fine_tuned else origin
+    return None
+
+
+def _groups(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    try:
+        rows = parse_json(content_of(file))
+    except ValueError as error:
+        raise DataError(f"{file} is damaged: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file} must hold a list of parameter groups")
+    return rows
 
 
 def content_of(file: Path) -> bytes:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, NamedTuple
 
 from dmjd.evaluate import EVALUATIONS, Column
@@ -18,6 +19,11 @@ _ONLINE_SETTINGS = {
     **{key: ("data", key) for key in ("root", "image_size", "crop_pct", "mean", "std", "val_percent", "val_seed")},
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
+
+_REPEATS = ("seed", "run")
+"""Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
+
+AVERAGE_TOP1 = "val_ema_top1"
 
 ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
 """Settings that :func:`unlike_training` describes."""
@@ -35,7 +41,7 @@ class Point(NamedTuple):
 class Metric:
     """One column of a comparison: a score of an evaluation under fixed conditions.
 
-    settings: as JSON with sorted keys, so that metrics are hashable.
+    settings: as JSON with sorted keys, so that metrics are hashable; without the seed.
     online: measured during training, not on a finished checkpoint.
     """
 
@@ -100,12 +106,25 @@ def metrics(runs: Sequence[Run]) -> list[Metric]:
 
 
 def points(run: Run, metric: Metric) -> list[Point]:
-    """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation."""
+    """The scores of ``run`` in the order of its steps: a whole curve online, else only the latest evaluation, of which
+    repeats with several seeds are averaged."""
     if metric.online:
         rows = online_rows(run) if metric in _metrics_of(run) else []
-        return [Point(row["knn_top1"], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
-    latest = max(records_of(run, metric), key=lambda record: record.step, default=None)
-    return [] if latest is None else [Point(latest.scores[metric.score], run.seconds_at(latest.step))]
+        return [Point(row[online_key(run)], run.seconds_at(row["step"]), row.get("epoch")) for row in rows]
+    latest = latest_of(run, metric)
+    if not latest:
+        return []
+    # Steps of a fine-tuning run are not those of the run that it began from.
+    elsewhere = metric.evaluation == "finetune" and "run" in latest[0].settings and not run.fine_tuned
+    seconds = run.last("seconds") if elsewhere else run.seconds_at(latest[0].step)
+    return [Point(mean(record.scores[metric.score] for record in latest), seconds)]
+
+
+def latest_of(run: Run, metric: Metric) -> list[Record]:
+    """The records of ``metric`` at the latest step that was evaluated: one, or one for each seed."""
+    records = records_of(run, metric)
+    latest = max((record.step for record in records), default=None)
+    return [record for record in records if record.step == latest]
 
 
 def unlike_training(run: Run, record: Record) -> str:
@@ -161,7 +180,9 @@ def references(run: Run, metric: Metric) -> dict[str, float]:
 
 
 def _settings(record: Record) -> str:
-    return json.dumps(record.settings, sort_keys=True)
+    """The conditions of a record: settings without those of repeats, and without those that earlier records lack."""
+    kept = {key: value for key, value in record.settings.items() if key not in _REPEATS and value is not None}
+    return json.dumps(kept, sort_keys=True)
 
 
 def _of_own_images(record: Record, online: dict[str, Any]) -> bool:
@@ -189,7 +210,9 @@ def records_of(run: Run, metric: Metric) -> list[Record]:
 
 
 def _metrics_of(run: Run) -> list[Metric]:
-    online = [Metric("knn", "top1", "trained", _online_settings(run), online=True)] if online_rows(run) else []
+    evaluation = "finetune" if run.fine_tuned else "knn"
+    weights = "ema" if online_key(run) == AVERAGE_TOP1 else "trained"
+    online = [Metric(evaluation, "top1", weights, _online_settings(run), online=True)] if online_rows(run) else []
     return online + [metric for record in run.evaluations for metric in _metrics(record)]
 
 
@@ -200,7 +223,7 @@ def _metrics(record: Record) -> list[Metric]:
 
 
 def _online_settings(run: Run) -> str:
-    values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}
+    values = {key: look_up(run.config, place) for key, place in _ONLINE_SETTINGS.items()}  # no kNN in fine-tuning
     if not values["val_percent"]:  # no split: as runs of before there was one
         values |= {"val_percent": None, "val_seed": None}
     return json.dumps({key: value for key, value in values.items() if value is not None}, sort_keys=True)
@@ -208,4 +231,13 @@ def _online_settings(run: Run) -> str:
 
 def online_rows(run: Run) -> list[dict[str, Any]]:
     """Rows of log.jsonl with a score."""
-    return [row for row in run.rows if row.get("knn_top1") is not None and math.isfinite(row["knn_top1"])]
+    key = online_key(run)
+    return [row for row in run.rows if row.get(key) is not None and math.isfinite(row[key])]
+
+
+def online_key(run: Run) -> str:
+    """The column of log.jsonl that follows the training: the online kNN; of fine-tuning the validation top-1, of the
+    moving average where there is one."""
+    if not run.fine_tuned:
+        return "knn_top1"
+    return AVERAGE_TOP1 if run.last(AVERAGE_TOP1) is not None else "val_top1"

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 
-from dmjd.report.cost import CPU_HOURS, GPU_HOURS, PAPER_GPUS, PAPER_HOURS, hardware
+from dmjd.report.cost import CPU_HOURS, GPU_HOURS, PAPER_GPUS, PAPER_HOURS, computed, device_hours, hardware
 from dmjd.report.differences import short_names
-from dmjd.report.format import ABSENT, hours, look_up, plain, rate, scores
+from dmjd.report.format import ABSENT, hours, look_up, plain, rate, scores, spread
 from dmjd.report.html import table
 from dmjd.report.method import base_and_additions
 from dmjd.report.run import Run
-from dmjd.report.scores import Metric, metrics, points, records_of, references, unlike_training
+from dmjd.report.scores import Metric, latest_of, metrics, points, records_of, references, unlike_training
 from dmjd.report.speedup import definition, speedup
 
 _PATTERNS = {"uniform": "Uniform", "block": "Block-wise", "beit": "BEiT's block-wise"}
+_FORMULA = re.compile(r"^(?=[=+@\t]|-.)")
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,17 @@ class Table:
     """Columns of equal length, and one sentence per speed-up."""
 
     columns: list[Column]
-    speedups: list[str]
+    speedups: list[str] = field(default_factory=list)
 
     @property
     def meanings(self) -> list[tuple[str, str]]:
         """Footnotes: title and meaning of every column that has one."""
         return [(column.title, column.meaning) for column in self.columns if column.meaning]
 
-    def markdown(self) -> str:
-        """A Markdown table with aligned source; every text from a run folder is escaped."""
+    def markdown(self, aligned: bool = True) -> str:
+        """A Markdown table, by default with aligned source; every text from a run folder is escaped."""
         lines = [[escape_markdown(cell) for cell in (column.title, *column.cells)] for column in self.columns]
-        widths = [max(3, *map(len, column)) for column in lines]
+        widths = [max(3, *map(len, column)) if aligned else 3 for column in lines]
         sides = [str.rjust if column.numeric else str.ljust for column in self.columns]
         ends = [":" if column.numeric else "-" for column in self.columns]
         rule = ["-" * (width - 1) + end for end, width in zip(ends, widths, strict=True)]
@@ -54,8 +57,24 @@ class Table:
         )
         return "\n".join("| " + " | ".join(row) + " |" for row in [head, rule, *body])
 
-    def html(self) -> str:
-        """The same as an HTML table."""
+    def text(self) -> str:
+        """The same for a terminal: aligned columns without rules."""
+        lines = [[_printable(cell) for cell in (column.title, *column.cells)] for column in self.columns]
+        sides = [str.rjust if column.numeric else str.ljust for column in self.columns]
+        padded = [
+            [side(cell, max(map(len, cells))) for cell in cells] for side, cells in zip(sides, lines, strict=True)
+        ]
+        return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+
+    def csv(self) -> str:
+        """The same as CSV. A text that a spreadsheet would take for a formula begins with an apostrophe."""
+        file = io.StringIO()
+        rows = zip(*((column.title, *column.cells) for column in self.columns), strict=True)
+        csv.writer(file, lineterminator="\n").writerows([_FORMULA.sub("'", cell) for cell in row] for row in rows)
+        return file.getvalue()
+
+    def html(self, name: str = "Runs") -> str:
+        """The same as an HTML table. name: for screen readers."""
         tags = [("td", ' class="number"') if column.numeric else ("td", ' class="text"') for column in self.columns]
         tags[0] = ("th", ' scope="row"')
         sides = [' class="number"' if column.numeric else "" for column in self.columns]
@@ -67,7 +86,7 @@ class Table:
             "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for (tag, kind), cell in zip(tags, cells, strict=True))
             for cells in zip(*(column.cells for column in self.columns), strict=True)
         )
-        return table("Runs", "runs", head, rows)
+        return table(name, "runs", head, rows)
 
 
 def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
@@ -105,6 +124,11 @@ def compare(runs: Sequence[Run], baseline: Run | None) -> Table:
         columns.append(Column("Speed-up", [each.cell for each in outcomes], definition(baseline.name)))
         reasons = [each.reason for each in outcomes]
     return Table(columns, reasons)
+
+
+def _printable(text: str) -> str:
+    """``text`` on one line, with a question mark for each control character."""
+    return "".join(character if character.isprintable() else "?" for character in " ".join(text.split()))
 
 
 def escape_markdown(text: str) -> str:
@@ -153,8 +177,13 @@ def _score_columns(runs: Sequence[Run], measured: Sequence[Metric]) -> list[Colu
         differing = metric.differing(alike)
         best = [metric.best(point.score for point in points(run, metric)) for run in runs]
         title = f"{metric.heading} ({differing})" if differing else metric.heading
+        cells = scores(best, metric.column)
+        repeats = [[record.scores[metric.score] for record in latest_of(run, metric)] for run in runs]
+        for place, values in enumerate(repeats):
+            if len(values) > 1:
+                cells[place] = spread(values, metric.column)
         meaning = " ".join([metric.description, *_references(runs, metric), *_unlike(runs, metric)])
-        columns.append(Column(title, scores(best, metric.column), meaning))
+        columns.append(Column(title, cells, meaning))
     return columns
 
 
@@ -176,22 +205,14 @@ def _unlike(runs: Sequence[Run], metric: Metric) -> list[str]:
 
 def _cost_columns(runs: Sequence[Run]) -> list[Column]:
     used = [hardware(run) for run in runs]
-    spent: list[dict[str, float]] = []
-    for run, where in zip(runs, used, strict=True):
-        seconds = run.last("seconds")
-        cost = None if seconds is None else where.hours(seconds)
-        spent.append({} if cost is None or where.kind is None else {where.kind: cost})
+    spent = [device_hours(run) for run in runs]
     columns = [
         Column(f"{kind} hours", [hours(each[kind]) if kind in each else ABSENT for each in spent], meaning)
         for kind, meaning in (("GPU", GPU_HOURS), ("CPU", CPU_HOURS))
         if any(where.kind == kind for where in used)
     ]
     paper = [
-        ABSENT if "GPU" not in each else hours(each["GPU"] / PAPER_GPUS) + _computed(where.world_sizes)
+        ABSENT if "GPU" not in each else hours(each["GPU"] / PAPER_GPUS) + computed(where)
         for each, where in zip(spent, used, strict=True)
     ]
     return [*columns, Column("Gh.", paper, PAPER_HOURS)]
-
-
-def _computed(world_sizes: tuple[int, ...]) -> str:
-    return "" if world_sizes == (PAPER_GPUS,) else " (computed)"

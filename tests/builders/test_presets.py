@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+import torch
 
+from dmjd.builders.model import build_classification
 from dmjd.compose import compose
 from dmjd.config import FinetuneConfig
+from dmjd.keys import groups_of
 from dmjd.resources import configs_dir
 
-PRESETS = sorted(path.stem for path in (configs_dir() / "preset").glob("*.yaml"))
+UNPUBLISHED = {"own_photos"}
+PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - UNPUBLISHED)
 
 
 class Published(NamedTuple):
@@ -54,6 +58,32 @@ PUBLISHED = {
 }
 
 
+SIZES = {
+    "mae_vit_base": 86_567_656 - 197 * 768,
+    "mae_vit_large": 304_326_632 - 197 * 1024,
+    "mae_vit_huge": 632_045_800 - 257 * 1280,
+    "simmim_vit_base": 86_530_984,
+    "simmim_swin_base": 87_768_224,
+    "beit_vit_base": 86_530_984,
+    "maskfeat_vit_base": 86_567_656,
+    "maskfeat_vit_large": 304_326_632,
+    "convmae_base": 85_374_824 - 196 * 768,
+    "dmjd_convvit_base": 88_787_816 - 196 * 768,
+    "dmjd_convvit_large": 322_977_384 - 196 * 1024,
+    "dmjd_vit_base": 86_567_656 - 197 * 768 - 768,
+}
+"""Parameters of the official classifiers of 1000 classes, without their fixed positions: measured on them, and of ViT
+and Swin those of timm's models."""
+
+
+@pytest.mark.parametrize("preset", SIZES)
+def test_a_preset_is_the_published_model(preset: str) -> None:
+    config: FinetuneConfig = compose("finetune", [f"preset={preset}", "init=weights.pth"])
+    with torch.device("meta"):
+        objective = build_classification(config, 1000)
+    assert sum(parameter.numel() for parameter in objective.parameters()) == SIZES[preset]
+
+
 def test_every_preset_has_its_row() -> None:
     assert sorted(PUBLISHED) == PRESETS
 
@@ -95,3 +125,13 @@ def test_models_of_one_shape_differ_as_published() -> None:
     assert [composed[f"beit_vit_{size}"].backbone.layer_scale for size in ("base", "large")] == [0.1, 1e-5]
     assert [composed[f"beit_vit_{size}"].data.mean for size in ("base", "large")] == [[0.5] * 3] * 2
     assert all(config.run == f"runs/finetune_{name}" for name, config in composed.items())
+
+
+@pytest.mark.parametrize("backbone", groups_of("finetune")["backbone"])
+def test_every_backbone_is_fine_tuned_alone_and_keeps_its_decoder_in_pre_training(backbone: str) -> None:
+    tuned = compose("finetune", [f"backbone={backbone}", "backbone.drop_path=0", "init=weights.pth"])
+    trained = compose("pretrain", [f"backbone={backbone}", "method=mae"])
+    assert tuned.backbone == trained.backbone
+    decoder = trained.method.decoder
+    small = {"vit_mini": (128, 2, 4), "vit_tiny": (128, 2, 4), "vit_small": (256, 4, 8)}
+    assert (decoder.dim, decoder.depth, decoder.num_heads) == small.get(backbone, (512, 8, 16))

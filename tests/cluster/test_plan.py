@@ -29,6 +29,10 @@ def make_plan(*words: str) -> Plan:
     return Plan(compose("plan", words))
 
 
+def finetune_plan(*words: str) -> Plan:
+    return Plan(compose("plan_finetune", words))
+
+
 def with_activations(plan: Plan, per_image: float) -> Plan:
     """The plan of a model whose activations take ``per_image`` bytes."""
     flat, growing = Growth([0] * len(TRACED)), Growth([per_image * images for images in TRACED])
@@ -45,6 +49,42 @@ def test_parameters_of_vit_b_are_the_known_number() -> None:
 def test_gpu_hours_are_flops_by_rate() -> None:
     plan = make_plan("experiment=mae_vit_base", "epochs=10", "images=1000", "mfu=50", "gpu=a100-40")
     assert plan.gpu_hours * 3600 * 156e12 == pytest.approx(plan.flops_per_image * 10_000)
+
+
+def test_a_fine_tuning_is_planned_with_its_own_model_and_schedule() -> None:
+    plan = finetune_plan("preset=mae_vit_base", "images=1000", "mfu=50", "gpu=a100-40")
+    # timm's vit_base_patch16_224 with 1000 classes and fixed positions; 17.5 G multiply-adds in DeiT's tables.
+    assert plan.parameters == 86_567_656 - 197 * 768
+    assert plan.flops_per_image == pytest.approx(3 * 2 * 17.5e9, rel=0.01)
+    assert plan.gpu_hours * 3600 * 156e12 == pytest.approx(plan.flops_per_image * 100 * 1000)
+    assert finetune_plan("preset=mae_vit_base", "head.num_classes=10").parameters == plan.parameters - 990 * 769
+
+
+def test_frozen_layers_have_no_gradients_and_the_average_is_of_the_whole_model() -> None:
+    words = "preset=mae_vit_base", "gpus=8"
+    plain = finetune_plan(*words)
+    frozen = finetune_plan(*words, "freeze=13", "ema_decay=.999")
+    head = 768 * 1000 + 1000 + 2 * 768
+    for engine in ("ddp", "fsdp"):
+        whole, part = plain.state(engine), frozen.state(engine)
+        assert part.weights == whole.weights
+        assert part.gradients == pytest.approx(whole.gradients * head / plain.parameters)
+        assert part.optimizer == pytest.approx(whole.optimizer * head / plain.parameters)
+    assert [frozen.frozen(name) for name in ("ddp", "fsdp")] == [4 * plain.parameters, 4 * plain.parameters / 8]
+    with_activations(frozen, GIB)
+    assert frozen.peak("ddp", "none", 2) < with_activations(plain, GIB).peak("ddp", "none", 2)
+
+
+def test_micro_batches_of_a_fine_tuning_are_whole_pairs() -> None:
+    words = "preset=mae_vit_base", "batch_size=72", "gpus=8", "gpu=a100-40"
+    with pytest.raises(ConfigError, match="micro-batches of 9; set a multiple of 16"):
+        finetune_plan(*words)
+    alone = with_activations(finetune_plan(*words, "augment.mixup=0", "augment.cutmix=0"), 5 * GIB)
+    pairs = with_activations(finetune_plan(*words[:1], "batch_size=144", *words[2:]), 5 * GIB)
+    for plan, images, accumulation in ((alone, 3, 3), (pairs, 6, 3)):
+        fit = plan.fit("ddp", "none")
+        assert fit is not None
+        assert (fit.micro_batch, fit.grad_accum_steps) == (images, accumulation)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +202,11 @@ def test_the_page_names_every_engine_and_the_modes_that_are_needed(capsys: pytes
     assert "fsdp" not in text
     assert "\n  engine  full\n" in text
     assert "t4 has no bf16 tensor cores" in text
+    small = ("backbone=vit_tiny", "data=fashion_mnist", "backbone.patch_size=8", "backbone.depth=1", "batch_size=64")
+    assert main(["plan", "finetune", *small, "head.num_classes=10"]) == 0
+    text = capsys.readouterr().out
+    for word in ("head                  10 classes", "60000 (data=fashion_mnist)", "forward and backward\n", "single"):
+        assert word in text
 
 
 def test_modes_are_tried_until_every_engine_takes_the_batch_at_once() -> None:

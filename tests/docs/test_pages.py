@@ -43,6 +43,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
             command = typed[1] if typed[0] == "dmjd" else "pretrain"
             command, typed = (typed[2], typed[3:]) if command == "submit" else (command, typed)
             command = "pretrain" if command in ("preflight", "demo") else command
+            command = "plan_finetune" if typed[:3] == ["dmjd", "plan", "finetune"] else command
             yield command, [text for text in typed if re.match(r"[a-z_.]+=", text) and not _PLACEHOLDER.search(text)]
 
 
@@ -50,10 +51,10 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def test_commands_compose(page: Path) -> None:
     of_jobs = {*OPTIONS, "warm"}
     for command, overrides in commands(page.read_text()):
-        assert command in {*COMMANDS, *EVALUATIONS}, command
+        assert command in {*COMMANDS, *EVALUATIONS, "plan_finetune"}, command
         if command in SCHEMAS:
             required = {"convert": ("input=a.pth", "output=b.pth")}.get(command, ("checkpoint=x",))
-            needed = () if command in ("pretrain", "plan") else required
+            needed = () if command in ("pretrain", "plan", "plan_finetune") else required
             compose(command, [*needed, *(text for text in overrides if text.partition("=")[0] not in of_jobs)])
 
 

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import math
+import shutil
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from dmjd.errors import DataError
-from dmjd.evaluate import knn
+from dmjd.compose import compose
+from dmjd.errors import ConfigError, DataError
+from dmjd.evaluate import describe, evaluate, knn
+from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.features import Features, accuracies
-from dmjd.evaluate.knn import KnnResult, knn_accuracy, neighbours_for
+from dmjd.evaluate.knn import KnnResult, knn_accuracy, knn_table, neighbours_for
 
 CPU = torch.device("cpu")
 
@@ -124,3 +129,85 @@ def test_a_far_neighbours_vote_counts_at_a_low_temperature_too(temperature: floa
 def test_a_label_beyond_the_classes_is_refused() -> None:
     with pytest.raises(DataError, match="below num_classes=7, got 7"):
         knn_accuracy(planted(400, seed=1), planted(8, seed=2), 7, device=CPU)
+
+
+# Several k and temperatures
+
+
+@pytest.mark.parametrize("block", [1 << 26, 300 * 7])
+def test_every_pair_of_a_table_is_what_it_is_alone(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn, "_SIMILARITIES_PER_BLOCK", block)
+    train, test = random_features(300, 10, seed=1), random_features(120, 10, seed=2)
+    table = knn_table(train, test, 10, device=CPU, neighbours=[1, 5, 20, 300], temperatures=[0.04, 0.5])
+    assert list(table) == [(k, t) for k in (1, 5, 20, 300) for t in (0.04, 0.5)]
+    for (k, temperature), result in table.items():
+        assert result == knn_accuracy(train, test, 10, device=CPU, k=k, temperature=temperature)
+    assert len({result.top1 for result in table.values()}) > 4, "k and temperature must matter"
+
+
+@pytest.mark.parametrize("block", [1 << 26, 60 * 7])
+def test_leave_one_out_is_a_search_of_the_other_images(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 3 and row 40 are the same image: each is the other's nearest neighbour, and not its own."""
+    monkeypatch.setattr(knn, "_SIMILARITIES_PER_BLOCK", block)
+    data = random_features(60, 6, seed=1)
+    data.values[40] = data.values[3]
+    own = torch.arange(0, 60, 3)
+    queries = Features(data.values[own], data.labels[own])
+    table = knn_table(data, queries, 6, device=CPU, neighbours=[1, 4, 59], temperatures=[0.1, 1.0], own=own)
+    for (k, temperature), result in table.items():
+        alone = []
+        for row in own.tolist():
+            others = torch.arange(60) != row
+            bank = Features(data.values[others], data.labels[others])
+            alone.append(oracle(bank, Features(data.values[[row]], data.labels[[row]]), 6, k, temperature))
+        top1, top5 = np.mean(alone, axis=0)
+        assert result.top1 == pytest.approx(top1)
+        assert result.top5 == pytest.approx(top5)
+
+
+def search(run: Path, *words: str) -> dict[str, Any]:
+    quick = ("workers=0", "device=cpu", "untrained=false", "train_images=400")
+    return evaluate("knn", compose("knn", [f"checkpoint={run}", *quick, *words]))
+
+
+def test_the_training_images_choose_and_the_best_on_test_is_marked(finished_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(finished_run, tmp_path / "run"))
+    record = search(run, "neighbours=100,2,10", "temperature=[0.07,0.2]")
+    settings = record["settings"]
+    assert (settings["k"], settings["temperature"]) == ([2, 10, 100], [0.07, 0.2])
+    assert settings["chosen_by"] == "leave-one-out, 400 images"
+    rows = record["table"]
+    assert [(row["k"], row["temperature"]) for row in rows] == [(k, t) for k in (2, 10, 100) for t in (0.07, 0.2)]
+    chosen = max(rows, key=lambda row: row["left_out_top1"])
+    assert record["chosen"] == {"k": chosen["k"], "temperature": chosen["temperature"]}
+    assert record["top1"] == chosen["top1"]
+    assert record["top1_best_on_test"] == max(row["top1"] for row in rows)
+    (line,) = describe(record)
+    assert f"k-nearest-neighbour top-1 {chosen['top1']:.2f} %  (" in line
+    assert f", best on the test images {record['top1_best_on_test']:.2f}; trained, step 11, k {chosen['k']}, " in line
+    alone = search(run, f"neighbours={chosen['k']}", f"temperature={chosen['temperature']}")
+    assert {key: alone[key] for key in ("top1", "top5", "balanced_top1")} == {
+        key: chosen[key] for key in ("top1", "top5", "balanced_top1")
+    }
+    assert not {"chosen", "table", "top1_best_on_test"} & alone.keys()
+    assert (alone["settings"]["k"], alone["settings"]["temperature"]) == (chosen["k"], chosen["temperature"])
+    assert len(list((run / "evaluations").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("neighbours=[5,400]", r"neighbours=400 must be at most 399, the training images beside the one that is left"),
+        ("neighbours=[5,401] temperature=0.1", "neighbours=401 must be at most 399, the training images beside"),
+        ("neighbours=401", "neighbours=401 must be at most the number of training images, 400"),
+        ("neighbours=[]", r"neighbours must hold at least one number, got \[\]"),
+        ("temperature=[0.1,0]", "temperature must be above 0, got 0"),
+        ("neighbours=[0,1]", "neighbours must be above 0, got 0"),
+    ],
+)
+def test_values_that_cannot_be_searched_are_rejected_before_images_are_encoded(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch, words: str, error: str
+) -> None:
+    monkeypatch.setattr(FrozenEncoder, "features", lambda *arguments: pytest.fail("images were encoded"))
+    with pytest.raises(ConfigError, match=error):
+        search(finished_run, *words.split())

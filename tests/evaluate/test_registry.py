@@ -12,10 +12,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dmjd.config import SCHEMAS, EvaluationConfig
 from dmjd.config.fields import positive
+from dmjd.data.dataset import ArrayDataset
 from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column, Context, Evaluation, Scores, register
 from dmjd.report.run import read_run
@@ -79,15 +81,21 @@ def test_a_registered_evaluation_is_a_command_with_help_and_a_slurm_job(dmjd: Co
 
 
 def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
-    frozen: Any = SimpleNamespace(source="/x", dataset=lambda split, count: SimpleNamespace(num_classes=3))
+    def context(needs: str, num_classes: int, labels: list[int]) -> Context[SegmentConfig]:
+        images = ArrayDataset(np.zeros((len(labels), 2, 2, 1), np.uint8), np.array(labels), num_classes, "x")
+        frozen: Any = SimpleNamespace(source="/x", dataset=lambda split, count: images)
+        return Context(SegmentConfig(checkpoint="x"), frozen, needs)
+
     for needs in ("labels", "none"):
-        Context(None, frozen, needs).dataset("test")
+        context(needs, 3, [0, 2]).dataset("test")
     with pytest.raises(DataError, match="/x: the test images have no masks; data sets have labels at most"):
-        Context(None, frozen, "masks").dataset("test")
-    one: Any = SimpleNamespace(source="/x", dataset=lambda split, count: SimpleNamespace(num_classes=1))
-    Context(None, one, "none").dataset("train")
+        context("masks", 3, [0, 2]).dataset("test")
+    context("none", 1, [0, 0]).dataset("train")
     with pytest.raises(DataError, match="/x: the images have one class, and a score needs two or more"):
-        Context(None, one, "labels").dataset("train")
+        context("labels", 1, [0, 0]).dataset("train")
+    for label in (3, -1):
+        with pytest.raises(DataError, match=f"/x: labels of the test images must be 0 to 2, got {label}"):
+            context("labels", 3, [0, label]).dataset("test")
 
 
 @pytest.mark.usefixtures("segmentation")

@@ -17,6 +17,7 @@ import pytest
 from PIL import Image, PngImagePlugin
 
 from dmjd.report import write_comparison, write_report
+from tests.report.conftest import VIT_B
 from tests.report.html_page import Page
 
 MakeRun = Callable[..., Path]
@@ -27,6 +28,9 @@ CONFIG = {
     "data": {"name": "digits", "image_size": [32, 32]},
     "online_knn": {"neighbours": 20, "temperature": 0.07, "pooling": "mean", "train_images": 20000},
 }
+
+VIT_B_RUN = {"backbone": VIT_B, "target": {"name": "pixels", "norm": "patch"}}
+"""A run with published rows, which make the widest tables."""
 
 
 @pytest.fixture
@@ -147,16 +151,18 @@ def page_texts(pdf: bytes) -> list[bytes]:
 @pytest.mark.long
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH")
 def test_a_browser_shows_pages_at_two_widths_in_two_schemes_and_on_paper(
-    run: Path, make_run: MakeRun, tmp_path: Path
+    run: Path, make_run: MakeRun, make_finetune: MakeRun, tmp_path: Path
 ) -> None:
     def other(index: int) -> Path:
         name = f"an_experiment_with_a_long_name_{index}"
-        return make_run(name, curve=[(50, 60.0 + index), (100, 65.0)], config=CONFIG | {"seed": index})
+        return make_run(name, curve=[(50, 60.0 + index), (100, 65.0)], config=CONFIG | VIT_B_RUN | {"seed": index})
 
-    for path in (write_report(run), write_comparison([run, *map(other, range(7))], baseline=run)[1]):
+    runs = [run, *map(other, range(7))]
+    tuned = write_report(make_finetune("tuned", init=str(runs[1])))
+    for path in (write_report(run), tuned, write_comparison(runs, baseline=run)[1]):
         (path.parent / "measured.html").write_text(path.read_text().replace("</body>", MEASURE))
         frames = path.with_name("frames.html")  # a window is at least 500 pixels wide
-        sizes = (f'<iframe src="measured.html" height="800" width="{width}"></iframe>' for width in (1400, 400))
+        sizes = (f'<iframe src="measured.html" height="800" width="{width}"></iframe>' for width in (1400, 360))
         frames.write_text(COLLECT + "".join(sizes))
         for scheme, paper in (("--blink-settings=preferredColorScheme=1", WHITE), ("--force-dark-mode", BLACK)):
             arguments = (scheme, "--virtual-time-budget=3000", "--dump-dom", frames.as_uri())

@@ -204,8 +204,9 @@ def test_everything_is_escaped(folder: Path, evaluate: Callable[..., None]) -> N
     source = write_report(renamed).read_text()
     assert "<script" not in source
     # Name (title, h1), method (line, summary), configuration, device (line, summary, provenance), started (line,
-    # provenance), provenance key and value, picture, evaluation (verb, settings twice).
-    assert Page(source).text.count(evil) == 16
+    # provenance), provenance key and value, picture, evaluation (verb, settings twice); in the table beside published
+    # rows name, method and device, and in its note name and method.
+    assert Page(source).text.count(evil) == 21
 
 
 def test_report_is_replaced_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,3 +315,12 @@ def test_a_whole_number_of_400_digits_is_damage(folder: Path) -> None:
         log.write('{"step": 100000, "loss": 1%s}\n{"step": 100001}\n' % ("0" * 400))
     with pytest.raises(DataError, match="it must be a number"):
         write_report(folder)
+
+
+def test_the_page_sums_up_where_the_time_went(folder: Path) -> None:
+    accounts = {"training": 90.0, "start": 5.0, "data": 3.0, "checkpoint": 2.0, "evaluate": 0.0, "lost": 0.0}
+    row = {"step": 11, "seconds": 100.0, **{f"{name}_seconds": spent for name, spent in accounts.items()}}
+    (folder / "timing.jsonl").write_text(json.dumps(row) + "\n")
+    text = write_report(folder).read_text()
+    assert "90.0 %: 1 min 30 s training, 5.0 s start-up and compilation, 3.0 s waiting for data, 2.0 s waiting" in text
+    assert "lost to crashes" not in text

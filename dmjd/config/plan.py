@@ -1,0 +1,51 @@
+"""Configuration of ``dmjd plan``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dmjd.accelerators import ACCELERATORS
+from dmjd.config.fields import choice, number, path, positive
+from dmjd.config.finetune import FinetuneConfig
+from dmjd.config.pretrain import PretrainConfig
+
+IMAGENET, IMAGENET_CLASSES = 1_281_167, 1000
+"""Training images and classes of ImageNet-1k."""
+
+
+@dataclass
+class ClusterConfig:
+    """The machine and the images of a plan.
+
+    gpus: Number of GPUs.
+    gpu: GPU model.
+    gpus_per_node: GPUs per node.
+    images: Training images. null: those of data.root, which are counted, or ImageNet-1k's without data.root.
+    mfu: Assumed model FLOPs utilisation, in percent of the GPU's peak.
+    """
+
+    gpus: int = positive(1)
+    gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
+    gpus_per_node: int = positive(8)
+    images: int | None = number(None, least=1)
+    mfu: float = number(30.0, above=0, most=100)
+
+
+@dataclass
+class PlanConfig(PretrainConfig, ClusterConfig):
+    """Estimate parameters, FLOPs, memory and GPU hours of a pre-training.
+
+    Its own keys, then those of pretrain; keys of a run's files, logs and checkpoints have no effect.
+    """
+
+
+@dataclass
+class FinetunePlanConfig(FinetuneConfig, ClusterConfig):
+    """Estimate parameters, FLOPs, memory and GPU hours of a fine-tuning.
+
+    Its own keys, then those of finetune; keys of a run's files, logs and checkpoints have no effect.
+
+    init: Run folder whose backbone and data are planned for, as by finetune. null: those of preset and backbone.
+    """
+
+    init: str | None = path()

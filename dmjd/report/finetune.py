@@ -1,0 +1,141 @@
+"""Sections of the page of a fine-tuning run: its method in sentences, its settings, its parameter groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+from urllib.parse import quote
+
+from dmjd.report.format import ABSENT, look_up, plain
+from dmjd.report.html import heading, link, paragraph, table
+from dmjd.report.method import method_name
+from dmjd.report.published import identity
+from dmjd.report.run import Run
+from dmjd.report.scores import AVERAGE_TOP1, online_key, online_rows
+
+_GROUPS = {
+    "name": "Group",
+    "layers": "Layers",
+    "lr_scale": "Learning-rate scale",
+    "weight_decay": "Weight decay",
+    "tensors": "Tensors",
+    "parameters": "Parameters",
+}
+
+
+def finetune_summary(run: Run) -> str:
+    """The method in sentences: start, schedule, head, augmentation, regularisation."""
+
+    def value(*keys: str) -> Any:
+        return look_up(run.config, keys)
+
+    preset = preset_of(run.config)
+    begin = f"Fine-tuning of {identity(run.config).backbone}{f' with the preset {preset}' if preset else ''}"
+    parts = [
+        f"{begin}: {plain(value('epochs'))} epochs, batch {plain(value('batch_size'))}{_peak(run.config)}.",
+        f"Head: {_head(value('head'))}.",
+        f"Augmentation: {', '.join(_augmentation(value('augment'))) or 'crops and flips only'}.",
+    ]
+    decay, drop, average = value("optim", "layer_decay"), value("backbone", "drop_path"), value("ema_decay")
+    regularisation = [
+        "no layer decay" if decay == 1.0 else f"layer decay {plain(decay)}",
+        f"drop path {plain(drop)}" if drop else "no drop path",
+        f"weight decay {plain(value('optim', 'weight_decay'))}",
+        *([f"moving average of the weights with decay {plain(average)}"] if average else []),
+        *([f"the first {plain(value('freeze'))} layers frozen"] if value("freeze") else []),
+    ]
+    return " ".join([*parts, f"Regularisation: {', '.join(regularisation)}."])
+
+
+def finetune_settings(run: Run) -> list[tuple[str, str]]:
+    """Rows of the summary that only fine-tuning has."""
+    rows = [
+        ("Preset", preset_of(run.config) or ABSENT),
+        ("Layer decay", plain(look_up(run.config, ("optim", "layer_decay")))),
+        ("Drop path", plain(look_up(run.config, ("backbone", "drop_path")))),
+        ("Head", _head(look_up(run.config, ("head",)))),
+        ("Augmentation", ", ".join(_augmentation(look_up(run.config, ("augment",)))) or ABSENT),
+    ]
+    best = best_epoch(run)
+    return rows + ([("Best epoch", best)] if best else [])
+
+
+def preset_of(config: Mapping[str, Any]) -> str:
+    """The name of ``preset=NAME``; empty if none was typed."""
+    typed = config.get("typed")
+    names = [str(name) for name in typed] if isinstance(typed, list) else []
+    return next((name.partition("=")[2] for name in names if name.startswith("preset=")), "")
+
+
+def best_epoch(run: Run) -> str:
+    """ "45 of 50: validation top-1 86.20 %"; empty before the first validation. Of equal scores the earliest."""
+    rows, key = online_rows(run), online_key(run)
+    if not rows:
+        return ""
+    best = max(rows, key=lambda row: row[key])
+    average = " of the moving average" * (key == AVERAGE_TOP1)
+    epochs = f"{plain(best.get('epoch'))} of {plain(run.config.get('epochs'))}"
+    return f"{epochs}: validation top-1{average} {best[key]:.2f} %"
+
+
+def origin_line(run: Run) -> str:
+    """HTML: the source of the initial weights, with a link to its report where there is one."""
+    init = run.config.get("init")
+    if init is None:
+        return paragraph("Initial weights: random.")
+    untrained = " (its configuration only; random weights)" * (run.config.get("weights") == "untrained")
+    if run.origin is None:
+        return paragraph(f"Initial weights: {plain(init)}{untrained}.")
+    text = f"{run.origin.name}, {method_name(run.origin.config)}{untrained}"
+    page = run.origin.path / "report.html"
+    if not page.is_file():
+        return paragraph(f"Initial weights: {text}.")
+    # Quoting leaves no colon, so no name can become a scheme.
+    address = quote(os.path.relpath(page.resolve(), run.path.resolve()))
+    return f"<p>Initial weights: {link(text, address)}.</p>"
+
+
+def group_table(run: Run) -> list[str]:
+    """The parameter groups: learning-rate scale and weight decay of each; empty without groups.json."""
+    if not run.groups:
+        return []
+    rows = [
+        f'<th scope="row">{escape(_shown(row, "name"))}</th>'
+        + "".join(f"<td>{escape(_shown(row, key))}</td>" for key in [*_GROUPS][1:])
+        for row in run.groups
+    ]
+    return [heading("Parameter groups"), table("Parameter groups", "groups", [*_GROUPS.values()], rows)]
+
+
+def _shown(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else plain(value)
+
+
+def _peak(config: Mapping[str, Any]) -> str:
+    base, batch = look_up(config, ("optim", "base_lr")), config.get("batch_size")
+    if not (isinstance(base, int | float) and isinstance(batch, int)):
+        return ""
+    return f", peak learning rate {plain(float(base))} x {batch} / 256 = {plain(base * batch / 256)}"
+
+
+def _head(head: Any) -> str:
+    pooling, norm, classes, dropout = (look_up(head, (key,)) for key in ("pooling", "norm", "num_classes", "dropout"))
+    parts = [
+        {"mean": "mean of the patch tokens", "cls": "class token"}.get(plain(pooling), plain(pooling)),
+        {"pooled": "then a new LayerNorm", "encoder": "after the encoder's norm"}.get(plain(norm), ""),
+        f"dropout {plain(dropout)}" if dropout else "",
+        f"{classes} classes" if classes else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _augmentation(augment: Any) -> list[str]:
+    def value(key: str) -> Any:
+        return look_up(augment, (key,))
+
+    named = {"mixup": "mixup", "cutmix": "cutmix", "erase_prob": "random erasing", "smoothing": "label smoothing"}
+    policy = [f"RandAugment {plain(value('randaugment'))}"] if value("randaugment") else []
+    return policy + [f"{name} {plain(value(key))}" for key, name in named.items() if value(key)]
