@@ -33,8 +33,11 @@ EVALUATIONS = {
 
 FULL = {"pretrain": ["experiment=fashion_mnist"], "finetune": ["preset=fashion_mnist"]}
 QUICK = {
-    "pretrain": ["experiment=demo_digits", "epochs=10"],
-    "finetune": ["preset=fashion_mnist", "epochs=4", "batch_size=64"],
+    "pretrain": [
+        *("experiment=demo_digits", "epochs=2", "optim.warmup_epochs=1"),
+        *("backbone.embed_dim=32", "backbone.depth=2", "backbone.num_heads=1"),
+    ],
+    "finetune": ["preset=fashion_mnist", "epochs=2", "batch_size=64", "optim.warmup_epochs=1"],
 }
 LIMIT = 1800
 """Seconds after which a command is ended."""
@@ -133,7 +136,7 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", help="KEY=VALUE of every dmjd command, such as data.root=FOLDER")
     parser.add_argument("--folder", type=Path, default=Path("runs/fashion_mnist_finetune"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="digits and few epochs")
+    parser.add_argument("--quick", action="store_true", help="a trial: a tiny model, digits, two epochs")
     parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 6, on a CPU 1")
     options = parser.parse_args()
     import torch
