@@ -60,7 +60,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
     ),
     "finetune": (
-        ("dmjd finetune runs/photos", "from a run, on its images and their classes"),
+        ("dmjd finetune runs/own_photos preset=own_photos", "from a run, on its images and their class folders"),
         ("dmjd finetune runs/photos data.root=labelled data.val_percent=10", "on other images, with 10 % held out"),
         (
             "dmjd finetune mae.pth preset=mae_vit_base data.root=imagenet engine=ddp",
@@ -114,7 +114,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "preflight": (
         ("dmjd preflight data.root=photos", "check this machine"),
-        ("dmjd preflight data.root=photos warm=true", "also run one step"),
+        ("dmjd preflight finetune runs/photos warm=true", "for a fine-tuning; also run one step"),
         ("dmjd submit preflight data.root=imagenet nodes=4", "check the nodes of a job"),
     ),
     "doctor": (("dmjd doctor runs/photos", "why a run stopped or hangs"),),

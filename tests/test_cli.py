@@ -393,7 +393,7 @@ def test_a_finished_run_prints_the_next_command(dmjd: Command, tiny: Words, tmp_
     assert "continuing from" in err
     code, out, err = dmjd("report", str(run))
     assert (code, err) == (0, "")
-    assert Path(out.strip()) == run / "report.html"
+    assert Path(out.splitlines()[-1]) == run / "report.html"
     assert "<html" in (run / "report.html").read_text()
 
 

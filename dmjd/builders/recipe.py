@@ -1,5 +1,7 @@
 """``recipe=small_data``: sizes of a run that follow the training images and the device (docs/own_photos.md).
 
+Pre-training sets sizes of the model, the crops and the schedule; fine-tuning the schedule and the augmentation.
+
 The rules are applied once, at the first start. Keys that were typed keep their value, and the other rules follow it.
 """
 
@@ -19,8 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses import FakeTensorMode
 
+from dmjd.builders.finetune import classification_and_inputs
 from dmjd.builders.step import objective_and_inputs
-from dmjd.config import DataConfig, PretrainConfig
+from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.errors import BadImage, ConfigError, DataError
@@ -30,7 +33,7 @@ from dmjd.parallel.memory import trace_step
 
 logger = logging.getLogger("dmjd")
 
-Config = TypeVar("Config", bound=PretrainConfig)
+Config = TypeVar("Config", bound=TrainConfig)
 
 SIZES = (224, 128, 96, 64, 48, 32, 24, 16)
 """Image sizes in pixels that the rules select from."""
@@ -46,13 +49,25 @@ MEMORY = 0.8
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """Schedule of a training on one kind of device.
+
+    batch: images per step. epochs: passes over :data:`REFERENCE` images. Fewer images have more epochs in proportion,
+    at most 10 times as many; with more images they fall with the root of the number.
+    """
+
+    batch: int
+    epochs: int
+    base_lr: float
+
+
+@dataclass(frozen=True)
 class Machine:
     """Constants of the rules for one kind of device.
 
     size: largest image size, in pixels. grid: least tokens per side. large: training images from which the larger
     encoder is used. encoders: (embed_dim, depth) below that number, and from it on; a head has 64 dimensions. decoder:
-    (dim, depth, num_heads). batch: images per step. epochs: passes over :data:`REFERENCE` images. Fewer images have
-    more epochs in proportion, at most 10 times as many; with more images they fall with the root of the number.
+    (dim, depth, num_heads).
     """
 
     size: int
@@ -60,9 +75,8 @@ class Machine:
     large: int
     encoders: tuple[tuple[int, int], tuple[int, int]]
     decoder: tuple[int, int, int]
-    batch: int
-    epochs: int
-    base_lr: float
+    pretrain: Schedule
+    finetune: Schedule
 
 
 REFERENCE = 300
@@ -73,9 +87,8 @@ MACHINES: Mapping[str, Machine] = {
         large=2000,
         encoders=((192, 6), (192, 6)),
         decoder=(128, 2, 4),
-        batch=32,
-        epochs=100,
-        base_lr=5e-3,
+        pretrain=Schedule(batch=32, epochs=100, base_lr=5e-3),
+        finetune=Schedule(batch=32, epochs=50, base_lr=8e-3),
     ),
     "cuda": Machine(
         size=224,
@@ -83,11 +96,18 @@ MACHINES: Mapping[str, Machine] = {
         large=2000,
         encoders=((192, 12), (384, 12)),
         decoder=(256, 4, 8),
-        batch=128,
-        epochs=800,
-        base_lr=2e-3,
+        pretrain=Schedule(batch=128, epochs=800, base_lr=2e-3),
+        finetune=Schedule(batch=64, epochs=100, base_lr=4e-3),
     ),
 }
+FINETUNE = {
+    "optim.layer_decay": 0.75,
+    "backbone.drop_path": 0.0,
+    "augment.mixup": 0.2,
+    "augment.cutmix": 0.0,
+    "augment.erase_prob": 0.0,
+}
+"""Values of fine-tuning on any device."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +138,10 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
     rules = _Rules(config, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
     held_out = rules.hold_out()
     images = measure(build_dataset(replace(config.data, check="none"), "train"))
-    rules.apply(images, held_out)
+    if isinstance(config, PretrainConfig):
+        rules.apply_to_pretraining(config, images, held_out)
+    else:
+        rules.apply_to_finetuning(config, images)
     if fit_memory and device.type == "cuda":
         _fit_memory(rules, device)
     values = textwrap.wrap(" ".join(rules.resolved), 100, break_on_hyphens=False)
@@ -147,12 +170,12 @@ def measure(dataset: ImageDataset) -> Images:
 class _Rules:
     """Sets keys of ``config`` in order; a later rule reads what an earlier one set, or what was typed."""
 
-    def __init__(self, config: PretrainConfig, machine: Machine, processes: int) -> None:
+    def __init__(self, config: TrainConfig, machine: Machine, processes: int) -> None:
         self.config, self.machine, self.processes = config, machine, processes
         self.resolved: list[str] = []
         """``KEY=VALUE`` of each rule."""
         self._typed = {name.partition("=")[0] for name in config.typed or ()} - {"data", "method"}
-        if config.backbone.name != "vit":
+        if isinstance(config, PretrainConfig) and config.backbone.name != "vit":
             if "backbone.class_token" not in self._typed:
                 config.backbone.class_token = False
             self._typed.add("backbone")
@@ -189,9 +212,9 @@ class _Rules:
                 logger.info("recipe=small_data: all images are for training and none for scores, as %s", reason)
         return (classes or 0) > 1
 
-    def apply(self, images: Images, held_out: bool) -> None:
-        """All rules but that of the memory."""
-        config, machine = self.config, self.machine
+    def apply_to_pretraining(self, config: PretrainConfig, images: Images, held_out: bool) -> None:
+        """All rules of pre-training but that of the memory."""
+        machine = self.machine
         self._set_sizes(images.least_side)
         width, depth = machine.encoders[images.count >= machine.large]
         self.set("backbone.embed_dim", width)
@@ -200,16 +223,33 @@ class _Rules:
         self.set("backbone.num_heads", next(heads for heads in range(-(-width // 64), 0, -1) if not width % heads))
         for key, value in zip(("dim", "depth", "num_heads"), machine.decoder, strict=True):
             self.set(f"method.decoder.{key}", value)
-        share = (max(config.data.image_size) / images.median_side) ** 2
+        self._set_crops(images)
+        self.set("batch_size", max(1, min(machine.pretrain.batch, images.count // self.processes)) * self.processes)
+        self._set_schedule(machine.pretrain, images)
+        self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
+
+    def apply_to_finetuning(self, config: FinetuneConfig, images: Images) -> None:
+        """All rules of fine-tuning but that of the memory. A batch has pairs of images."""
+        schedule = self.machine.finetune
+        self._set_crops(images)
+        pairs = max(1, min(schedule.batch, images.count // self.processes) // 2)
+        self.set("batch_size", 2 * pairs * self.processes)
+        self._set_schedule(schedule, images)
+        self.set("val_every", max(1, config.epochs // 10))
+        for key, value in FINETUNE.items():
+            self.set(key, value)
+
+    def _set_crops(self, images: Images) -> None:
+        share = (max(self.config.data.image_size) / images.median_side) ** 2
         self.set("data.crop_scale", [round(min(0.5, max(0.2, share)), 2), 1.0])
-        self.set("batch_size", max(1, min(machine.batch, images.count // self.processes)) * self.processes)
+
+    def _set_schedule(self, schedule: Schedule, images: Images) -> None:
         ratio = REFERENCE / images.count
-        self.set("epochs", max(10, round(machine.epochs * (min(10, ratio) if ratio > 1 else math.sqrt(ratio)))))
-        self.set("optim.base_lr", machine.base_lr)
-        if config.optim.warmup_epochs is None:
+        self.set("epochs", max(10, round(schedule.epochs * (min(10, ratio) if ratio > 1 else math.sqrt(ratio)))))
+        self.set("optim.base_lr", schedule.base_lr)
+        if self.config.optim.warmup_epochs is None:
             self.set("optim.warmup_percent", WARMUP_PERCENT)
         self.set("workers", max(1, min(8, len(os.sched_getaffinity(0)) // 2)))
-        self.set("online_knn.every_epochs", max(1, config.epochs // 10) if held_out else 0)
 
     def _set_sizes(self, least: int) -> None:
         """Image size: the largest that nearly all images reach. Patch: the largest that gives enough tokens."""
@@ -248,16 +288,23 @@ def _test_classes(data: DataConfig) -> int | None:
 def _fit_memory(rules: _Rules, device: torch.device) -> None:
     """Halve the batch until the estimate of a step's memory fits into the free memory of the GPU."""
     config, free = rules.config, torch.cuda.mem_get_info(device)[0]
+    unit = rules.processes * (1 if isinstance(config, PretrainConfig) else 2)
     while config.batch_size > 2 * rules.processes and not rules.is_typed("batch_size"):
         if step_bytes(config, config.batch_size // rules.processes, device) <= MEMORY * free:
             break
-        rules.set("batch_size", config.batch_size // 2 // rules.processes * rules.processes)
+        rules.set("batch_size", config.batch_size // 2 // unit * unit)
 
 
-def step_bytes(config: PretrainConfig, images: int, device: torch.device) -> float:
+def step_bytes(config: TrainConfig, images: int, device: torch.device) -> float:
     """Estimated peak bytes of a step of ``images`` on one GPU: weights, gradients, AdamW's state and activations."""
     with FakeTensorMode():
-        objective, prepared = objective_and_inputs(config, images)
+        objective: Any
+        prepared: Any
+        if isinstance(config, PretrainConfig):
+            objective, prepared = objective_and_inputs(config, images)
+        else:
+            assert isinstance(config, FinetuneConfig)
+            objective, prepared = classification_and_inputs(config, config.head.num_classes or 2, images)
         precision = select_precision(config.engine.precision, device)
         step = trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True)
         parameters = sum(parameter.numel() for parameter in objective.parameters())

@@ -88,6 +88,7 @@ def record_finetune(
     Returns:
         The record.
     """
+    from dmjd.data.few_shot import few_shot_settings
     from dmjd.evaluate.encoder import image_source
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
 
@@ -102,6 +103,7 @@ def record_finetune(
         "pooling": config.head.pooling,
         "layer_decay": config.optim.layer_decay,
         "run": run.path.resolve().name,
+        **few_shot_settings(train, config.few_shot, config.labels),
     }
     record: dict[str, Any] = {
         "verb": "finetune",

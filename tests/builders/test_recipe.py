@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from PIL import Image
 from dmjd.builders import build_mask_spec, recipe, token_grid
 from dmjd.builders.model import build_encoder
 from dmjd.compose import compose
-from dmjd.config import PretrainConfig
+from dmjd.config import FinetuneConfig, PretrainConfig
 from dmjd.data.dataset import ArrayDataset, EvenSubset
 from dmjd.errors import ConfigError, DataError
 
@@ -184,3 +185,58 @@ def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
         Image.new("RGB", (32, 32)).save(tmp_path / path)
     with pytest.raises(DataError, match="b has no images in the training split; add some or remove it"):
         recipe.apply_recipe(compose("pretrain", ["experiment=own_photos", f"data.root={tmp_path}"]), CPU)
+
+
+@pytest.fixture
+def finetune(resolve: Resolve, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FinetuneConfig]:
+    """As ``resolve``, of preset=own_photos with the backbone and image size of a run of experiment=own_photos."""
+
+    fit_memory = recipe._fit_memory
+
+    @cache
+    def composed(typed: tuple[str, ...]) -> FinetuneConfig:
+        config: FinetuneConfig = compose("finetune", list(typed))
+        return config
+
+    def run(
+        images: int, *overrides: str, device: torch.device = CPU, processes: int = 1, free_gib: float | None = None
+    ) -> FinetuneConfig:
+        model = ["backbone.patch_size=12", "backbone.embed_dim=192", "backbone.depth=6", "backbone.num_heads=3"]
+        typed = ["init=run", "preset=own_photos", "data.image_size=96", *model, *overrides]
+        resolve(images, 200)  # the images
+        if free_gib is not None:
+            monkeypatch.setattr(recipe, "_fit_memory", fit_memory)
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * 2**30), 0))
+            monkeypatch.setattr(recipe, "select_precision", lambda precision, device: torch.bfloat16)
+        return recipe.apply_recipe(composed(tuple(typed)), device, processes)
+
+    return run
+
+
+def test_a_classifier_follows_the_images_by_the_rules_of_pretraining(
+    finetune: Callable[..., FinetuneConfig], resolve: Resolve
+) -> None:
+    preset = compose("finetune", ["init=run", "preset=own_photos"])
+    found = finetune(300)
+    assert found.data.crop_scale == resolve(300, 200).data.crop_scale
+    for key in ("epochs", "batch_size", "val_every", "augment", "optim"):
+        assert getattr(found, key) == getattr(preset, key), "the docs show what a run does"
+    assert found.backbone.drop_path == preset.backbone.drop_path
+    for images in (5, 27, 300, 3000):
+        assert finetune(images).epochs / resolve(images, 200).epochs == pytest.approx(found.epochs / 100, rel=0.05)
+    for images, processes in ((2, 1), (5, 1), (27, 1), (27, 2), (300, 3)):
+        size = finetune(images, processes=processes).batch_size
+        assert size % (2 * processes) == 0, "pairs are mixed"
+        assert size <= max(images, 2 * processes)
+    typed = finetune(300, "epochs=7", "augment.mixup=.8", "optim.layer_decay=.9", "batch_size=10")
+    assert (typed.epochs, typed.augment.mixup, typed.optim.layer_decay, typed.batch_size) == (7, 0.8, 0.9, 10)
+    assert typed.val_every == 1
+
+
+@pytest.mark.long  # seconds of tracing
+def test_a_batch_of_fine_tuning_fits_the_memory_of_the_gpu(finetune: Callable[..., FinetuneConfig]) -> None:
+    small, large = (finetune(300, device=CUDA, free_gib=free) for free in (0.2, 8.0))
+    assert large.batch_size == 64
+    assert 2 <= small.batch_size < 64
+    assert small.batch_size % 2 == 0
+    assert recipe.step_bytes(small, small.batch_size, CUDA) <= 0.8 * 0.2 * 2**30
