@@ -66,6 +66,7 @@ PUBLISHED = {
     "dmjd_convvit_large": ("800", "86.3", "DMJD, FINETUNE.md; with CLIP as target, 400: 86.8"),
     "dmjd_vit_base": ("1600", "84.1", "the DMJD paper; settings not published, those of MAE"),
     "fashion_mnist": ("60", "-", "docs/examples/fashion_mnist_finetune; not published, other augmentation"),
+    "own_photos": ("-", "-", "docs/own_photos.md; not published, other augmentation"),
 }
 """Preset -> ETE of the pre-training, top-1 in per cent, source."""
 
@@ -91,17 +92,27 @@ def _visible(config: PretrainConfig) -> str:
     return config.method.visible_branch.projector if config.method.visible_branch.enabled else "-"
 
 
+_COUNTED: dict[str, int] = {}
+
+
+def _parameters(config: PretrainConfig) -> int:
+    """Trainable parameters; models that several experiments have are built once."""
+    model = repr((config.backbone, config.method, config.target, config.data.image_size, config.data.channels))
+    if model not in _COUNTED:
+        with torch.device("meta"):
+            built = build_objective(config, target_dim(config)).model
+        _COUNTED[model] = sum(parameter.numel() for parameter in built.parameters())
+    return _COUNTED[model]
+
+
 def _row(experiment: str) -> str:
     config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
     grid = token_grid(config)
     spec = build_mask_spec(config.mask, grid)
     rates = spec.true_rates(grid)
-    with torch.device("meta"):
-        model = build_objective(config, target_dim(config)).model
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     cells = (
         f"`{experiment}`",
-        f"{millions:.1f}",
+        f"{_parameters(config) / 1e6:.1f}",
         f"{config.mask.views} {config.mask.pattern}",
         f"{rates.m_corr:.3f}",
         f"{rates.m_pred:.3f}",
@@ -120,7 +131,8 @@ def _row(experiment: str) -> str:
 def _preset_row(preset: str) -> str:
     config: FinetuneConfig = compose("finetune", [f"preset={preset}", "init=RUN"])
     optim = config.optim
-    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, optim.warmup_epochs)
+    warmup = warmup_steps(config, 1000) / 1000
+    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, warmup)
     cells = [f"{number:.3g}" if isinstance(number, float) else str(number) for number in numbers]
     cells += [f"{optim.layer_decay:g}", f"{config.backbone.drop_path:g}"]
     return f"| {' | '.join([f'`{preset}`', *cells, *PUBLISHED[preset]])} |"

@@ -20,22 +20,36 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-EVALUATIONS = {
-    "kNN": ["knn"],
-    "linear probe": ["linprobe"],
-    "cached probe": ["linprobe", "protocol=cached"],
-    "linear probe, 10 % of the labels": ["linprobe", "few_shot=10"],
-    "linear probe, 1 % of the labels": ["linprobe", "few_shot=1"],
-}
-"""Row of the table -> command; each also evaluates the encoder before training (untrained=true)."""
+WEIGHTS = {"pre-trained": "trained", "untrained": "untrained"}
+"""Column of the table -> ``weights`` of ``dmjd finetune``."""
 
-FULL = {"pretrain": ["experiment=fashion_mnist"], "finetune": ["preset=fashion_mnist"]}
-QUICK = {
-    "pretrain": ["experiment=demo_digits", "epochs=10"],
-    "finetune": ["preset=fashion_mnist", "epochs=4", "batch_size=64"],
-}
+
+class Sizes(NamedTuple):
+    """Keys of ``dmjd pretrain`` and ``dmjd finetune``, and of the latter with some of the labels: few_shot -> keys."""
+
+    pretrain: list[str]
+    finetune: list[str]
+    few_shot: dict[int, list[str]]
+
+
+FULL = Sizes(
+    ["experiment=fashion_mnist"],
+    ["preset=fashion_mnist"],
+    {
+        10: ["epochs=60", "batch_size=256", "optim.warmup_epochs=5", "val_every=20"],
+        1: ["epochs=200", "batch_size=64", "optim.warmup_epochs=20", "val_every=100"],
+    },
+)
+QUICK = Sizes(
+    [
+        *("experiment=demo_digits", "epochs=1", "optim.warmup_epochs=0"),
+        *("backbone.embed_dim=32", "backbone.depth=1", "backbone.num_heads=1"),
+    ],
+    ["preset=fashion_mnist", "epochs=1", "batch_size=64", "optim.warmup_epochs=0"],
+    {10: []},
+)
 LIMIT = 1800
 """Seconds after which a command is ended."""
 
@@ -43,32 +57,50 @@ LIMIT = 1800
 class Example:
     """The commands of all seeds, and the scores that they have left in ``folder``."""
 
-    def __init__(self, folder: Path, seeds: int, sizes: dict[str, list[str]], typed: Sequence[str]) -> None:
+    def __init__(self, folder: Path, seeds: int, sizes: Sizes, typed: Sequence[str]) -> None:
         self.folder, self.seeds, self.sizes, self.typed = folder, range(seeds), sizes, typed
         self.cores = len(os.sched_getaffinity(0))
+        labels = {f"{share} % of the labels": f"few_shot={share}" for share in sizes.few_shot}
+        self.tuned = {"fine-tuning": sizes.finetune}
+        for (name, key), more in zip(labels.items(), sizes.few_shot.values(), strict=True):
+            self.tuned[f"fine-tuning, {name}"] = [*sizes.finetune, key, *more]
+        self.evaluated = {
+            "kNN": ["knn"],
+            "linear probe": ["linprobe"],
+            "cached probe": ["linprobe", "protocol=cached"],
+            **{f"linear probe, {name}": ["linprobe", key] for name, key in labels.items()},
+        }
 
     def pretraining(self) -> Iterator[list[str]]:
+        """Commands of all seeds."""
         for seed in self.seeds:
-            run = f"run={self.folder}/pretrained-{seed}"
-            yield ["pretrain", *self.sizes["pretrain"], f"seed={seed}", run, *self.typed]
+            yield [
+                "pretrain",
+                *self.sizes.pretrain,
+                f"seed={seed}",
+                f"run={self._run('pretrained', seed)}",
+                *self.typed,
+            ]
 
     def fine_tuning(self) -> Iterator[list[str]]:
-        for seed in self.seeds:
-            for weights, more in (("trained", []), ("untrained", ["optim.layer_decay=1"])):
-                run = f"run={self.folder}/finetuned-{weights}-{seed}"
-                words = [*self.sizes["finetune"], f"weights={weights}", f"seed={seed}", run, *more, *self.typed]
-                yield ["finetune", f"{self.folder}/pretrained-{seed}", *words]
+        """Commands of all seeds. An untrained encoder has no layer decay, which would keep its first layers."""
+        for number, words in enumerate(self.tuned.values()):
+            for seed in self.seeds:
+                for weights, more in (("trained", []), ("untrained", ["optim.layer_decay=1"])):
+                    own = [f"weights={weights}", f"seed={seed}", f"run={self._run(f'tuned-{number}-{weights}', seed)}"]
+                    yield ["finetune", str(self._run("pretrained", seed)), *words, *own, *more, *self.typed]
 
     def evaluations(self) -> Iterator[list[str]]:
-        for number, (command, *words) in enumerate(EVALUATIONS.values()):
+        """Commands of all seeds; each also evaluates the encoder before training."""
+        for number, (command, *words) in enumerate(self.evaluated.values()):
             for seed in self.seeds:
-                output = self._output(number, seed)
+                output = self._run(f"scores-{number}", seed)
                 if not any(output.glob("*.json")):
-                    run = f"{self.folder}/pretrained-{seed}"
-                    yield [command, run, *words, "untrained=true", f"output={output}", *self.typed]
+                    own = ["untrained=true", f"output={output}"]
+                    yield [command, str(self._run("pretrained", seed)), *words, *own, *self.typed]
 
-    def _output(self, number: int, seed: int) -> Path:
-        return self.folder / "scores" / f"{number}-{seed}"
+    def _run(self, name: str, seed: int) -> Path:
+        return self.folder / f"{name}-{seed}"
 
     def run(self, commands: Sequence[list[str]], at_once: int) -> float:
         """Run the commands, ``at_once`` of them side by side; returns the seconds."""
@@ -77,7 +109,8 @@ class Example:
         environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
 
         def one(command: list[str]) -> None:
-            log = self.folder / "logs" / f"{'-'.join(command[:1])}-{abs(hash(tuple(command))):x}.txt"
+            (result,) = (word for word in command if word.startswith(("run=", "output=")))
+            log = Path(f"{result.partition('=')[2]}.txt")
             log.parent.mkdir(parents=True, exist_ok=True)
             words = [sys.executable, "-m", "dmjd", *command, f"workers={workers}"]
             with log.open("w") as file:
@@ -92,19 +125,19 @@ class Example:
     def scores(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Row -> "pre-trained" and "untrained" -> mean, standard deviation and values of the top-1 in per cent."""
         rows = {}
-        tuned = {name: [self._finetuned(weights, seed) for seed in self.seeds] for name, weights in _WEIGHTS.items()}
-        rows["fine-tuning"] = {name: _summary(values) for name, values in tuned.items()}
-        for number, row in enumerate(EVALUATIONS):
-            records = [_record(self._output(number, seed), "*.json") for seed in self.seeds]
+        for number, row in enumerate(self.tuned):
+            rows[row] = {
+                name: _summary([self._tuned(f"tuned-{number}-{weights}", seed) for seed in self.seeds])
+                for name, weights in WEIGHTS.items()
+            }
+        for number, row in enumerate(self.evaluated):
+            records = [_record(self._run(f"scores-{number}", seed), "*.json") for seed in self.seeds]
             keys = {"pre-trained": "top1", "untrained": "untrained"}
             rows[row] = {name: _summary([record[key] for record in records]) for name, key in keys.items()}
         return rows
 
-    def _finetuned(self, weights: str, seed: int) -> float:
-        return float(_record(self.folder / f"finetuned-{weights}-{seed}" / "evaluations", "finetune-*.json")["top1"])
-
-
-_WEIGHTS = {"pre-trained": "trained", "untrained": "untrained"}
+    def _tuned(self, name: str, seed: int) -> float:
+        return float(_record(self._run(name, seed) / "evaluations", "finetune-*.json")["top1"])
 
 
 def _record(folder: Path, pattern: str) -> dict[str, Any]:
@@ -133,7 +166,7 @@ def main() -> None:
     parser.add_argument("keys", nargs="*", help="KEY=VALUE of every dmjd command, such as data.root=FOLDER")
     parser.add_argument("--folder", type=Path, default=Path("runs/fashion_mnist_finetune"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="digits and few epochs")
+    parser.add_argument("--quick", action="store_true", help="a trial: a tiny model, digits, two epochs")
     parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 6, on a CPU 1")
     options = parser.parse_args()
     import torch
