@@ -198,7 +198,7 @@ def _submit(arguments: Sequence[str]) -> None:
 
 
 def _preflight(arguments: Sequence[str]) -> None:
-    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ...; warm=true runs one step"""
+    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ... [warm=true]"""
     from dmjd.cluster.submit import WARM, training_of
     from dmjd.compose import compose, with_first_key
 

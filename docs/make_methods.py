@@ -140,7 +140,7 @@ def _preset_row(preset: str) -> str:
 
 def page() -> str:
     """The text of docs/methods.md."""
-    presets = sorted((configs_dir() / "preset").glob("*.yaml"))
+    presets = sorted(path for path in (configs_dir() / "preset").glob("*.yaml") if path.stem in PUBLISHED)
     methods = sorted((configs_dir() / "method").glob("*.yaml"))
     experiments = sorted((configs_dir() / "experiment").glob("*.yaml"))
     titles = (

@@ -30,6 +30,7 @@ PUBLISHED_NOTE = (
     f"{PAPER_GPUS} A100 40 GB. Scores of runs are of the data in the columns' notes: they compare with published "
     "ones only if data and protocol agree."
 )
+_LONG_TITLE = 20
 _ETE = "effective training epochs, K x epochs done; a published sum includes those of the tokenizer."
 _HOURS = "number of devices x wall hours of pre-training over all launches, and the devices."
 _SPREAD = "mean ± sample standard deviation (number of seeds)."
@@ -100,14 +101,22 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
 
 
 def paper_text(run_paths: Sequence[str | Path]) -> str:
-    """The table of :func:`paper_table` and its notes as plain text, for a terminal: columns in which a run has a value.
+    """The table of :func:`paper_table` and its notes as plain text, for a terminal.
+
+    Columns in which no run has a value are left out; conditions in long titles are numbered and listed below.
 
     Raises:
         DataError: as :func:`~dmjd.report.run.read_run`.
     """
     paper = paper_table(read_runs(run_paths))
     known = [column for column in paper.table.columns if {*column.cells[: paper.own]} != {ABSENT}]
-    return "\n".join([Table(known).text(), *paper.values, *paper.notes])
+    listed: list[str] = []
+    for place, column in enumerate(known):
+        name, _, conditions = column.title.removesuffix(")").partition(" (")
+        if len(column.title) > _LONG_TITLE:
+            listed.append(f"[{len(listed) + 1}] {name}: {conditions}.")
+            known[place] = replace(column, title=f"{name} [{len(listed)}]")
+    return "\n".join([Table(known).text(), *listed, *paper.values, *paper.notes])
 
 
 def published_table() -> Table:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from timm.loss import SoftTargetCrossEntropy
-from timm.models.beit import Beit
+from timm.models.beit import Beit, RelativePositionBias
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from dmjd.models.attention import relative_bias
 from dmjd.models.classifier import Classification, Classified, Classifier
 from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.masked_image_model import Encoder
@@ -123,6 +124,20 @@ def test_logits_and_gradients_are_timms(case: str) -> None:
         other = theirs[name.removeprefix("encoder.")].grad
         assert other is not None
         torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (2, 5), (1, 3)])
+def test_a_bias_without_an_index_is_timms(grid: tuple[int, int]) -> None:
+    oracle: Any = RelativePositionBias(grid, 3)
+    table = oracle.relative_position_bias_table
+    nn.init.normal_(table)
+    expected = oracle()
+    found = relative_bias(table, grid, True)
+    assert torch.equal(found, expected)
+    assert torch.equal(relative_bias(table, grid, False), expected[:, 1:, 1:])
+    weights = torch.randn_like(expected)
+    ours, theirs = (torch.autograd.grad((bias * weights).sum(), table)[0] for bias in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_loss_is_in_float32_and_logits_come_without_targets() -> None:

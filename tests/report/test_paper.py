@@ -209,6 +209,15 @@ def test_the_terminal_shows_aligned_columns_in_which_the_run_has_a_value(make_ru
     assert any(line.startswith("† lightly") and line[:end].endswith("11.2 †") for line in below)
 
 
+def test_long_titles_are_numbered_in_the_terminal(make_run: MakeRun) -> None:
+    judged = [("knn", "trained", 100, 40.0 + k, DATA | {"k": k, "temperature": k / 100}) for k in (5, 20)]
+    head, ours, *below = paper_text([make_run("a", evaluations=judged, config=MAE)]).splitlines()
+    assert head.split()[-6:-2] == ["kNN", "[1]", "kNN", "[2]"]
+    assert ours.split()[6:8] == ["60.00", "45.00"]
+    lines = [line for line in below if line.startswith("[")]
+    assert lines == ["[1] kNN: k 20, temperature 0.2.", "[2] kNN: k 5, temperature 0.05."]
+
+
 def test_csv_has_the_table_and_no_formulas(make_run: MakeRun) -> None:
     folders = [make_run("=1+1", config=MAE), make_run("-b", views=2, config=MAE)]
     lines = [*csv.reader(io.StringIO(write_comparison(folders)[3].read_text()))]
