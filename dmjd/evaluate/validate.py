@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.config import EvaluationConfig
+from dmjd.config import EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores, check_writable, references
@@ -37,11 +37,20 @@ class ValidateConfig(EvaluationConfig):
 
     weights: str = choice("auto", "trained", "ema")
     batch_size: int = positive(64)
+    model: PretrainConfig | None = recorded()
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
     few_shot: float | None = recorded()
     labels: str | None = recorded()
     untrained: bool | None = recorded(False)
+
+    def check(self) -> None:
+        super().check()
+        if Path(self.checkpoint).is_file():
+            raise ConfigError(
+                f"checkpoint={self.checkpoint} is a file, and dmjd validate reads runs: name one of dmjd finetune, or "
+                "fine-tune this file with dmjd finetune"
+            )
 
 
 def run(context: Context[ValidateConfig]) -> Scores:
