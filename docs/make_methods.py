@@ -43,7 +43,7 @@ With disjoint masking two views of 75 of 196 tokens predict 150 of them, as in `
 
 PRESETS = """## Fine-tuning presets
 
-`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. All
+`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. They
 have AdamW with betas .9 and .999, weight decay .05, a cosine to 1e-6, RandAugment rand-m9-mstd0.5-inc1, mixup .8,
 cutmix 1, label smoothing .1, random erasing .25, crops of 8 to 100 % of the area at 224 pixels, and the mean of the
 patch tokens as feature; SimMIM's clip gradients at 5. If RUN is a run of dmjd, its own backbone and normalisation hold.
@@ -65,6 +65,8 @@ PUBLISHED = {
     "dmjd_convvit_base": ("800", "85.2", "DMJD, FINETUNE.md; with CLIP as target, 400: 85.4"),
     "dmjd_convvit_large": ("800", "86.3", "DMJD, FINETUNE.md; with CLIP as target, 400: 86.8"),
     "dmjd_vit_base": ("1600", "84.1", "the DMJD paper; settings not published, those of MAE"),
+    "fashion_mnist": ("60", "-", "docs/examples/fashion_mnist_finetune; not published, other augmentation"),
+    "own_photos": ("-", "-", "docs/own_photos.md; not published, other augmentation"),
 }
 """Preset -> ETE of the pre-training, top-1 in per cent, source."""
 
@@ -90,17 +92,27 @@ def _visible(config: PretrainConfig) -> str:
     return config.method.visible_branch.projector if config.method.visible_branch.enabled else "-"
 
 
+_COUNTED: dict[str, int] = {}
+
+
+def _parameters(config: PretrainConfig) -> int:
+    """Trainable parameters; models that several experiments have are built once."""
+    model = repr((config.backbone, config.method, config.target, config.data.image_size, config.data.channels))
+    if model not in _COUNTED:
+        with torch.device("meta"):
+            built = build_objective(config, target_dim(config)).model
+        _COUNTED[model] = sum(parameter.numel() for parameter in built.parameters())
+    return _COUNTED[model]
+
+
 def _row(experiment: str) -> str:
     config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
     grid = token_grid(config)
     spec = build_mask_spec(config.mask, grid)
     rates = spec.true_rates(grid)
-    with torch.device("meta"):
-        model = build_objective(config, target_dim(config)).model
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     cells = (
         f"`{experiment}`",
-        f"{millions:.1f}",
+        f"{_parameters(config) / 1e6:.1f}",
         f"{config.mask.views} {config.mask.pattern}",
         f"{rates.m_corr:.3f}",
         f"{rates.m_pred:.3f}",
@@ -119,7 +131,8 @@ def _row(experiment: str) -> str:
 def _preset_row(preset: str) -> str:
     config: FinetuneConfig = compose("finetune", [f"preset={preset}", "init=RUN"])
     optim = config.optim
-    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, optim.warmup_epochs)
+    warmup = warmup_steps(config, 1000) / 1000
+    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, warmup)
     cells = [f"{number:.3g}" if isinstance(number, float) else str(number) for number in numbers]
     cells += [f"{optim.layer_decay:g}", f"{config.backbone.drop_path:g}"]
     return f"| {' | '.join([f'`{preset}`', *cells, *PUBLISHED[preset]])} |"
@@ -127,7 +140,7 @@ def _preset_row(preset: str) -> str:
 
 def page() -> str:
     """The text of docs/methods.md."""
-    presets = sorted((configs_dir() / "preset").glob("*.yaml"))
+    presets = sorted(path for path in (configs_dir() / "preset").glob("*.yaml") if path.stem in PUBLISHED)
     methods = sorted((configs_dir() / "method").glob("*.yaml"))
     experiments = sorted((configs_dir() / "experiment").glob("*.yaml"))
     titles = (

@@ -58,7 +58,8 @@ def run(context: Context[ValidateConfig]) -> Scores:
         )
     test = context.dataset("test")
     check_labels(test, "test")
-    check_same_classes(test, frozen.classes, classifier.head.out_features, f"checkpoint={config.checkpoint}")
+    names = frozen.classes or frozen.class_labels
+    check_same_classes(test, names, f"checkpoint={config.checkpoint}")
     workers = loader_workers(len(test), config.batch_size) if config.workers is None else config.workers
     found = evaluate_classifier(frozen.logits, test, frozen.data, config.batch_size, workers, device=frozen.device)
     values = {**found._asdict(), "chance": 100 / test.num_classes, "test_images": len(test)}
@@ -88,6 +89,7 @@ def record_finetune(
     Returns:
         The record.
     """
+    from dmjd.data.few_shot import few_shot_settings
     from dmjd.evaluate.encoder import image_source
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
 
@@ -102,6 +104,7 @@ def record_finetune(
         "pooling": config.head.pooling,
         "layer_decay": config.optim.layer_decay,
         "run": run.path.resolve().name,
+        **few_shot_settings(train, config.few_shot, config.labels),
     }
     record: dict[str, Any] = {
         "verb": "finetune",

@@ -13,8 +13,9 @@ from dmjd.config import FinetuneConfig
 from dmjd.keys import groups_of
 from dmjd.resources import configs_dir
 
-UNPUBLISHED = {"own_photos"}
-PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - UNPUBLISHED)
+OWN = {"fashion_mnist", "own_photos"}
+"""Presets whose settings are not published ones."""
+PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - OWN)
 
 
 class Published(NamedTuple):
