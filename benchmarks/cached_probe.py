@@ -44,8 +44,13 @@ def products_us(batch: int, rates: int, device: str) -> float:
 
 
 def steps_of(images: int, batch: int, epochs: int) -> dict[int, int]:
-    """Number of rates -> steps: all rates without a tenth of the images, then the chosen one."""
-    return {len(RATES): epochs * ((images - images // 10) // batch), 1: epochs * (images // batch)}
+    """Number of rates -> steps: all rates without the images that are held out, then the chosen one."""
+    return {len(RATES): epochs * (kept_of(images) // batch), 1: epochs * (images // batch)}
+
+
+def kept_of(images: int) -> int:
+    """Images that are not held out."""
+    return images - int(held_out_rows(torch.arange(images) % CLASSES, 0).sum())
 
 
 def operations(images: int, batch: int, epochs: int) -> int:
@@ -60,9 +65,8 @@ def main() -> None:
     parser.add_argument("--json", default="benchmarks/results", metavar="FOLDER")
     options = parser.parse_args()
     train, test = features(options.images, 1), features(TEST * options.images // IMAGES, 2)
-    kept = IMAGES - int(held_out_rows(torch.arange(IMAGES) % CLASSES, 0).sum())
-    batch = batch_size_for(kept)
-    epochs = epochs_for(kept, batch)
+    batch = batch_size_for(kept_of(IMAGES))
+    epochs = epochs_for(kept_of(IMAGES), batch)
     floor = sum(
         steps * products_us(batch, rates, options.device) for rates, steps in steps_of(IMAGES, batch, epochs).items()
     )

@@ -14,6 +14,7 @@ except PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 
 _HOMES = {
     "Run": "dmjd.api",
+    "finetune": "dmjd.api",
     "knn": "dmjd.api",
     "linprobe": "dmjd.api",
     "pretrain": "dmjd.api",

@@ -1,4 +1,5 @@
 from dmjd.api import Run as Run
+from dmjd.api import finetune as finetune
 from dmjd.api import knn as knn
 from dmjd.api import linprobe as linprobe
 from dmjd.api import pretrain as pretrain

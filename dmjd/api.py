@@ -1,8 +1,9 @@
-"""The Python interface of a run: :func:`pretrain`, the evaluations, and :class:`Run`. See docs/python.md.
+"""The Python interface of a run: :func:`pretrain`, :func:`finetune`, the evaluations, and :class:`Run`. See
+docs/python.md.
 
-A pre-training is a child process that runs ``dmjd pretrain``. Signal handlers, random generators, logging, torch's
-settings and the environment of the caller therefore stay as they are, a notebook's event loop and threads are not
-forked into loader workers, and the memory of a GPU is free again at the end.
+A training is a child process that runs ``dmjd pretrain`` or ``dmjd finetune``. Signal handlers, random generators,
+logging, torch's settings and the environment of the caller therefore stay as they are, a notebook's event loop and
+threads are not forked into loader workers, and the memory of a GPU is free again at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd.compose import compose
-from dmjd.config import PretrainConfig
+from dmjd.config import FinetuneConfig, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError
 from dmjd.files import at_home
 from dmjd.keywords import as_overrides, of_checkpoint
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from dmjd.encoder import Encoder
 
 RECIPE = "own_photos"
-"""Experiment of :func:`pretrain` unless another is named."""
+"""Experiment of :func:`pretrain`, and preset of :func:`finetune`, unless another is named."""
 
 _COLOURS = ("FORCE_COLOR", "CLICOLOR_FORCE")
 """Variables of a notebook's kernel under which rich draws bars that a notebook cannot show."""
@@ -138,9 +139,38 @@ def pretrain(
         RuntimeError: if the child process crashed or was killed.
     """
     typed = [overrides] if isinstance(overrides, str) else overrides
-    arguments = _arguments(data, run, experiment, typed, keys)
+    arguments = _arguments(data, run, {"experiment": experiment}, typed, keys)
     config: PretrainConfig = compose("pretrain", arguments)
     _run_child(["pretrain", *arguments], Path(config.run))
+    return Run(config.run)
+
+
+def finetune(
+    init: str | os.PathLike[str] | None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    run: str | os.PathLike[str] | None = None,
+    *,
+    preset: str | None = RECIPE,
+    overrides: str | Sequence[str] = (),
+    **keys: Any,
+) -> Run:
+    """Fine-tune an encoder with a classification head, or resume the run in the folder ``run``; as :func:`pretrain`.
+
+    Args:
+        init: a :class:`Run`, a run folder, a checkpoint folder or a file of weights; None for an untrained encoder.
+        data: as for :func:`pretrain`, with labels; None for the images of the run ``init``.
+        run: the run folder.
+        preset: the recipe; None for the defaults of ``dmjd finetune``, MAE's for ViT-B.
+        overrides: further keys as on the command line.
+        keys: keys of ``dmjd finetune``: ``epochs=20``, ``optim={"layer_decay": 0.75}``.
+
+    Raises:
+        UserError, Diverged, RuntimeError: as :func:`pretrain`.
+    """
+    typed = [overrides] if isinstance(overrides, str) else overrides
+    arguments = [*as_overrides({"init": init}), *_arguments(data, run, {"preset": preset}, typed, keys)]
+    config: FinetuneConfig = compose("finetune", arguments)
+    _run_child(["finetune", *arguments], Path(config.run))
     return Run(config.run)
 
 
@@ -180,14 +210,15 @@ def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any
 def _arguments(
     data: str | os.PathLike[str] | Mapping[str, Any] | None,
     run: str | os.PathLike[str] | None,
-    experiment: str | None,
+    recipe: Mapping[str, str | None],
     typed: Sequence[str],
     keys: dict[str, Any],
 ) -> list[str]:
-    """The overrides of a call of :func:`pretrain`: groups first, then keys, then ``typed``."""
+    """The overrides of a call of :func:`pretrain`: groups first, then keys, then ``typed``. ``recipe``: a group."""
     first: dict[str, Any] = {}
-    if experiment is not None and not any(text.startswith("experiment=") for text in typed):
-        first["experiment"] = experiment
+    for group, option in recipe.items():
+        if option is not None and not any(text.startswith(f"{group}=") for text in typed):
+            first[group] = option
     if isinstance(data, str) and data in {path.stem for path in configs_dir().glob("data/*.yaml")}:
         data = {"name": data}
     section = dict(data) if isinstance(data, Mapping) else {} if data is None else {"root": data}

@@ -198,12 +198,13 @@ def _submit(arguments: Sequence[str]) -> None:
 
 
 def _preflight(arguments: Sequence[str]) -> None:
-    """Check the nodes of a job before a long run, with the arguments of pretrain; warm=true also runs one step"""
-    from dmjd.cluster.submit import WARM
-    from dmjd.compose import compose
+    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ... [warm=true]"""
+    from dmjd.cluster.submit import WARM, training_of
+    from dmjd.compose import compose, with_first_key
 
     warm = "warm=true" in arguments
-    config = compose("pretrain", [text for text in arguments if text not in WARM])
+    command, arguments = training_of([text for text in arguments if text not in WARM])
+    config = compose(command, with_first_key(command, arguments))
     from dmjd.cluster.checks import report
     from dmjd.cluster.preflight import preflight
 
@@ -397,7 +398,7 @@ def _usage() -> str:
         "  dmjd demo                        pre-train and evaluate a small model on a CPU, in minutes",
         "  dmjd pretrain experiment=own_photos data.root=photos",
         "  dmjd knn runs/own_photos         score the encoder; then: dmjd report runs/own_photos",
-        "  dmjd finetune runs/own_photos    train a classifier from it",
+        "  dmjd finetune runs/own_photos preset=own_photos",
     ]
     for group, commands in GROUPS.items():
         names = [*EVALUATIONS, *commands] if group == "evaluate" else commands
@@ -426,6 +427,8 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
         lines += ["", *page(command, arguments, everything)]
     if command in ("demo", "preflight"):
         lines += ["", "keys: those of dmjd pretrain; see dmjd pretrain --help"]
+    if command == "preflight":
+        lines[-1] += "; after finetune those of dmjd finetune"
     if command == "submit":
         from dmjd.cluster.submit import OPTIONS, submittable
 

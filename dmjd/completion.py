@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "array=",
         "--dry-run",
     ),
-    "preflight": ("warm=true",),
+    "preflight": ("finetune", "warm=true"),
     "ops": ("status",),
     "completion": SHELLS,
 }

@@ -147,7 +147,7 @@ def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(_reason(error)) from error
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _of_groups(command: str, schema: type, folder: Path, *options: str) -> DictConfig:
     """The defaults of ``command`` under ``GROUP=OPTION`` overrides; kept, since Hydra takes 0.1 s."""
     with _configs(folder, command, schema):

@@ -21,7 +21,7 @@ from dmjd.compose import values
 from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.config.fields import FLOAT_LIMIT, allowed, dataclass_of, keys
 from dmjd.errors import ConfigError
-from dmjd.keys import fields_of, groups_of
+from dmjd.keys import fields_of, groups_of, takes_files
 from dmjd.redact import redact
 
 _MAX_WIDTH = 110
@@ -60,7 +60,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd pretrain experiment=demo epochs=3 engine.device=cpu", "a small model and data set"),
     ),
     "finetune": (
-        ("dmjd finetune runs/photos", "from a run, on its images and their classes"),
+        ("dmjd finetune runs/own_photos preset=own_photos", "from a run, on its images and their class folders"),
         ("dmjd finetune runs/photos data.root=labelled data.val_percent=10", "on other images, with 10 % held out"),
         (
             "dmjd finetune mae.pth preset=mae_vit_base data.root=imagenet engine=ddp",
@@ -114,7 +114,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "preflight": (
         ("dmjd preflight data.root=photos", "check this machine"),
-        ("dmjd preflight data.root=photos warm=true", "also run one step"),
+        ("dmjd preflight finetune runs/photos warm=true", "for a fine-tuning; also run one step"),
         ("dmjd submit preflight data.root=imagenet nodes=4", "check the nodes of a job"),
     ),
     "doctor": (("dmjd doctor runs/photos", "why a run stopped or hangs"),),
@@ -160,7 +160,7 @@ def page(command: str, overrides: Sequence[str] = (), everything: bool = True) -
         lines = ["groups: GROUP=OPTION sets several keys at once", ""]
         for name, options in offered.items():
             lines += _hanging(", ".join(options), f"  {name:12} ", 15, width)
-        described = meanings(SCHEMAS[command]).get("model")
+        described = meanings(SCHEMAS[command])["model"] if takes_files(SCHEMAS[command]) else ""
         lines += ["", *textwrap.wrap(described, width)] if described else []
         lines.append("")
     schema, known = SCHEMAS[command], fields_of(command)

@@ -43,7 +43,7 @@ With disjoint masking two views of 75 of 196 tokens predict 150 of them, as in `
 
 PRESETS = """## Fine-tuning presets
 
-`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. All
+`dmjd finetune RUN preset=NAME data.root=DIR` fine-tunes a whole encoder with the published settings of a system. They
 have AdamW with betas .9 and .999, weight decay .05, a cosine to 1e-6, RandAugment rand-m9-mstd0.5-inc1, mixup .8,
 cutmix 1, label smoothing .1, random erasing .25, crops of 8 to 100 % of the area at 224 pixels, and the mean of the
 patch tokens as feature; SimMIM's clip gradients at 5. If RUN is a run of dmjd, its own backbone and normalisation hold.
@@ -90,17 +90,27 @@ def _visible(config: PretrainConfig) -> str:
     return config.method.visible_branch.projector if config.method.visible_branch.enabled else "-"
 
 
+_COUNTED: dict[str, int] = {}
+
+
+def _parameters(config: PretrainConfig) -> int:
+    """Trainable parameters; models that several experiments have are built once."""
+    model = repr((config.backbone, config.method, config.target, config.data.image_size, config.data.channels))
+    if model not in _COUNTED:
+        with torch.device("meta"):
+            built = build_objective(config, target_dim(config)).model
+        _COUNTED[model] = sum(parameter.numel() for parameter in built.parameters())
+    return _COUNTED[model]
+
+
 def _row(experiment: str) -> str:
     config: PretrainConfig = compose("pretrain", [f"experiment={experiment}"])
     grid = token_grid(config)
     spec = build_mask_spec(config.mask, grid)
     rates = spec.true_rates(grid)
-    with torch.device("meta"):
-        model = build_objective(config, target_dim(config)).model
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     cells = (
         f"`{experiment}`",
-        f"{millions:.1f}",
+        f"{_parameters(config) / 1e6:.1f}",
         f"{config.mask.views} {config.mask.pattern}",
         f"{rates.m_corr:.3f}",
         f"{rates.m_pred:.3f}",
@@ -119,7 +129,8 @@ def _row(experiment: str) -> str:
 def _preset_row(preset: str) -> str:
     config: FinetuneConfig = compose("finetune", [f"preset={preset}", "init=RUN"])
     optim = config.optim
-    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, optim.warmup_epochs)
+    warmup = warmup_steps(config, 1000) / 1000
+    numbers = (config.epochs, config.batch_size, optim.base_lr * config.batch_size / 256, warmup)
     cells = [f"{number:.3g}" if isinstance(number, float) else str(number) for number in numbers]
     cells += [f"{optim.layer_decay:g}", f"{config.backbone.drop_path:g}"]
     return f"| {' | '.join([f'`{preset}`', *cells, *PUBLISHED[preset]])} |"
@@ -127,7 +138,7 @@ def _preset_row(preset: str) -> str:
 
 def page() -> str:
     """The text of docs/methods.md."""
-    presets = sorted(path for path in (configs_dir() / "preset").glob("*.yaml") if path.stem in PUBLISHED)
+    presets = sorted((configs_dir() / "preset").glob("*.yaml"))
     methods = sorted((configs_dir() / "method").glob("*.yaml"))
     experiments = sorted((configs_dir() / "experiment").glob("*.yaml"))
     titles = (
@@ -164,8 +175,8 @@ def page() -> str:
     lines += ["", "Parameters: trainable ones. Learning rate: the peak, after warm-up.", ""]
     lines += _comments(experiments)
     lines += ["", PRESETS, f"| {' | '.join(preset_titles)} |", "|---" * len(preset_titles) + "|"]
-    lines += [_preset_row(path.stem) for path in presets]
-    lines += ["", "Learning rate: the peak of the head, after warm-up.", "", *_comments(presets)]
+    lines += [_preset_row(preset) for preset in sorted(PUBLISHED)]
+    lines += ["", "Learning rate: the peak of the head, after warm-up. All presets:", "", *_comments(presets)]
     return "\n".join(lines) + "\n"
 
 

@@ -175,9 +175,22 @@ def test_keys_are_those_of_the_command_line() -> None:
     ],
 )
 def test_data_is_a_data_set_a_folder_or_a_section(data: Any, expected: list[str]) -> None:
-    assert _arguments(data, "r", "demo", [], {}) == ["experiment=demo", *expected, "run=r"]
-    assert _arguments("a", None, "own_photos", ["epochs=1"], {}) == ["experiment=own_photos", "data.root=a", "epochs=1"]
-    assert _arguments(None, None, "own_photos", ["experiment=demo"], {}) == ["experiment=demo"]
+    assert _arguments(data, "r", {"experiment": "demo"}, [], {}) == ["experiment=demo", *expected, "run=r"]
+    own = {"experiment": "own_photos"}
+    assert _arguments("a", None, own, ["epochs=1"], {}) == ["experiment=own_photos", "data.root=a", "epochs=1"]
+    assert _arguments(None, None, own, ["experiment=demo"], {}) == ["experiment=demo"]
+
+
+def test_a_fine_tuning_is_the_command_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr("dmjd.api._run_child", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr("dmjd.api.Run", Path)
+    tuned = dmjd.finetune(Path("runs/a"), "photos", "runs/b", preset="mae_vit_base", epochs=3)
+    assert str(tuned) == "runs/b"
+    words = ["init=runs/a", "preset=mae_vit_base", "data=folder", "data.root=photos", "run=runs/b", "epochs=3"]
+    assert ran == [(["finetune", *words], Path("runs/b"))]
+    with pytest.raises(ConfigError, match="not a key"):
+        dmjd.finetune(None, preset=None, epocs=3)
 
 
 def test_an_unknown_key_is_the_command_s_error() -> None:

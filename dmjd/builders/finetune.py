@@ -155,11 +155,15 @@ def head_classes(config: FinetuneConfig, found: int) -> int:
 def classification_and_inputs(
     config: FinetuneConfig, num_classes: int, images: int
 ) -> tuple[Classification, ClassifierInputs]:
-    """As :func:`dmjd.builders.step.objective_and_inputs`, of fine-tuning."""
+    """As :func:`dmjd.builders.step.objective_and_inputs`, of fine-tuning; inputs have the shapes of augmented ones."""
     objective = materialised(lambda: _objective(config, num_classes))
-    prepare = _preparation(config, num_classes, objective)
-    batch = Batch.empty(images, [image_size(config)], config.data.channels)
-    return objective, prepare(batch._replace(labels=torch.zeros_like(batch.labels)), 0)
+    encoder, head = objective.model.encoder, config.head
+    return objective, ClassifierInputs(
+        torch.zeros(images, config.data.channels, *image_size(config)),
+        torch.zeros(images, num_classes),
+        torch.ones(len(encoder.blocks), 2, images) if config.backbone.drop_path else None,
+        torch.ones(images, encoder.embed_dim) if head.dropout else None,
+    )
 
 
 def _objective(config: FinetuneConfig, classes: int) -> Classification:

@@ -26,6 +26,7 @@ from dmjd.builders.step import objective_and_inputs
 from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
+from dmjd.data.few_shot import few_shot_subset
 from dmjd.errors import BadImage, ConfigError, DataError
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.engines import state_bytes
@@ -137,10 +138,13 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
     config = deepcopy(config)
     rules = _Rules(config, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
     held_out = rules.hold_out()
-    images = measure(build_dataset(replace(config.data, check="none"), "train"))
+    dataset = build_dataset(replace(config.data, check="none"), "train")
+    if isinstance(config, FinetuneConfig):
+        dataset = few_shot_subset(dataset, config.few_shot, config.labels)
+    images = measure(dataset)
     if isinstance(config, PretrainConfig):
         rules.apply_to_pretraining(config, images, held_out)
-    else:
+    elif isinstance(config, FinetuneConfig):
         rules.apply_to_finetuning(config, images)
     if fit_memory and device.type == "cuda":
         _fit_memory(rules, device)

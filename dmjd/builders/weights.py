@@ -159,7 +159,7 @@ def load_classifier(objective: Classification, path: Path) -> str:
                 for name, value in weights.items()
             }
         file = file._replace(weights=weights)
-    file = _fitted(file, model.encoder)
+    file = _fitted(file, model.encoder, geometric=True)
     own = {name: value.shape for name, value in model.state_dict().items()}
     if "encoder.norm.weight" not in own:
         kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
@@ -200,8 +200,9 @@ def _read(path: Path, average: bool = False) -> _File:
         raise CheckpointError(f"{description}: {error}") from error
 
 
-def _fitted(file: _File, encoder: Encoder) -> _File:
-    """``file`` with biases of q and v, positions and bias tables as those of ``encoder``."""
+def _fitted(file: _File, encoder: Encoder, *, geometric: bool = False) -> _File:
+    """``file`` with biases of q and v, positions and bias tables as those of ``encoder``; tables of another grid are
+    interpolated as fine-tuning does if ``geometric``."""
     own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
     weights = file.weights
     try:
@@ -209,7 +210,7 @@ def _fitted(file: _File, encoder: Encoder) -> _File:
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
         weights = with_positions(weights, {POSITIONS} & own.keys(), file.grid, encoder.grid, "this model")
         kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
-        weights = with_bias_tables(weights, kind, file.grid, encoder.grid)
+        weights = with_bias_tables(weights, kind, file.grid, encoder.grid, geometric=geometric)
         weights = with_window_tables(weights, own)
     except CheckpointError as error:
         hint = (

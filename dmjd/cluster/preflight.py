@@ -13,7 +13,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import NoReturn
@@ -23,9 +25,10 @@ import torch.distributed as dist
 
 import dmjd
 from dmjd.builders import build_objective, build_tokenizer, check_data_timeout
-from dmjd.builders.step import build_step
+from dmjd.builders.finetune import FinetuneStep, build_finetune_step, classification_and_inputs
+from dmjd.builders.step import Step, build_step
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
-from dmjd.config import PretrainConfig, check_batch
+from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.data.build import training_batches, training_crop, training_source
 from dmjd.data.identity import DataIdentity
@@ -37,6 +40,11 @@ from dmjd.parallel.build import select_device
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, alone, join_world
+from dmjd.runs.folder import RunFolder
+from dmjd.train.finetuning import resolve
+from dmjd.train.loop import resolved
+
+Build = Callable[[World], Step | FinetuneStep]
 
 ALL_REDUCE_SECONDS = 60.0
 """Longer than NCCL takes to connect any number of nodes."""
@@ -51,7 +59,7 @@ _GPU_COLUMNS = (
 )
 
 
-def measure(config: PretrainConfig, world: World) -> list[Facts]:
+def measure(config: TrainConfig, world: World) -> list[Facts]:
     """Measure on every rank; returns the facts of all ranks. Collective."""
     facts = Facts(world.rank, platform.node(), _versions())
     began = time.monotonic()
@@ -73,7 +81,7 @@ def measure(config: PretrainConfig, world: World) -> list[Facts]:
     return [Facts(**fields) for fields in world.gather(asdict(facts))]
 
 
-def need(config: PretrainConfig, world: World, parameters: int) -> Need:
+def need(config: TrainConfig, world: World, parameters: int) -> Need:
     """Needs of a run: a checkpoint holds float32 weights, two moments of each, and their average if there is one."""
     batch = Batch.nbytes(config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels)
     states = 3 + (config.ema_decay is not None)
@@ -174,7 +182,7 @@ def _bandwidth(world: World) -> float | None:
     return sent / (time.monotonic() - began) / 1e9
 
 
-def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
+def preflight(config: TrainConfig, warm: bool = False) -> list[Check]:
     """Run all checks, on every rank; with ``warm`` each node also compiles the model, into the cache of the run.
 
     Raises:
@@ -186,13 +194,12 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
     try:
         check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
         check_data_timeout(config, world.size)
-        tokenizer = world.all_or_none(lambda: build_tokenizer(config))
-        parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
+        config, parameters, build = _model(config, world)
         facts = measure(config, world)
         checks = run_checks(facts, need(config, world, parameters))
         broken = any(fact.all_reduce_error for fact in facts)
         if warm and not broken:
-            checks.append(_warm(config, world))
+            checks.append(_warm(config, world, build))
         return checks
     except Exception as error:
         broken = broken or (world.size > 1 and not isinstance(error, UserError))  # the other ranks do not raise it
@@ -204,6 +211,22 @@ def preflight(config: PretrainConfig, warm: bool = False) -> list[Check]:
             world.close()
 
 
+def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
+    """The configuration as the run resolves it, the parameters of its model, and the function that builds its step."""
+    if isinstance(config, FinetuneConfig):
+        config = resolved(config, RunFolder(Path(config.run)), world, resolve)
+        classes = config.head.num_classes
+        assert classes is not None
+        with torch.device("meta"):
+            objective, _ = classification_and_inputs(config, classes, images=2)
+        parameters = sum(value.numel() for value in objective.parameters())
+        return config, parameters, partial(build_finetune_step, config, classes)
+    assert isinstance(config, PretrainConfig)
+    tokenizer = world.all_or_none(lambda: build_tokenizer(config))
+    parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
+    return config, parameters, partial(build_step, config)
+
+
 def _leave() -> NoReturn:
     """Exit while a collective hangs: destroying its group, and the interpreter's exit, would wait for it."""
     sys.stdout.flush()
@@ -211,7 +234,7 @@ def _leave() -> NoReturn:
     os._exit(2)
 
 
-def _warm(config: PretrainConfig, world: World) -> Check:
+def _warm(config: TrainConfig, world: World, build: Build) -> Check:
     """Compile by one step on zeros, with the shapes of the run, on the first rank of every node.
 
     Sharded models take all ranks.
@@ -219,10 +242,10 @@ def _warm(config: PretrainConfig, world: World) -> Check:
     began, sharded = time.monotonic(), ENGINES[config.engine.name].collective
 
     def compile_step() -> None:
-        step = build_step(config, world if sharded else alone(world.device))
+        step = build(world if sharded else alone(world.device))
         images = config.batch_size // world.size
         batch = Batch.empty(images, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
-        step.forward_backward(batch, 0)
+        step.forward_backward(batch._replace(labels=torch.zeros_like(batch.labels)), 0)
 
     world.all_or_none(compile_step if sharded or world.local_rank == 0 else lambda: None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, cached for the run")

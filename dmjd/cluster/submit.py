@@ -50,6 +50,13 @@ _HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
 TRAININGS = ("pretrain", "finetune")
 """Commands that write a run folder and resume from its checkpoints."""
 
+
+def training_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The training that preflight checks, and its arguments: its name may be the first, and is pretrain without it."""
+    first = [text for text in arguments[:1] if text in TRAININGS]
+    return (first or [TRAININGS[0]])[0], list(arguments[len(first) :])
+
+
 WARM = ("warm=true", "warm=false")
 """The argument of preflight that is no override of the configuration."""
 
@@ -102,7 +109,9 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if command not in submittable():
         raise ConfigError(f"{command!r} cannot be submitted; choose from {', '.join(submittable())}")
     arguments = [_at_home(argument) for argument in arguments]
-    own = with_first_key(command, [text for text in arguments if text.partition("=")[0] not in OPTIONS])
+    own = [text for text in arguments if text.partition("=")[0] not in OPTIONS]
+    of, own = training_of(own) if command == "preflight" else (command, own)
+    own = with_first_key(of, own)
     options = _options(arguments)
     trains = command in TRAININGS
     several = trains or command == "preflight"  # processes
@@ -120,7 +129,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array cannot be combined; submit one chain for each index")
 
-    config = _compose(command, own, options.get("array"))
+    config = _compose(of, own, options.get("array"))
     processes = nodes * _count(site, "DMJD_PROCESSES", gpus)
     if several:
         check_batch(config.batch_size, config.engine.grad_accum_steps, processes)
@@ -156,6 +165,8 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
 
     if command in EVALUATIONS:
         own.insert(0, command)
+    elif of != command and of != TRAININGS[0]:
+        own.insert(0, of)
     script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}
     redacted = {name: value and redact(value) for name, value in header.items()}
@@ -193,7 +204,7 @@ def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
 
     def composed(index: str) -> Any:
         overrides = [text if text.startswith("run=") else text.replace("%a", index) for text in own if text not in WARM]
-        return compose("pretrain" if command == "preflight" else command, overrides)
+        return compose(command, overrides)
 
     config = composed(index)
     if command not in EVALUATIONS and array is not None and composed(f"1{index}").run != config.run:

@@ -72,13 +72,16 @@ class ExportConfig(EncoderConfig):
     format: timm: .safetensors file for timm.create_model. onnx: .onnx file with a dynamic batch (needs the extra
         dmjd[onnx]). huggingface: folder for transformers' ViTModel (ViT with a class token). huggingface_mae: folder
         for ViTMAEForPreTraining, with the decoder (target pixels and square images).
-    output: Output file or folder. Default: RUN/export/encoder-....
+    output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-....
+    weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
+        weights of the last step. untrained: weights at initialisation. ema: exponential moving average.
     dtype: Data type of the exported tensors. onnx: fp32 only.
     data: Only with data=NAME, for a file of weights: image_size, channels, mean and std of the export.
     """
 
     format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
+    weights: str = choice("auto", "trained", "untrained", "ema")
     data: DataConfig | None = None
 
 

@@ -23,6 +23,9 @@ class FinetuneConfig(TrainConfig):
     weights: Initial weights of init. trained: all. untrained: none, only the configuration of init is read.
     freeze: Leading layers that are not trained. 1: the embeddings. n+1: the embeddings and the first n blocks.
     val_every: Epochs between validations; the last epoch is always validated.
+    few_shot: Percentage of each class's training images that are used, such as 1 or 10: a fixed choice by the files'
+        names, at least one image of each class. null: all.
+    labels: Text file with the name of an image in each line: only these training images are used.
     recipe: none: keys that are not typed have the preset's values. small_data: at the first start, the schedule and the
         augmentation follow the number of training images.
     """
@@ -35,4 +38,6 @@ class FinetuneConfig(TrainConfig):
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     freeze: int = number(0, least=0)
     val_every: int = may_change(positive(1))
+    few_shot: float | None = number(None, above=0, below=100)
+    labels: str | None = may_change(path())  # checkpoints store which images it selects
     command: str = recorded("finetune")

@@ -72,6 +72,7 @@ class FinetuneOptimConfig(OptimConfig):
     min_lr: float = number(1e-6, least=0)
     warmup_epochs: float | None = number(5.0, least=0)
     betas: list[float] = numbers(0.9, 0.999, length=2, least=0, below=1)
+    no_decay: list[str] = field(default_factory=lambda: ["cls_token", "pos_embed"])
     layer_decay: float = number(0.65, above=0, most=1)
 
 

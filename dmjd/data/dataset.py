@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Literal, Protocol
 
@@ -157,8 +157,19 @@ class Subset:
         return self._dataset.num_classes
 
     @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes; empty where the data set has none."""
+        return getattr(self._dataset, "classes", ())
+
+    @property
     def channels(self) -> int:
         return self._dataset.channels
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex SHA-256 of the data set's fingerprint and the indices."""
+        whole: str = getattr(self._dataset, "fingerprint", "")
+        return hashlib.sha256(whole.encode() + self._indices.astype("<i8").tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._indices)

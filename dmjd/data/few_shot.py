@@ -9,6 +9,7 @@ import unicodedata
 from collections import defaultdict
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from dmjd.data.dataset import ImageDataset, Subset
 from dmjd.errors import ConfigError, DataError
@@ -109,6 +110,13 @@ def digest_of(dataset: ImageDataset) -> str:
     """16 hex digits of the SHA-256 of the sorted file names and labels: equal for equal selections of one data set."""
     rows = sorted(f"{_file_name(dataset.name(index))} {dataset.label(index)}" for index in range(len(dataset)))
     return hashlib.sha256("\n".join(rows).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def few_shot_settings(dataset: ImageDataset, percent: float | None, names: str | None) -> dict[str, Any]:
+    """Settings of a score on the images that :func:`few_shot_subset` selected; none if those are all."""
+    if percent is None and names is None:
+        return {}
+    return {"few_shot": "list" if percent is None else percent, "few_shot_images": digest_of(dataset)}
 
 
 def _file_name(name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dmjd.data.dataset import ArrayDataset, ImageDataset
+from dmjd.data.dataset import ArrayDataset, ImageDataset, Subset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.stream.batches import TarStream
@@ -17,8 +17,8 @@ class DataIdentity:
     One image more or less in a folder changes the sample ids of all that follow, and perhaps the length of an epoch.
 
     Args:
-        fingerprint: see :class:`~dmjd.data.folder.ImageFolder`, :class:`~dmjd.data.shards.dataset.ShardDataset` and
-            :class:`~dmjd.data.dataset.ArrayDataset`.
+        fingerprint: see :class:`~dmjd.data.folder.ImageFolder`, :class:`~dmjd.data.shards.dataset.ShardDataset`,
+            :class:`~dmjd.data.dataset.ArrayDataset` and :class:`~dmjd.data.dataset.Subset`.
         images: number of images.
     """
 
@@ -28,7 +28,7 @@ class DataIdentity:
     @classmethod
     def of(cls, source: ImageDataset | TarStream) -> DataIdentity | None:
         """The identity of ``source``; None for a stream, which has none."""
-        known = ImageFolder | ShardDataset | ArrayDataset
+        known = ImageFolder | ShardDataset | ArrayDataset | Subset
         return cls(source.fingerprint, len(source)) if isinstance(source, known) else None
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from multiprocessing.context import ForkContext
 from multiprocessing.queues import Queue
@@ -233,7 +233,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch]:
         progress, stacks, finished = Progress(), Stacks(), False
         before = multiprocessing.active_children()
         items = self._items(progress, stacks)

@@ -22,7 +22,7 @@ from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import ConfigError, config_section
+from dmjd.errors import CheckpointError, ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.files import read_file
 from dmjd.models.classifier import Classifier
@@ -33,7 +33,7 @@ from dmjd.parallel.build import select_device
 from dmjd.redact import shown
 from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
-from dmjd.runs.classes import read_classes
+from dmjd.runs.classes import CLASSES, read_classes
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.paths import CONFIG
 
@@ -53,7 +53,7 @@ class FrozenEncoder:
     weights: "trained", "ema" or "untrained".
     classifier: of a fine-tuned run, on the device; ``encoder`` is its encoder, and its ``fc_norm`` that of pooled
         features (:func:`~dmjd.evaluate.features.pool_features`).
-    classes: names of the classifier's classes, if they are known.
+    classes: names of the classifier's classes: of the first logits, if the head has more.
     """
 
     encoder: Encoder
@@ -77,9 +77,10 @@ class FrozenEncoder:
 
     @property
     def class_labels(self) -> list[str]:
-        """A name for each logit of the classifier: the class's, or its number."""
+        """A name for each logit of the classifier: the class's, or a number if the head has more than the data."""
         assert self.classifier is not None
-        return list(self.classes) or [str(number) for number in range(self.classifier.head.out_features)]
+        more = range(len(self.classes), self.classifier.head.out_features)
+        return [*self.classes, *map(str, more)]
 
     def logits(self, images: Tensor) -> Tensor:
         """Logits ``[B, classes]`` of the classifier for uint8 ``[B, H, W, C]`` on the device."""
@@ -149,7 +150,7 @@ def loader_workers(images: int, batch_size: int) -> int:
 
 def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average
-    ("ema"; with "auto", if there is one). Of a fine-tuned run its classifier, too.
+    ("ema"; with "auto" that of a fine-tuned run, if it has one). Of a fine-tuned run its classifier, too.
 
     Raises:
         CheckpointError: if there is no complete checkpoint or file of weights, or it holds another model.
@@ -166,7 +167,7 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         text = to_yaml(trained)
     weights = config.weights
     if weights == "auto":
-        weights = "trained" if path.is_file() or trained.ema_decay is None else "ema"
+        weights = "trained" if path.is_file() or not _averages_classifier(trained) else "ema"
     classifier: Classifier | None = None
     if isinstance(trained, FinetuneConfig):
         classifier = _classifier_of(path, trained, weights)
@@ -185,10 +186,16 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if path.is_file() or weights == "untrained" else checkpoint.step_of(path)
     run = RunFolder(_run_of(path))
-    names = read_classes(path)
+    names = [] if classifier is None else read_classes(path)
+    if classifier is not None and len(names) > classifier.head.out_features:
+        raise CheckpointError(f"{path / CLASSES} has {len(names)} names, and the head {classifier.head.out_features}")
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def _averages_classifier(trained: TrainConfig) -> bool:
+    return isinstance(trained, FinetuneConfig) and trained.ema_decay is not None
 
 
 def _run_of(path: Path) -> Path:

@@ -88,12 +88,12 @@ def export(config: ExportConfig) -> Exported:
         check_onnx()
         if config.dtype != "fp32":
             raise ConfigError(f"dtype={config.dtype}: format=onnx writes float32; remove dtype")
-    if config.format == "huggingface_mae" and config.weights != "trained":
+    if config.format == "huggingface_mae" and config.weights not in ("auto", "trained"):
         raise ConfigError(f"weights={config.weights}: format=huggingface_mae needs weights=trained, with the decoder")
     made = _encoder(config)
     frozen = made.frozen
     kind = "mae" if config.format == "huggingface_mae" else "encoder" if frozen.classifier is None else "classifier"
-    name = f"{kind}-{config.weights}-step{frozen.step:08d}-{config.dtype}{suffix or '-huggingface'}"
+    name = f"{kind}-{frozen.weights}-step{frozen.step:08d}-{config.dtype}{suffix or '-huggingface'}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
     _check_place(path, suffix, frozen.run.path if config.output is None else path.parent)
     standing = standing_place(path.parent)
@@ -161,7 +161,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
         "mean": trained.data.mean,
         "std": trained.data.std,
         "dtype": config.dtype,
-        "weights": config.weights,
+        "weights": frozen.weights,
         "step": frozen.step,
         "left_out": sorted(name for name in weights if name.startswith(("mask_token", "stage"))),
         "config_sha256": hashlib.sha256(frozen.text.encode()).hexdigest(),

@@ -72,12 +72,13 @@ class LinprobeConfig(EvaluationConfig):
         linear probes. beit: a linear layer on each block; the best on the test images is reported. attentive: V-JEPA's
         cross-attention from one query. cached: features computed once, linear layers at all rates in one pass.
     pooling: Image feature. auto: mean of the patch tokens; with protocol=mae the cls token, where there is one. mean,
-        cls: (protocol=auto, mae) that.
-    epochs: Training epochs of the probe. null: 90, or as many as give 1000 steps.
-    warmup_epochs: Epochs of linear learning-rate warm-up. null: a ninth of the epochs.
-    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256. null: a peak of
-        6.4 at the batch size that follows from the images.
-    batch_size: Images per step. null: 64 to 16384, so that an epoch has at least 78 steps where it can.
+        cls: (protocol=auto, mae, cached) that.
+    epochs: Training epochs of the probe. null: the protocol's; auto: 90, or as many as give 1000 steps.
+    warmup_epochs: Epochs of linear learning-rate warm-up. null: the protocol's; auto: a ninth of the epochs.
+    base_lr: Base learning rate per 256 images; the peak learning rate is base_lr * batch_size / 256. null:
+        the protocol's; auto: a peak of 6.4 at the batch size that follows from the images.
+    batch_size: Images per step. null: the protocol's; auto: 64 to 16384, so that an epoch has at least 78 steps where
+        it can.
     augment: Train on a new random crop and flip of each image in every epoch. false: compute the features once. null:
         true for a published protocol, else from 100,000 training images on.
     crop_scale: Smallest and largest area of the random crop, as fractions of the image's area. data.crop_scale

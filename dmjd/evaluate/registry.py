@@ -107,10 +107,10 @@ class Context(Generic[Config]):
             ) from error
         if selects:
             from dmjd.data.dataset import EvenSubset
-            from dmjd.data.few_shot import digest_of, few_shot_subset
+            from dmjd.data.few_shot import few_shot_settings, few_shot_subset
 
             dataset = few_shot_subset(dataset, percent, names)
-            self.few_shot.update(few_shot="list" if percent is None else percent, few_shot_images=digest_of(dataset))
+            self.few_shot.update(few_shot_settings(dataset, percent, names))
             dataset = dataset if count is None else EvenSubset(dataset, count)
         return dataset
 

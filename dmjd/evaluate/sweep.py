@@ -274,8 +274,9 @@ def train_heads(
     """
     dim, count = values.shape[1], len(rates)
     mean, variance = _moments(values, rows)
-    linear = make_head(dim, num_classes, seed=seed).to(device)[1]
-    weight, bias = linear.weight.detach().repeat(count, 1), linear.bias.detach().repeat(count)
+    initial = make_head(dim, num_classes, seed=seed).get_parameter("1.weight")
+    weight = initial.to(device).repeat(count, 1)
+    bias = weight.new_zeros(len(weight))
     scale = (variance + _EPSILON).rsqrt()
     heads = Heads(weight, bias, mean.to(device), scale.to(device), [0.0] * count)
     weight_momentum, bias_momentum = torch.zeros_like(weight), torch.zeros_like(bias)

@@ -106,13 +106,13 @@ def validation_dataset(data: DataConfig, train: ImageDataset) -> ImageDataset:
     check_labels(train, "training")
     test = build_dataset(replace(data, max_bad_percent=0.0), "test")
     check_labels(test, "test")
-    check_same_classes(test, class_names(train), train.num_classes, "the training images")
+    check_same_classes(test, class_names(train), "the training images")
     return test
 
 
 def class_names(dataset: ImageDataset) -> list[str]:
-    """Names of the classes in the order of their labels; empty where the data set has none."""
-    return list(getattr(dataset, "classes", ()))
+    """Names of the classes in the order of their labels; their numbers where the data set has no names."""
+    return list(getattr(dataset, "classes", ())) or [str(number) for number in range(dataset.num_classes)]
 
 
 def check_labels(dataset: ImageDataset, images: str) -> None:
@@ -132,13 +132,13 @@ def check_labels(dataset: ImageDataset, images: str) -> None:
         )
 
 
-def check_same_classes(test: ImageDataset, names: Sequence[str], count: int, of: str) -> None:
-    """Raise DataError unless the test images have the ``count`` classes of ``of``, and where known the same names."""
-    if test.num_classes != count:
+def check_same_classes(test: ImageDataset, names: Sequence[str], of: str) -> None:
+    """Raise DataError unless the test images have the classes ``names`` of ``of``, in this order."""
+    if test.num_classes != len(names):
         raise DataError(
-            f"the test images have {test.num_classes} classes, and {of} {count}; use images of the same classes"
+            f"the test images have {test.num_classes} classes, and {of} {len(names)}; use images of the same classes"
         )
-    for number, (found, expected) in enumerate(zip(class_names(test), names, strict=False)):
+    for number, (found, expected) in enumerate(zip(class_names(test), names, strict=True)):
         if found != expected:
             raise DataError(
                 f"class {number} of the test images is {found!r}, and of {of} {expected!r}; use images of the same "
@@ -161,7 +161,7 @@ def evaluate_classifier(
     the last image of the data set is repeated and not counted.
 
     Args:
-        logits: uint8 ``[B, H, W, C]`` on the device -> ``[B, classes]``.
+        logits: uint8 ``[B, H, W, C]`` on the device -> ``[B, classes]``, or more classes than the data set has.
         data: image size, crop and time-out.
         batch_size: images per forward pass and process, at most.
         workers: loader workers per process, at most one per batch.
@@ -255,7 +255,7 @@ def _counts(logits: Tensor, labels: Tensor, counted: Tensor, classes: int) -> Te
     """
     logits = logits.float()
     own = logits.gather(1, labels.unsqueeze(1))
-    before = torch.arange(classes, device=labels.device) < labels.unsqueeze(1)
+    before = torch.arange(logits.shape[1], device=labels.device) < labels.unsqueeze(1)
     ranks = ((logits > own) | ((logits == own) & before)).sum(dim=1)
     usable = counted & logits.isfinite().all(dim=1)
     sums = torch.zeros(2 * classes + 2, dtype=torch.float64, device=logits.device)

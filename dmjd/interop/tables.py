@@ -115,12 +115,15 @@ def _is_fixed(table: Tensor, grid: Grid, prefix: int) -> bool:
     return bool((table - fixed).abs().max() <= FIXED_TOLERANCE)
 
 
-def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None, new: Grid | None) -> dict[str, Tensor]:
+def with_bias_tables(
+    weights: Mapping[str, Tensor], kind: str, old: Grid | None, new: Grid | None, *, geometric: bool = False
+) -> dict[str, Tensor]:
     """``weights`` with a ViT's relative position biases as the target stores them.
 
     Args:
         kind: "shared" by all blocks, "per_block", or "keep".
         old, new: as for :func:`with_positions`.
+        geometric: as for :func:`~dmjd.interop.tensors.resize_bias_table`.
 
     Raises:
         CheckpointError: if tables of blocks differ and kind is "shared", or if a table fits no grid or two.
@@ -137,7 +140,7 @@ def with_bias_tables(weights: Mapping[str, Tensor], kind: str, old: Grid | None,
             grid = grid_of_bias_table(table) or new
             if old is None and grid != new and table.shape[0] == bias_rows(new):
                 raise CheckpointError(_undecided(f"{name} has {table.shape[0]} rows", [grid, new]))
-            weights[name] = resize_bias_table(table, old or grid, new)
+            weights[name] = resize_bias_table(table, old or grid, new, geometric=geometric)
     return weights
 
 
@@ -157,5 +160,5 @@ def with_window_tables(weights: Mapping[str, Tensor], own: Mapping[str, Sequence
                     f"{name} has {table.shape[0]} rows and this model's {rows}, and only tables of square windows can "
                     "be interpolated"
                 )
-            weights[name] = resize_bias_table(table, old, new, 0)
+            weights[name] = resize_bias_table(table, old, new, 0, geometric=True)
     return weights

@@ -143,11 +143,15 @@ def resize_positions(table: Tensor, prefix: int, old: Grid, new: Grid) -> Tensor
     return torch.cat((table[:, :prefix], resized.flatten(2).transpose(1, 2)), dim=1)
 
 
-def resize_bias_table(table: Tensor, old: Grid, new: Grid, cls_rows: int = CLS_ROWS) -> Tensor:
+def resize_bias_table(
+    table: Tensor, old: Grid, new: Grid, cls_rows: int = CLS_ROWS, *, geometric: bool = False
+) -> Tensor:
     """``[(2h - 1)(2w - 1) + 3, heads]`` from grid ``old`` to ``new``, bicubic; the rows of the cls token are copied.
 
     Args:
         cls_rows: 3 for a ViT, 0 for the windows of a Swin.
+        geometric: as in the fine-tuning of BEiT and SimMIM: neighbours stay neighbours, and the farther apart two
+            tokens are, the more their distance grows. Cubic splines in place of the bicubic kernel.
 
     Raises:
         CheckpointError: if the rows are not those of ``old``.
@@ -162,8 +166,34 @@ def resize_bias_table(table: Tensor, old: Grid, new: Grid, cls_rows: int = CLS_R
         return table
     end = table.shape[0] - cls_rows
     maps = table[:end].T.unflatten(1, spans).unsqueeze(0)
-    resized = F.interpolate(maps.float(), size=wanted, mode="bicubic", align_corners=False).to(table.dtype)
+    if geometric:
+        rows, columns = (_geometric(was, becomes) for was, becomes in zip(spans, wanted, strict=True))
+        resized = (rows @ maps.double() @ columns.T).to(table.dtype)
+    else:
+        resized = F.interpolate(maps.float(), size=wanted, mode="bicubic", align_corners=False).to(table.dtype)
     return torch.cat((resized[0].flatten(1).T, table[end:]))
+
+
+def _geometric(old: int, new: int) -> Tensor:
+    """``[new, old]``: the cubic spline (not-a-knot) through values at distances that grow geometrically, read at
+    integer distances. Both are odd numbers of positions around 0."""
+    lower, upper = 1.01, 1.5
+    while upper - lower > 1e-6:
+        ratio = (lower + upper) / 2
+        if (1 - ratio ** (old // 2)) / (1 - ratio) > new // 2:
+            upper = ratio
+        else:
+            lower = ratio
+    distances = torch.tensor(ratio, dtype=torch.float64).pow(torch.arange(old // 2)).cumsum(0)
+    known = torch.cat((-distances.flip(0), torch.zeros(1), distances))
+    read = torch.arange(-(new // 2), new // 2 + 1).double().clamp(known[0], known[-1])
+    known, read = known / distances[-1], read / distances[-1]
+
+    def basis(at: Tensor) -> Tensor:
+        knots = known[2:-2] if old > 3 else known[:0]
+        return torch.cat((at[:, None] ** torch.arange(min(4, old)), (at[:, None] - knots).clamp(min=0) ** 3), dim=1)
+
+    return torch.linalg.solve(basis(known), basis(read), left=False)
 
 
 def bias_rows(grid: Grid, cls_rows: int = CLS_ROWS) -> int:

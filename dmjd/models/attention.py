@@ -37,11 +37,36 @@ class ShortBeitAttention(beit.Attention):
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         """``[R, T, D]`` and a bias ``[heads, T, T]`` or None for 0 -> ``[R, T, D]``."""
         if self.relative_position_bias_table is not None:
-            tokens = x.shape[1]  # the first row and column of the bias are the class token's, if there is one
-            shared_rel_pos_bias = self._get_rel_pos_bias()[0, :, -tokens:, -tokens:]
+            class_token = x.shape[1] > self.window_size[0] * self.window_size[1]
+            shared_rel_pos_bias = relative_bias(self.relative_position_bias_table, self.window_size, class_token)
         parts: Any = (self.q_bias, self.k_bias, self.v_bias)
         bias = torch.cat(parts)
         return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)
+
+
+def relative_bias(table: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:
+    """timm's bias of a table ``[(2h - 1)(2w - 1) + 3, heads]``, ``[heads, T, T]``, without an index: the gradient of
+    one is added up in no fixed order where inductor compiles it for CUDA.
+
+    Args:
+        class_token: whether the T tokens begin with one, whose rows of the table are the last three.
+    """
+    (h, w), heads = grid, table.shape[1]
+    patches = _toeplitz(table[:-3].T.unflatten(1, (2 * h - 1, 2 * w - 1)))  # [heads, 2 h - 1, w, w]
+    patches = _toeplitz(patches.movedim(1, -1))  # [heads, w, w, h, h]
+    patches = patches.permute(0, 3, 1, 4, 2).reshape(heads, h * w, h * w)
+    if not class_token:
+        return patches
+    of_class, to_class, own = (row[:, None, None] for row in table[-3:])
+    first = torch.cat((own, of_class.expand(-1, 1, h * w)), dim=2)
+    return torch.cat((first, torch.cat((to_class.expand(-1, h * w, 1), patches), dim=2)), dim=1)
+
+
+def _toeplitz(x: Tensor) -> Tensor:
+    """``[..., 2 n - 1]`` -> ``[..., n, n]``, with ``x[..., i - j + n - 1]`` at (i, j)."""
+    n = (x.shape[-1] + 1) // 2
+    rows = x.unsqueeze(-2).expand(*x.shape[:-1], n, 2 * n - 1).flatten(-2)
+    return F.pad(rows, (0, n)).unflatten(-1, (n, 2 * n))[..., :n].flip(-1)  # each row is read one further on
 
 
 def _attend(attention: Any, qkv: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -81,7 +81,7 @@ def _initialise(classifier: Classifier) -> None:
     encoder = classifier.encoder
     if hasattr(encoder, "layers"):
         simmim(classifier)
-    elif any(hasattr(block.attn, "q_bias") for block in encoder.blocks):
+    elif any(hasattr(getattr(block, "attn", None), "q_bias") for block in encoder.blocks):
         beit(classifier)
     else:
         mae(classifier)

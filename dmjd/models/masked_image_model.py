@@ -85,10 +85,12 @@ class Model(nn.Module):
 
     Attributes:
         decoder: the second stack of blocks; None without one.
+        head: the last layer.
     """
 
     encoder: Encoder
     decoder: MAEDecoder | None
+    head: nn.Linear
 
 
 class Prediction(NamedTuple):

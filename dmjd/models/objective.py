@@ -75,6 +75,8 @@ class Objective(Trainable):
             L_mim "smooth_l1".
     """
 
+    model: MaskedImageModel
+
     def __init__(
         self, model: MaskedImageModel, *, mim_loss: str = "mse", mim_weight: float = 1.0, beta: float = 2.0
     ) -> None:

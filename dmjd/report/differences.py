@@ -29,12 +29,20 @@ def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def seed_groups(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs whose configurations differ in the seed only and that reached the same step; in their order."""
+    """The runs whose configurations differ in the seed only and that reached the same step; in their order.
+
+    Fine-tuning runs may have begun from different runs, if these differ in the seed only.
+    """
     groups: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
-        leaves = [(key, plain(value)) for key, value in _leaves(run.config) if key not in (*_IGNORED, SEED)]
-        groups.setdefault((run.last("step"), *sorted(leaves)), []).append(run)
+        groups.setdefault(_without_seed(run), []).append(run)
     return [*groups.values()]
+
+
+def _without_seed(run: Run) -> tuple[Any, ...]:
+    ignored = (*_IGNORED, SEED, *["init"] * (run.origin is not None))
+    leaves = sorted((key, plain(value)) for key, value in _leaves(run.config) if key not in ignored)
+    return run.last("step"), *leaves, *([_without_seed(run.origin)] if run.origin else [])
 
 
 def short_names(runs: Sequence[Run]) -> list[str]:

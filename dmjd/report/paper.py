@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from dmjd.report.cost import PAPER_GPUS, PAPER_HOURS, computed, device_hours, hardware
 from dmjd.report.differences import SEED, seed_groups, short_names
@@ -29,6 +30,7 @@ PUBLISHED_NOTE = (
     f"{PAPER_GPUS} A100 40 GB. Scores of runs are of the data in the columns' notes: they compare with published "
     "ones only if data and protocol agree."
 )
+_LONG_TITLE = 20
 _ETE = "effective training epochs, K x epochs done; a published sum includes those of the tokenizer."
 _HOURS = "number of devices x wall hours of pre-training over all launches, and the devices."
 _SPREAD = "mean ± sample standard deviation (number of seeds)."
@@ -49,12 +51,26 @@ class PaperTable:
     values: list[str]
 
 
+class Head(NamedTuple):
+    """A column of scores.
+
+    evaluation: of :data:`SCORES`, or "miou" or "ap".
+    protocol: of linear probes; "" if it is not stated.
+    published: whether published figures may stand in it: all labels, and no moving average.
+    """
+
+    evaluation: str
+    title: str
+    protocol: str = ""
+    published: bool = True
+
+
 @dataclass(frozen=True)
 class _Row:
-    """One row before the columns are known. cells: title -> text. scores: key of a column -> text."""
+    """One row before the columns are known. cells: title -> text. scores: column -> text."""
 
     cells: Mapping[str, str]
-    scores: Mapping[tuple[str, str], str]
+    scores: Mapping[Head, str]
 
 
 def paper_table(runs: Sequence[Run]) -> PaperTable:
@@ -66,7 +82,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
     groups = seed_groups([run for run in runs if not _is_in_origin(run, runs)])
     found = [metric for metric in metrics(runs) if not metric.online and _is_main(metric)]
     found.sort(key=lambda metric: list(SCORES).index(metric.evaluation))
-    heads = {metric: (metric.evaluation, _title(metric, found)) for metric in found}
+    heads = {metric: _head(metric, found) for metric in found}
     names = _differing([group[0] for group in groups], seeds=all(len(group) == 1 for group in groups))
     rows: list[_Row] = []
     values: list[str] = []
@@ -79,43 +95,50 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
         scores = _published_scores(row, columns)
         columns |= dict.fromkeys(scores)
         rows.append(_Row(_published_cells(row), scores))
-    ordered = sorted(columns, key=lambda key: [*SCORES, "miou", "ap"].index(key[0]))
+    ordered = sorted(columns, key=lambda head: [*SCORES, "miou", "ap"].index(head.evaluation))
     table = Table(_columns(rows, ordered, _meanings(heads, values)))
     return PaperTable(table, own, _notes(runs, matched), values)
 
 
 def paper_text(run_paths: Sequence[str | Path]) -> str:
-    """The table of :func:`paper_table` and its notes as plain text, for a terminal: columns in which a run has a value.
+    """The table of :func:`paper_table` and its notes as plain text, for a terminal.
+
+    Columns in which no run has a value are left out; conditions in long titles are numbered and listed below.
 
     Raises:
         DataError: as :func:`~dmjd.report.run.read_run`.
     """
     paper = paper_table(read_runs(run_paths))
     known = [column for column in paper.table.columns if {*column.cells[: paper.own]} != {ABSENT}]
-    return "\n".join([Table(known).text(), *paper.values, *paper.notes])
+    listed: list[str] = []
+    for place, column in enumerate(known):
+        name, _, conditions = column.title.removesuffix(")").partition(" (")
+        if len(column.title) > _LONG_TITLE:
+            listed.append(f"[{len(listed) + 1}] {name}: {conditions}.")
+            known[place] = replace(column, title=f"{name} [{len(listed)}]")
+    return "\n".join([Table(known).text(), *listed, *paper.values, *paper.notes])
 
 
-def published_table(rows: Iterable[Published] = PUBLISHED) -> Table:
+def published_table() -> Table:
     """All published rows, in their order."""
-    kept = list(rows)
 
     def figures(title: str, value: Callable[[Published], float | None]) -> Column:
-        return Column(title, [_figure(value(row)) for row in kept])
+        return Column(title, [_figure(value(row)) for row in PUBLISHED])
 
     return Table(
         [
-            Column("Method", [row.name for row in kept], numeric=False),
-            Column("Backbone", [row.backbone for row in kept], numeric=False),
-            Column("Target", [row.target for row in kept], numeric=False),
-            Column("ETE", [row.ete or ABSENT for row in kept]),
-            Column("Gh.", [_hours(row) for row in kept]),
+            Column("Method", [row.name for row in PUBLISHED], numeric=False),
+            Column("Backbone", [row.backbone for row in PUBLISHED], numeric=False),
+            Column("Target", [row.target for row in PUBLISHED], numeric=False),
+            Column("ETE", [row.ete or ABSENT for row in PUBLISHED]),
+            Column("Gh.", [_hours(row) for row in PUBLISHED]),
             figures("Ft.", lambda row: row.finetune),
             figures("LP", lambda row: row.linear),
-            Column("LP protocol", [row.protocol or ABSENT for row in kept], numeric=False),
+            Column("LP protocol", [row.protocol or ABSENT for row in PUBLISHED], numeric=False),
             figures("kNN", lambda row: row.knn),
             figures("mIoU", lambda row: row.miou),
-            Column("AP box/mask", [_precision(row) for row in kept]),
-            Column("Source", ["; ".join(filter(None, (row.source, row.note))) for row in kept], numeric=False),
+            Column("AP box/mask", [_precision(row) for row in PUBLISHED]),
+            Column("Source", ["; ".join(filter(None, (row.source, row.note))) for row in PUBLISHED], numeric=False),
         ]
     )
 
@@ -138,26 +161,36 @@ def _is_main(metric: Metric) -> bool:
     return metric.evaluation in SCORES and metric.score == next(iter(columns_of(metric.evaluation)))
 
 
-def _title(metric: Metric, others: Sequence[Metric]) -> str:
-    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; each linear probe names its protocol, and a choice on test images."""
-    named = [other for other in others if (other.title, _protocol(other)) == (metric.title, _protocol(metric))]
-    chosen = plain(json.loads(metric.settings).get("selection", ""))
-    conditions = [f"protocol {_protocol(metric)}"] if metric.evaluation == "linprobe" else []
-    conditions += [chosen] if chosen != ABSENT else []
-    conditions += filter(None, [metric.differing(named)])
-    title = SCORES[metric.evaluation] + " EMA" * (metric.weights == "ema")
-    return f"{title} ({', '.join(conditions)})" if conditions else title
+def _head(metric: Metric, others: Sequence[Metric]) -> Head:
+    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; a linear probe names its protocol, and a choice on test images."""
+    protocol, few = _kind(metric)
+    alike = [other for other in others if (other.title, _kind(other)) == (metric.title, (protocol, few))]
+    chosen = json.loads(metric.settings).get("selection")
+    conditions = [
+        *([f"protocol {protocol}"] if protocol else []),
+        *([f"{few} % of labels" if few != "list" else "listed labels"] if few else []),
+        *([plain(chosen)] if chosen else []),
+        *filter(None, [metric.differing(alike)]),
+    ]
+    average = metric.weights == "ema"
+    title = SCORES[metric.evaluation] + " EMA" * average
+    if conditions:
+        title += f" ({', '.join(conditions)})"
+    return Head(metric.evaluation, title, protocol, not (few or average))
 
 
-def _protocol(metric: Metric) -> str:
-    """The protocol of a linear probe; the record of an automatic one names none."""
-    return plain(json.loads(metric.settings).get("protocol", "auto")) if metric.evaluation == "linprobe" else ""
+def _kind(metric: Metric) -> tuple[str, str]:
+    """The protocol of a linear probe, whose automatic one is not recorded, and the share of labels that it used."""
+    settings = json.loads(metric.settings)
+    few = settings.get("few_shot")
+    protocol = plain(settings.get("protocol", "auto")) if metric.evaluation == "linprobe" else ""
+    return protocol, "" if few is None else plain(few)
 
 
-def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, tuple[str, str]]) -> list[_Row]:
+def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, Head]) -> list[_Row]:
     """The row of runs that differ in the seed only, and that of their untrained encoders if it has a score."""
     cells = {"Run": _row_name(group), "Differs in": name, **_facts(group)}
-    trained, untrained = dict[tuple[str, str], str](), dict[tuple[str, str], str]()
+    trained, untrained = dict[Head, str](), dict[Head, str]()
     for metric, head in heads.items():
         after = [record.scores[metric.score] for run in group for record in latest_of(run, metric)]
         before = [known["untrained"] for run in group if "untrained" in (known := references(run, metric))]
@@ -212,15 +245,15 @@ def _facts(group: Sequence[Run]) -> dict[str, str]:
     }
 
 
-def _single_values(group: Sequence[Run], heads: Mapping[Metric, tuple[str, str]]) -> list[str]:
+def _single_values(group: Sequence[Run], heads: Mapping[Metric, Head]) -> list[str]:
     name, names = _row_name(group), ", ".join(run.name for run in group)
     lines = [f"{name}: {names}."] if name != names else []
-    for metric, (_, title) in heads.items():
+    for metric, head in heads.items():
         found = [(run, record) for run in group for record in sorted(latest_of(run, metric), key=_seed)]
         if len(found) > 1:
             scores = [metric.column.format(record.scores[metric.score]) for _, record in found]
             texts = [f"{score} {_origin_of(*each)}" for score, each in zip(scores, found, strict=True)]
-            lines.append(f"{title}: {', '.join(texts)}.")
+            lines.append(f"{head.title}: {', '.join(texts)}.")
     return lines
 
 
@@ -255,24 +288,23 @@ def _published_cells(row: Published) -> dict[str, str]:
     }
 
 
-def _published_scores(row: Published, columns: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
+def _published_scores(row: Published, heads: Iterable[Head]) -> dict[Head, str]:
     """The figures of ``row`` in the first column of their evaluation and protocol, or in one of their own."""
-    columns = [key for key in columns if " EMA" not in key[1]]
-    protocol = f"LP (protocol {row.protocol or 'not stated'}"
-    figures = {}
-    for evaluation, value, begins in (
-        ("finetune", row.finetune, "Ft."),
-        ("linprobe", row.linear, protocol),
-        ("knn", row.knn, "kNN"),
+    fitting: dict[tuple[str, str], Head] = {}
+    for head in heads:
+        if head.published:
+            fitting.setdefault((head.evaluation, head.protocol), head)
+    figures: dict[Head, str] = {}
+    for own, value in (
+        (Head("finetune", SCORES["finetune"]), row.finetune),
+        (Head("linprobe", f"LP (protocol {row.protocol or 'not stated'})", row.protocol), row.linear),
+        (Head("knn", SCORES["knn"]), row.knn),
+        (Head("miou", "mIoU"), row.miou),
     ):
         if value is not None:
-            own = begins + ")" * (evaluation == "linprobe")
-            fits = (key for key in columns if key[0] == evaluation and f"{key[1]})".startswith((own, f"{begins},")))
-            figures[next(fits, (evaluation, own))] = _marked(_figure(value))
-    if row.miou is not None:
-        figures["miou", "mIoU"] = _marked(_figure(row.miou))
+            figures[fitting.get((own.evaluation, own.protocol), own)] = _marked(_figure(value))
     if row.box is not None:
-        figures["ap", "AP box/mask"] = _marked(_precision(row))
+        figures[Head("ap", "AP box/mask")] = _marked(_precision(row))
     return figures
 
 
@@ -293,14 +325,14 @@ def _precision(row: Published) -> str:
     return ABSENT if row.box is None else f"{_figure(row.box)}/{_figure(row.mask)}"
 
 
-def _meanings(heads: Mapping[Metric, tuple[str, str]], values: Sequence[str]) -> dict[str, str]:
+def _meanings(heads: Mapping[Metric, Head], values: Sequence[str]) -> dict[str, str]:
     meanings = {"ETE": _ETE, "Gh.": PAPER_HOURS, "Device hours": _HOURS}
-    for metric, (_, title) in heads.items():
-        meanings[title] = metric.description + f" With several seeds: {_SPREAD}" * bool(values)
+    for metric, head in heads.items():
+        meanings[head.title] = metric.description + f" With several seeds: {_SPREAD}" * bool(values)
     return meanings
 
 
-def _columns(rows: Sequence[_Row], scores: Sequence[tuple[str, str]], meanings: Mapping[str, str]) -> list[Column]:
+def _columns(rows: Sequence[_Row], scores: Sequence[Head], meanings: Mapping[str, str]) -> list[Column]:
     def column(title: str, cells: list[str], numeric: bool) -> Column:
         return Column(title, cells, meanings.get(title, ""), numeric)
 
@@ -308,7 +340,7 @@ def _columns(rows: Sequence[_Row], scores: Sequence[tuple[str, str]], meanings: 
     shown = [title for title in texts if title != "Differs in" or any(row.cells.get(title) for row in rows)]
     columns = [column(title, [row.cells.get(title) or ABSENT for row in rows], False) for title in shown]
     columns += [column(title, [row.cells.get(title) or ABSENT for row in rows], True) for title in numbers]
-    columns += [column(key[1], [row.scores.get(key, ABSENT) for row in rows], True) for key in scores]
+    columns += [column(head.title, [row.scores.get(head, ABSENT) for row in rows], True) for head in scores]
     return [*columns, column("Device hours", [row.cells.get("Device hours") or ABSENT for row in rows], False)]
 
 

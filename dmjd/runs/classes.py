@@ -14,7 +14,7 @@ CLASSES = "classes.json"
 
 
 def pack_classes(names: Sequence[str]) -> bytes:
-    """The content of ``classes.json``: a list of names, empty if the data set has none."""
+    """The content of ``classes.json``: a list of names."""
     return json.dumps(list(names), indent=1).encode()
 
 

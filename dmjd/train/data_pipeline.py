@@ -9,15 +9,18 @@ from pathlib import Path
 
 import torch
 
-from dmjd.config import AugmentConfig, TrainConfig
+from dmjd.config import AugmentConfig, FinetuneConfig, TrainConfig
 from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
+from dmjd.data.dataset import ImageDataset
+from dmjd.data.few_shot import few_shot_subset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import check_shared_memory, make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.skipped_batches import SkippedBatches, SkippedBatchesAhead
+from dmjd.data.stream.batches import TarStream
 from dmjd.data.waiting import Limit
 from dmjd.errors import DataError, StoppedBefore, StopRequested, UserError
 from dmjd.parallel.world import World
@@ -50,11 +53,12 @@ class DataPipeline:
         augment: AugmentConfig | None = None,
     ) -> None:
         self._config, self._bad_images, self._world = config, bad_images, world
-        self.source = world.all_or_none(lambda: training_source(config.data))
+        self._whole = world.all_or_none(lambda: training_source(config.data))
         self._list = bad_images.parent / listed.FILE
         self.added = 0
-        if resumed and isinstance(self.source, ImageFolder):
-            self.added = listed.leave_out_added(self.source, self._list)
+        if resumed and isinstance(self._whole, ImageFolder):
+            self.added = listed.leave_out_added(self._whole, self._list)
+        self.source = world.all_or_none(self._selected)
         self.identity = DataIdentity.of(self.source)
         first = world.on_main(lambda: str(self.identity))
         world.all_or_none(lambda: self._check_identity(first))
@@ -66,6 +70,13 @@ class DataPipeline:
         self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
         size = Batch.nbytes(*self._shape)
         world.all_or_none(lambda: check_shared_memory(size, config.workers, world.local_size))
+
+    def _selected(self) -> ImageDataset | TarStream:
+        """The images that are trained on: all, or in fine-tuning a few-shot subset."""
+        config = self._config
+        if not isinstance(config, FinetuneConfig) or isinstance(self._whole, TarStream):
+            return self._whole
+        return few_shot_subset(self._whole, config.few_shot, config.labels)
 
     def _check_identity(self, first: str) -> None:
         """Compare with rank 0's data: an incomplete copy on one node's disk would give this rank other samples."""
@@ -86,8 +97,8 @@ class DataPipeline:
             DataError: if there are more than ``data.max_bad_percent``. StorageError: if the list cannot be written.
         """
         self._quarantine.admit(self.source.bad)
-        if is_new and isinstance(self.source, ImageFolder):
-            listed.write_list(self.source, self._list)
+        if is_new and isinstance(self._whole, ImageFolder):
+            listed.write_list(self._whole, self._list)
 
     def batches(self, position: Position, stop: int, requests: Requests) -> Generator[Batch]:
         """The batches of the steps from ``position`` to ``stop``; empty batches once this rank cannot read any.

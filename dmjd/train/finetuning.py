@@ -19,6 +19,7 @@ from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import AUTO, build_dataset, require_labels, resolve_auto
 from dmjd.data.dataset import ImageDataset
+from dmjd.data.few_shot import few_shot_subset
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError, StopRequested
 from dmjd.evaluate.validate import record_finetune
@@ -57,6 +58,7 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
     unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
     train = build_dataset(unchecked, "train")
     require_labels(train)
+    few_shot_subset(train, config.few_shot, config.labels)  # its errors, before a model is built
     validation_dataset(unchecked, train)
     return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
 

@@ -86,13 +86,7 @@ def train(
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
     world = join_world(select_device(config.engine.device), config.engine)
-
-    def resolved() -> Config:
-        checked = run.check(config)
-        checked = replace(checked, data=resolve_auto(checked.data))
-        return checked if run.has_checkpoint else resolve(checked, run, world)
-
-    config = world.on_main(resolved)
+    config = resolved(config, run, world, resolve)
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
         trainer = Trainer(config, run, world, build)
@@ -102,6 +96,20 @@ def train(
         trainer.engine.close()
     world.close()
     return run
+
+
+def resolved(
+    config: Config, run: RunFolder, world: World, resolve: Callable[[Config, RunFolder, World], Config]
+) -> Config:
+    """The configuration that the run uses: the stored one in a folder with checkpoints, else after all rules.
+    Collective."""
+
+    def act() -> Config:
+        checked = run.check(config)
+        checked = replace(checked, data=resolve_auto(checked.data))
+        return checked if run.has_checkpoint else resolve(checked, run, world)
+
+    return world.on_main(act)
 
 
 class Trainer:

@@ -107,6 +107,7 @@ SIZES = {
     "components_jd": DMJD_B,
     "demo": None,
     "demo_digits": None,
+    "fashion_mnist": None,
     "own_photos": None,
 }
 
@@ -123,6 +124,7 @@ EFFECTIVE_EPOCHS = {
     "mvp_vit_base": 300,
     "demo": 2,
     "demo_digits": 80,
+    "fashion_mnist": 60,
     "own_photos": 200,
 }
 """ETE by the paper; 800 for all others."""
@@ -219,7 +221,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 SAME_STEP = {
-    *("mae_vit_base_100", "fig1_a", "fig1_b", "mae_dm_vit_base_100", "maskfeat_vit_large"),
+    *("mae_vit_base_100", "fig1_a", "fig1_b", "mae_dm_vit_base_100", "maskfeat_vit_large", "fashion_mnist"),
     *("mae_vit_base_1600", "mae_vit_large", "mae_dm_vit_large", "mae_dm_vit_base_lr_classic", "convmae_large"),
     *("mae_dm_vit_base_lr_adaptive", "mae_dm_vit_base_pred90", "mae_dm_vit_base_pred95", "beit_vit_large"),
     *("maskfeat_token_vit_large", "maskfeat_dm_vit_large", "dmjd_vit_base_hog_800", "jd_depth4", "jd_target_hog"),

@@ -13,8 +13,9 @@ from dmjd.config import FinetuneConfig
 from dmjd.keys import groups_of
 from dmjd.resources import configs_dir
 
-UNPUBLISHED = {"own_photos"}
-PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - UNPUBLISHED)
+OWN = {"fashion_mnist", "own_photos"}
+"""Presets whose settings are not published ones."""
+PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - OWN)
 
 
 class Published(NamedTuple):
@@ -124,6 +125,10 @@ def test_models_of_one_shape_differ_as_published() -> None:
     assert {name for name in PRESETS if positions[name] == "learned"} == {"maskfeat_vit_base", "maskfeat_vit_large"}
     assert [composed[f"beit_vit_{size}"].backbone.layer_scale for size in ("base", "large")] == [0.1, 1e-5]
     assert [composed[f"beit_vit_{size}"].data.mean for size in ("base", "large")] == [[0.5] * 3] * 2
+    exempt = {name: config.optim.no_decay for name, config in composed.items()}
+    assert exempt.pop("simmim_swin_base") == ["relative_position_bias_table"]
+    assert [exempt.pop(f"maskfeat_vit_{size}") for size in ("base", "large")] == [[], []]
+    assert all(names == ["cls_token", "pos_embed"] for names in exempt.values())
     assert all(config.run == f"runs/finetune_{name}" for name, config in composed.items())
 
 

@@ -231,6 +231,8 @@ def test_a_classifier_follows_the_images_by_the_rules_of_pretraining(
     typed = finetune(300, "epochs=7", "augment.mixup=.8", "optim.layer_decay=.9", "batch_size=10")
     assert (typed.epochs, typed.augment.mixup, typed.optim.layer_decay, typed.batch_size) == (7, 0.8, 0.9, 10)
     assert typed.val_every == 1
+    few, as_many = finetune(300, "few_shot=10"), finetune(30)
+    assert (few.epochs, few.batch_size) == (as_many.epochs, as_many.batch_size) != (found.epochs, found.batch_size)
 
 
 @pytest.mark.long  # seconds of tracing

@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dmjd.builders.finetune import build_finetune_step
 from dmjd.builders.model import BACKBONES, BackboneSpec, register_backbone
-from dmjd.config import EngineConfig, PretrainConfig
+from dmjd.compose import compose
+from dmjd.config import EngineConfig, FinetuneConfig, TrainConfig
 from dmjd.config import model as names
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.mlp import PointwiseMlp
@@ -61,13 +63,17 @@ class TokenMlp(Encoder):
     positions = None
     blocks: nn.ModuleList
 
-    def __init__(self, config: PretrainConfig) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         super().__init__()
         backbone, (height, width) = config.backbone, config.data.image_size
         self.embed_dim, self.patch_size = backbone.embed_dim, backbone.patch_size
         self.grid = height // self.patch_size, width // self.patch_size
         self.embed = nn.Linear(self.patch_size**2 * config.data.channels, self.embed_dim)
         self.blocks = nn.ModuleList(Mixer(self.embed_dim) for _ in range(backbone.depth))
+
+    def layer_of(self, name: str) -> int | None:
+        """For fine-tuning; the base class knows blocks and usual names."""
+        return 0 if name.startswith("embed.") else super().layer_of(name)
 
     def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
         x = patchify(images, self.patch_size)
@@ -106,6 +112,11 @@ def test_a_registered_target_and_backbone_are_trained_and_evaluated(
     code, out, err = dmjd("knn", str(run), "workers=0", "device=cpu")
     assert (code, err) == (0, "")
     assert out.startswith("knn: k-nearest-neighbour top-1 ")
+    own = compose("pretrain", words)
+    config = FinetuneConfig(batch_size=4, backbone=own.backbone, data=own.data, engine=own.engine)
+    step = build_finetune_step(config, 3, initial=newest(run / "checkpoints"))
+    assert step.began_from.endswith("; fc_norm, head as initialised")
+    assert [(group.layers, group.tensors) for group in step.groups][:2] == [("0", 1), ("0", 1)]
 
 
 @pytest.mark.parametrize("key", ["target.name", "backbone.name"])

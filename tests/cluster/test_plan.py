@@ -339,7 +339,7 @@ def test_a_plan_has_the_values_of_the_recipe_for_cuda(dmjd: Command, tmp_path: P
         [32, 32],
         machine.encoders[0][1],
         4,
-        10 * machine.epochs,
+        10 * machine.pretrain.epochs,
     )
     code, out, err = dmjd("plan", "experiment=own_photos", "--cfg")
     assert (code, from_yaml(PlanConfig, out)) == (0, compose("plan", ["experiment=own_photos"]))

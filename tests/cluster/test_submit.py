@@ -213,6 +213,23 @@ def test_preflight_takes_the_words_of_the_run_that_it_is_for(tmp_path: Path) -> 
         plan("preflight", [*words, "warm=yes"])
 
 
+def test_a_fine_tuning_has_the_script_of_a_pre_training(tmp_path: Path) -> None:
+    words = ["nodes=2", "gpus=4", "batch_size=64", f"run={tmp_path}/run"]
+    job = plan("finetune", [f"{tmp_path}/first", *words])
+    assert f"export DMJD_COMMAND=finetune\nexport DMJD_RUN={tmp_path}/run\n" in job.script
+    assert f"set -- engine=ddp init={tmp_path}/first batch_size=64 run={tmp_path}/run\n" in job.script
+    assert 'train "${DMJD_COMMAND:-pretrain}" "$@"' in job.script
+    assert {"requeue", "signal", "exclusive"} <= header(job.script).keys()
+    assert "export DMJD_COMMAND=pretrain\n" in plan("pretrain", [*words, "experiment=demo"]).script
+    checked = plan("preflight", ["finetune", f"{tmp_path}/first", *words])
+    assert f"set -- finetune engine=ddp init={tmp_path}/first batch_size=64" in checked.script
+
+
+def test_an_evaluation_takes_its_run_without_a_key(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    assert f"set -- knn checkpoint={tmp_path}/run\n" in plan("knn", [f"{tmp_path}/run"]).script
+
+
 def test_in_a_container_its_own_code_runs_under_a_copy_of_the_launchers(tmp_path: Path) -> None:
     (tmp_path / "site.env").write_text("DMJD_CONTAINER=/images/dmjd.sqsh\n")
     words = [f"site={tmp_path}/site.env", f"run={tmp_path}/run", "gpus=1", "experiment=demo"]
@@ -325,6 +342,7 @@ def test_every_command_that_can_be_submitted_exists_and_has_a_script() -> None:
 
     assert set(submittable()) <= {*COMMANDS, *EVALUATIONS}
     scripts = [EVALUATIONS[name].script if name in EVALUATIONS else name for name in submittable()]
+    scripts.remove("finetune")  # which has that of pretrain
     assert {path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch")} == set(scripts)
 
 

@@ -33,6 +33,7 @@ STEP = "step-00000011"
 UNTRAINED = "weights=untrained"
 FEW = "train_images=100"
 PROBE = ("epochs=3", "warmup_epochs=1", "batch_size=256", "train_images=600")
+SHORT = ("epochs=2", "warmup_epochs=1", "batch_size=64", "train_images=128")
 
 
 @pytest.fixture
@@ -130,7 +131,9 @@ def test_linprobe_learns_something(run: Path) -> None:
     assert record["final_loss"] < 0.8 * np.log(10)
 
 
-@pytest.mark.parametrize(("verb", "words"), [("knn", ()), ("linprobe", (*PROBE, "augment=true")), ("linprobe", PROBE)])
+@pytest.mark.parametrize(
+    ("verb", "words"), [("knn", (FEW,)), ("linprobe", (*SHORT, "augment=true")), ("linprobe", SHORT)]
+)
 def test_a_score_is_a_function_of_its_settings(run: Path, verb: str, words: tuple[str, ...]) -> None:
     torch.manual_seed(1)
     first = evaluate(verb, run, *words)
@@ -221,16 +224,16 @@ def test_scores_of_other_settings_do_not_replace_each_other(run: Path) -> None:
 
 def test_all_that_a_probe_depends_on_is_among_its_settings(run: Path) -> None:
     words = [
-        *("", "warmup_epochs=2", "crop_scale=[0.5,1]", "data.mean=[0.5]", "data.std=[0.5]", "data.crop_ratio=[1,1]"),
+        *("", "warmup_epochs=0", "crop_scale=[0.5,1]", "data.mean=[0.5]", "data.std=[0.5]", "data.crop_ratio=[1,1]"),
         *("data.flip=false", "data.interpolation=bilinear"),
     ]
-    losses = {evaluate("linprobe", run, *PROBE, "augment=true", *more.split())["final_loss"] for more in words}
+    losses = {evaluate("linprobe", run, *SHORT, "augment=true", *more.split())["final_loss"] for more in words}
     assert len(losses) == len(evaluations(run)) == len(words), "every one matters, and has a record of its own"
 
 
 def test_a_probe_without_augmentation_does_not_depend_on_crops(run: Path) -> None:
     for words in ((), ("crop_scale=[0.5,1]", "data.flip=false")):
-        evaluate("linprobe", run, *PROBE, "augment=false", "data=digits", *words)
+        evaluate("linprobe", run, *SHORT, "augment=false", "data=digits", *words)
     assert len(evaluations(run)) == 1
 
 
@@ -241,6 +244,17 @@ def test_more_training_images_than_there_are_is_all_of_them(run: Path, caplog: p
     (line,) = [record.getMessage() for record in caplog.records if "train_images" in record.getMessage()]
     assert line == "train_images=10000, but there are 1437 training images: all are used"
     assert whole["settings"]["train_images"] == 1437
+
+
+def test_few_labels_are_the_same_images_in_every_evaluation(run: Path) -> None:
+    nearest, linear = evaluate("knn", run, "few_shot=10"), evaluate("linprobe", run, *SHORT[:3], "few_shot=10")
+    labels = [Digits("train").label(index) for index in range(1437)]
+    assert nearest["settings"]["train_images"] == sum(round(labels.count(label) / 10) for label in range(10))
+    assert nearest["settings"]["few_shot"] == 10.0
+    assert nearest["settings"]["few_shot_images"] == linear["settings"]["few_shot_images"]
+    assert nearest["test_images"] == linear["test_images"] == 360
+    (line,) = describe(nearest)
+    assert line.endswith(", digits, 32x32, 10 % of the labels)")
 
 
 # The data of a run
@@ -432,7 +446,7 @@ def test_the_untrained_score_is_left_out_where_it_is_dear(run: Path, monkeypatch
     assert frozen.cost(100) == 100 * 64 * sum(each.numel() for each in frozen.encoder.parameters())
     monkeypatch.setattr(registry, "CHEAP", frozen.cost(100 + 360) - 1)
     assert "untrained" not in evaluate("knn", run, "train_images=100", "untrained=null")
-    assert "untrained" not in evaluate("linprobe", run, *PROBE, "augment=true", "untrained=null")
+    assert "untrained" not in evaluate("linprobe", run, *SHORT, "augment=true", "untrained=null")
     monkeypatch.setattr(registry, "CHEAP", frozen.cost(100 + 360))
     assert "untrained" in evaluate("knn", run, "train_images=100", "untrained=null")
 

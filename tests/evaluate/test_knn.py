@@ -165,6 +165,15 @@ def test_leave_one_out_is_a_search_of_the_other_images(block: int, monkeypatch: 
         assert result.top5 == pytest.approx(top5)
 
 
+def test_evenly_spaced_images_choose_in_a_large_bank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knn, "LEFT_OUT", 20)
+    data = random_features(60, 6, seed=1)
+    own = torch.arange(0, 60, 3)
+    queries = Features(data.values[own], data.labels[own])
+    expected = knn_table(data, queries, 6, device=CPU, neighbours=[4], temperatures=[0.1], own=own)
+    assert knn._left_out(data, 6, CPU, [4], [0.1]) == expected
+
+
 def search(run: Path, *words: str) -> dict[str, Any]:
     quick = ("workers=0", "device=cpu", "untrained=false", "train_images=400")
     return evaluate("knn", compose("knn", [f"checkpoint={run}", *quick, *words]))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,18 @@ def test_a_protocol_end_to_end(frozen_of: Callable[[str], Frozen], backbone: str
     if (backbone, protocol) == ("vit", "beit"):
         (line,) = describe({"verb": "linprobe", "weights": "trained", "step": 5, **values, "settings": first.settings})
         assert "; trained, step 5, protocol beit, best of 3 layers on the test images, " in line
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_protocol_on_a_gpu_equals_that_on_the_cpu(frozen_of: Callable[[str], Frozen], protocol: str) -> None:
+    frozen, device = frozen_of("vit"), torch.device("cuda")
+    moved = replace(frozen, encoder=deepcopy(frozen.encoder).to(device), device=device)
+    scores = [
+        probe(each, f"protocol={protocol}", "batch_size=16", "epochs=4", "warmup_epochs=0") for each in (frozen, moved)
+    ]
+    assert scores[0].settings == scores[1].settings
+    assert scores[1].values["final_loss"] == pytest.approx(scores[0].values["final_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

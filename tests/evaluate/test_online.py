@@ -61,7 +61,7 @@ def test_the_score_is_that_of_the_verb(
 ) -> None:
     """On the same weights and the same images; of a bank larger than the data set, on all of it."""
     run = shutil.copytree(finished_run, tmp_path / "finished")
-    words = [f"checkpoint={run}", "workers=0", "device=cpu", "neighbours=7", "temperature=0.1"]
+    words = [f"checkpoint={run}", "workers=0", "device=cpu", "untrained=false", "neighbours=7", "temperature=0.1"]
     subset = ["train_images=500"] if bank == 500 else []
     record = evaluate("knn", compose("knn", [*words, *subset]))
     with caplog.at_level(logging.INFO, logger="dmjd"):

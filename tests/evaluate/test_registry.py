@@ -111,8 +111,9 @@ def test_its_scores_are_reported_with_unit_and_direction(dmjd: Command, run: Pat
     shutil.rmtree(other / "evaluations")
     assert dmjd("segment", str(other), "device=cpu", "threshold=0.75")[0] == 0
     _, out, _ = dmjd("report", str(run), str(other))
-    table = [line for line in Path(out.splitlines()[0]).read_text().splitlines() if line.startswith("|")]
-    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    page = next(line for line in out.splitlines() if line.endswith(".md"))
+    table = [line for line in Path(page).read_text().splitlines() if line.startswith("|")]
+    head, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[:4]]
     shown = [dict(zip(head, row, strict=True)) for row in rows]
     assert [row["mIoU (threshold 0.5)"] for row in shown] == ["51.0", "-"], "equal conditions only share a column"
     assert [row["Latency, ms (threshold 0.75)"] for row in shown] == ["-", "9"]

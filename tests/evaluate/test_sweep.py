@@ -34,13 +34,13 @@ def clusters(count: int, *, spread: float = 2.0, seed: int = 1) -> Features:
 
 
 def heads(data: Features, rates: list[float], rows: Tensor | None = None, **options: Any) -> Heads:
-    settings = {"epochs": 6, "batch_size": 32, "seed": 3, "device": CPU} | options
+    settings: dict[str, Any] = {"epochs": 6, "batch_size": 32, "seed": 3, "device": CPU} | options
     rows = torch.arange(len(data)) if rows is None else rows
     return train_heads(data.values, data.labels, rows, CLASSES, rates=rates, **settings)
 
 
 def probe(train: Features, test: Features, **options: Any) -> SweepResult:
-    settings = {"rates": RATES, "epochs": 6, "batch_size": 32, "seed": 3, "device": CPU} | options
+    settings: dict[str, Any] = {"rates": RATES, "epochs": 6, "batch_size": 32, "seed": 3, "device": CPU} | options
     return cached_probe(train, test, CLASSES, **settings)
 
 

@@ -27,6 +27,7 @@ from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.export import export, sidecar
 from dmjd.evaluate.validate import record_finetune
+from dmjd.runs import checkpoint
 from dmjd.runs.best import Validated, read_best
 from dmjd.runs.folder import RunFolder
 from dmjd.runs.paths import RunPaths
@@ -115,24 +116,42 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_the_best_score(
         validated(tuned / "checkpoints" / "step-00000016", "which=best")
 
 
-def test_a_record_of_another_seed_is_another_file(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path], tmp_path: Path) -> None:
     config: Any = from_yaml_of_run((runs[1] / "config.yaml").read_bytes(), "x")
     train, test = (build_dataset(config.data, split) for split in ("train", "test"))
     scores: Any = {f"val_{name}": 50.0 for name in ("top1", "top5", "balanced_top1", "loss")}
     init = Path(shutil.copytree(runs[0], tmp_path / "pretrained"))
     kept = {path.name for path in (init / "evaluations").iterdir()}
-    for seed in (1, 2, 2):
-        run = RunPaths(tmp_path / f"seed{seed}")
+    for seed, place in ((1, "a"), (2, "a"), (2, "a"), (2, "b")):
+        run = RunPaths(tmp_path / place / f"seed{seed}")
         one = replace(config, seed=seed, init=str(init / "checkpoints" / "step-00000011"))
         record_finetune(one, run, 16, scores, train, test, Validated(8, 60.0))
     written = {path.name for path in (init / "evaluations").iterdir()} - kept
-    assert len(written) == 2
+    assert len(written) == 3
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
     foreign = replace(config, seed=3, init=str(tmp_path / "mae.pth"))
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)
     assert {path.name for path in (init / "evaluations").iterdir()} == kept | written
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        ('["a", "b", "c"]', "has 3 names, and the head 2"),
+        ('{"a": 1}', "cannot be read: it is no list of names"),
+        ("[1, 2]", "cannot be read: it is no list of names"),
+        ("[", "cannot be read"),
+    ],
+)
+def test_other_class_names_than_the_heads_are_an_error(tuned: Path, content: str, fault: str) -> None:
+    """In a checkpoint that was moved, with a manifest to match."""
+    folder = tuned / "checkpoints" / "step-00000016"
+    (folder / "classes.json").write_text(content)
+    checkpoint.add(folder, folder / "classes.json")
+    with pytest.raises(CheckpointError, match=fault):
+        validated(folder)
 
 
 def pictures(root: Path, *classes: str) -> Path:
@@ -164,6 +183,8 @@ def test_other_images_must_have_the_same_classes(runs: tuple[Path, Path], tuned:
         validated(runs[0])
     with pytest.raises(ConfigError, match="has no classifier; make one with dmjd finetune"):
         package.load_classifier(runs[0])
+    with pytest.raises(ConfigError, match="is a file, and dmjd validate reads runs: name one of dmjd finetune, or"):
+        validated(runs[0] / "config.yaml")
     with pytest.raises(ConfigError, match="weights=untrained"):
         evaluate("knn", compose("knn", [f"checkpoint={tuned}", *CPU, "weights=untrained"]))
 
@@ -244,7 +265,7 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drawn:
             classifier.encoder.fc_norm = classifier.fc_norm
         made = FrozenEncoder(
             *(classifier.encoder, config, to_yaml(config), config.data, {}, size, torch.device("cpu"), 7),
-            *(run.path / "step", run, "trained", classifier, ["a", "b", "c", "d", "e"]),
+            *(run.path / "step", run, "trained", classifier, ["a", "b", "c", "d"]),
         )
         monkeypatch.setattr(exporting, "load_encoder", lambda _: made)
         return made
@@ -269,7 +290,7 @@ def test_every_classifier_is_a_model_of_timm(kind: str, drawn: Drawn) -> None:
         assert agrees(pasted["model"](images), made.classifier(images))
     card = json.loads(sidecar(path).read_text())
     assert card["arguments"]["num_classes"] == 5
-    assert card["classes"] == ["a", "b", "c", "d", "e"]
+    assert card["classes"] == ["a", "b", "c", "d", "4"], "a head may have more classes than the data"
 
 
 def test_a_classifier_that_a_format_cannot_hold_is_an_error(drawn: Drawn) -> None:
@@ -293,7 +314,7 @@ def test_transformers_computes_the_logits(norm: str, drawn: Drawn) -> None:
     assert made.classifier is not None
     with torch.no_grad():
         assert agrees(model.eval()(images).logits, made.classifier(images))
-    assert model.config.id2label == dict(enumerate("abcde"))
+    assert model.config.id2label == dict(enumerate("abcd4"))
     assert "AutoModelForImageClassification" in line
     assert "# Classifier of 5 classes, fine-tuned with dmjd" in (path / "README.md").read_text()
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dmjd.parallel import native_files, store
+from dmjd.parallel import native_files, store, world
 from dmjd.parallel.apply import MODES
 from tests.parallel import walk
 
@@ -169,7 +169,7 @@ def test_a_convvit_that_sees_visible_tokens_alone(
 
 @pytest.fixture(scope="module")
 def fine_tuned_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    run = walk.FineTuned(walk.engine("single"), walk.alone(walk.CPU))
+    run = walk.FineTuned(walk.engine("single"), world.alone(walk.CPU))
     return run.look(tmp_path_factory.mktemp("alone") / "fine-tuned", {})
 
 
@@ -199,7 +199,7 @@ def test_logits_of_the_average_leave_no_trace(
 def test_one_process_goes_on_from_frozen_layers_of_two(
     name: str, two: tuple[Seen, Path], fine_tuned_alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = walk.FineTuned(walk.engine("single"), walk.alone(walk.CPU))
+    run = walk.FineTuned(walk.engine("single"), world.alone(walk.CPU))
     save_file(store.read(two[1] / f"{name}-fine-tuned"), tmp_path / native_files.CONSOLIDATED)
     run.step.engine.load(tmp_path, run.step.averages)
     assert_same_curve(run.take(2, 4), fine_tuned_alone["again"])

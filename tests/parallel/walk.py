@@ -70,11 +70,10 @@ ENGINES = {
 """What is held to the single engine's results, by the name that results have."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "mlp recomputed": {"activation_checkpointing": "mlp"},
     "selectively recomputed": {"activation_checkpointing": "selective"},
     "recomputed": {"activation_checkpointing": "full"},
 }
-"""Transforms that change nothing."""
+"""Transforms that change nothing; fine-tuning recomputes the MLPs."""
 
 Cell = tuple[str, str, str, str]
 """An engine, what it compiles as one graph, how it recomputes, and its precision."""
@@ -363,7 +362,8 @@ def _look_at(
         seen["bfloat16"] = Run(replace(config, precision="bf16"), world, ema=False).take(STEPS)
         seen["convolutional"] = Run(config, world, convolutional=True).take(2)
         of_ddp = {"from ddp": folder.with_name("ddp-fine-tuned")}
-        seen["fine-tuned"] = FineTuned(config, world).look(folder.with_name(f"{folder.name}-fine-tuned"), of_ddp)
+        of_mlps = replace(config, activation_checkpointing="mlp")
+        seen["fine-tuned"] = FineTuned(of_mlps, world).look(folder.with_name(f"{folder.name}-fine-tuned"), of_ddp)
         recomputed = replace(config, activation_checkpointing="full")
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
         if engines.ENGINES[config.name].mesh:

@@ -96,6 +96,11 @@ def test_seeds_of_a_fine_tuning_are_one_row(make_finetune: Callable[..., Path], 
     assert "| ft0, ft1, ft2 " in markdown
     assert "72.00 ± 0.00 (3)" in markdown
     assert "Ft.: 72.00 (ft0, seed 0), 72.00 (ft1, seed 1), 72.00 (ft2, seed 2)." in markdown
+    # Three seeds of pre-training and fine-tuning are one row too; another pre-training is not.
+    others = [make_run(f"pre{seed}", config=MAE | {"seed": seed, "epochs": 100 + seed // 2}) for seed in range(3)]
+    chains = [make_finetune(f"ft_{path.name}", init=str(path), seed=seed) for seed, path in enumerate(others)]
+    names = [line.split("  ")[0] for line in paper_text(chains).splitlines()[1:3]]
+    assert names == ["ft_pre0, ft_pre1", "ft_pre2"]
     # Beside the run that they began from, their scores stand in its row.
     record = (folders[0] / "evaluations" / "finetune-0.json").read_text()
     (origin / "evaluations" / "finetune-0.json").write_text(record)

@@ -96,6 +96,27 @@ def test_two_protocols_never_share_a_column(make_run: MakeRun) -> None:
     }
 
 
+def test_scores_with_few_labels_stand_apart(make_run: MakeRun) -> None:
+    few = DATA | {"few_shot": 1.0, "few_shot_images": "1f", "train_images": 12}
+    full = DATA | {"train_images": 1200}
+    judged = [(verb, "trained", 100, top1, how) for verb, how, top1 in (
+        ("linprobe", full | {"protocol": "mae"}, 60.0), ("linprobe", few | {"protocol": "mae"}, 30.0),
+        ("knn", full, 40.0), ("knn", few, 20.0), ("linprobe", few | {"few_shot": "list"}, 33.0),
+    )]  # fmt: skip
+    ours, *published = rows(table(make_run("a", evaluations=judged, config=MAE)))
+    shown = {title: cell for title, cell in ours.items() if title.startswith(("LP", "kNN"))}
+    assert shown == {
+        "LP (protocol auto, listed labels)": "33.00",
+        "LP (protocol mae)": "60.00",
+        "LP (protocol mae, 1 % of labels)": "30.00",
+        "LP (protocol not stated)": "-",
+        "kNN": "40.00",
+        "kNN (1 % of labels)": "20.00",
+    }
+    assert {each["LP (protocol mae, 1 % of labels)"] for each in published} == {"-"}
+    assert published[0]["LP (protocol mae)"] == "68.0 †"
+
+
 def test_runs_that_differ_in_the_seed_are_one_row_and_others_are_not(make_run: MakeRun) -> None:
     def seeded(name: str, seed: int, top1: float, hours: float = 100, **config: Any) -> Path:
         judged = [("knn", "trained", 100, top1, DATA | {"k": 20})]
@@ -186,6 +207,15 @@ def test_the_terminal_shows_aligned_columns_in_which_the_run_has_a_value(make_ru
     end = head.index("kNN") + len("kNN")
     assert ours[:end].endswith(" 40.00")
     assert any(line.startswith("† lightly") and line[:end].endswith("11.2 †") for line in below)
+
+
+def test_long_titles_are_numbered_in_the_terminal(make_run: MakeRun) -> None:
+    judged = [("knn", "trained", 100, 40.0 + k, DATA | {"k": k, "temperature": k / 100}) for k in (5, 20)]
+    head, ours, *below = paper_text([make_run("a", evaluations=judged, config=MAE)]).splitlines()
+    assert head.split()[-6:-2] == ["kNN", "[1]", "kNN", "[2]"]
+    assert ours.split()[6:8] == ["60.00", "45.00"]
+    lines = [line for line in below if line.startswith("[")]
+    assert lines == ["[1] kNN: k 20, temperature 0.2.", "[2] kNN: k 5, temperature 0.05."]
 
 
 def test_csv_has_the_table_and_no_formulas(make_run: MakeRun) -> None:

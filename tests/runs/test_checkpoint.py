@@ -5,11 +5,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -27,6 +25,8 @@ from dmjd.runs.checkpoint import (
     resolve,
     step_of,
 )
+
+Launch = Callable[..., Any]
 
 
 def save(folder: Path, *steps: int, keep: int = 10) -> list[Path]:
@@ -146,13 +146,13 @@ def test_a_disk_that_is_gone_is_a_sentence_too(tmp_path: Path, monkeypatch: pyte
         commit(draft, gone, keep=1)
 
 
-def killing(at: str) -> str:
+def killing(at: str, folder: Path) -> str:
     """A program that commits step 1, then dies in the commit of step 2 at the call of ``at``."""
     return f"""
-import os, pathlib, shutil, signal, sys
+import os, pathlib, shutil, signal
 from dmjd.runs import checkpoint
 
-folder = pathlib.Path(sys.argv[1])
+folder = pathlib.Path({str(folder)!r})
 
 def write(draft):
     (draft / "model.pt").write_text("x" * 100_000)
@@ -179,9 +179,10 @@ commit(2, slow if {at!r} == "write" else write)
 
 
 @pytest.mark.parametrize("at", ["write", "os.fsync", "checkpoint.json.dumps", "pathlib.Path.rename", "shutil.rmtree"])
-def test_a_run_killed_inside_a_commit_has_its_previous_checkpoint(tmp_path: Path, at: str) -> None:
-    done = subprocess.run([sys.executable, "-c", killing(at), str(tmp_path)], check=False, timeout=60)
-    assert done.returncode == -signal.SIGKILL
+def test_a_run_killed_inside_a_commit_has_its_previous_checkpoint(tmp_path: Path, launch: Launch, at: str) -> None:
+    process = launch([], killing(at, tmp_path))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     found = newest(tmp_path)
     assert found == tmp_path / "step-00000001"
     assert (found / "model.pt").read_text() == "x" * 100_000
@@ -190,11 +191,10 @@ def test_a_run_killed_inside_a_commit_has_its_previous_checkpoint(tmp_path: Path
     assert sorted(tmp_path.iterdir()) == [second], "what the killed run left is gone"
 
 
-def test_a_run_killed_while_it_drops_the_old_has_the_new(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", killing("pathlib.Path.unlink"), str(tmp_path)], check=False, timeout=60
-    )
-    assert done.returncode == -signal.SIGKILL
+def test_a_run_killed_while_it_drops_the_old_has_the_new(tmp_path: Path, launch: Launch) -> None:
+    process = launch([], killing("pathlib.Path.unlink", tmp_path))
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     assert newest(tmp_path) == tmp_path / "step-00000002"
 
 

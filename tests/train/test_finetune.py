@@ -282,6 +282,8 @@ BAD = {
     "no class token": (["{run}", "head.pooling=cls"], "class token"),
     "grey images": (["{run}", "data=digits"], "reads 3"),
     "too many frozen": (["{run}", "freeze=9"], "freeze=9"),
+    "few labels": (["{run}", "few_shot=1"], "batch_size=8 must be between 1 and the 2 images of an epoch"),
+    "no list of labels": (["{run}", "labels={tmp}/names"], "cannot be read: No such file"),
     "unknown preset": (["{run}", "preset=mae"], "preset has no option"),
 }
 
@@ -317,6 +319,14 @@ def test_bad_input_is_one_line_before_a_folder_is_written(
     assert sorted(pretrained.rglob("*")) == before
 
 
+def test_preflight_resolves_the_run_and_takes_its_step(
+    pretrained: Path, tuned: Words, tmp_path: Path, dmjd: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, _ = dmjd("preflight", "finetune", *tuned(tmp_path / "run"), "warm=true")
+    assert (code, out.count("ok     ")) == (0, 8)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
 def test_a_run_that_another_command_made_is_refused_both_ways(undisturbed: Path, words: Words) -> None:
     config = compose("pretrain", words("run", f"run={undisturbed}"))
     with pytest.raises(ConfigError, match="is a run of dmjd finetune; name another folder"):
@@ -339,3 +349,24 @@ def test_the_average_and_the_weights_are_those_of_one_process(undisturbed: Path)
     kinds = {name.partition("/")[0] for name in state}
     assert kinds >= {"parameter", "average"}
     assert not same(state["parameter/model.head.bias"], state["average/model.head.bias"])
+
+
+def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned: Words, image_folder: Path) -> None:
+    """A quarter of 24 images of each of two classes; the run ends as it did before its last step was repeated."""
+    images = Path(shutil.copytree(image_folder, tmp_path / "images"))
+    arguments = tuned(tmp_path / "run", f"data.root={images}", "few_shot=25", "checkpoint_every=1")
+    run = finetune(arguments)
+    (record,) = (json.loads(path.read_text()) for path in (run / "evaluations").glob("finetune-*.json"))
+    assert record["settings"]["few_shot"] == 25.0
+    assert len(record["settings"]["few_shot_images"]) == 16
+    assert checkpoints(run) == [1, 2], "two epochs of 12 images in batches of 8"
+    first = store.read_model(run / "checkpoints" / "step-00000002")
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    for number in range(40):
+        shutil.copy(images / "train" / "up" / "00.png", images / "train" / "up" / f"added_{number}.png")
+    finetune(arguments)
+    again = store.read_model(run / "checkpoints" / "step-00000002")
+    assert all(torch.equal(value, first[name]) for name, value in again.items())
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    with pytest.raises(ConfigError, match="few_shot"):
+        finetune([*arguments, "few_shot=50"])

@@ -314,7 +314,7 @@ def test_parameters_that_are_not_finite_stop_the_run_at_once(words: Words, no_pi
     def spoiled(config: PretrainConfig, target_dim: int) -> Any:
         objective = build_objective(config, target_dim)
         with torch.no_grad():
-            objective.model.head.bias[0] = float("inf")
+            objective.get_parameter("model.head.bias")[0] = float("inf")
         return objective
 
     with pytest.MonkeyPatch.context() as patch:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from dmjd.builders import recipe
+from dmjd.builders.recipe import Schedule
 from dmjd.compose import from_yaml
 from dmjd.config import PretrainConfig
 from dmjd.runs.folder import RunFolder
@@ -32,7 +33,8 @@ def stored(run: Path) -> PretrainConfig:
 def photos(tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """48 training and 12 held-out images; the rules give few epochs, so that the run takes a second."""
     monkeypatch.setattr("dmjd.train.loop.write_pictures", lambda *arguments: None)
-    machine = replace(recipe.MACHINES["cpu"], epochs=1, batch=48, decoder=(32, 1, 2))
+    machine = recipe.MACHINES["cpu"]
+    machine = replace(machine, decoder=(32, 1, 2), pretrain=replace(machine.pretrain, epochs=1, batch=48))
     monkeypatch.setattr(recipe, "MACHINES", {"cpu": machine})
     return Path(shutil.copytree(image_folder, tmp_path / "photos"))
 
@@ -51,7 +53,8 @@ def test_the_same_command_goes_on_after_a_new_file_other_rules_and_another_devic
             assert checkpoints(run) == [4]
             first = stored(run)
             Image.fromarray(np.zeros((32, 32, 3), np.uint8)).save(photos / "train" / "down" / "00a.png")
-            changed = replace(recipe.MACHINES["cpu"], batch=8, epochs=9, base_lr=1.0, grid=2)
+            schedule = Schedule(batch=8, epochs=9, base_lr=1.0)
+            changed = replace(recipe.MACHINES["cpu"], pretrain=schedule, grid=2)
             monkeypatch.setattr(recipe, "MACHINES", {"cpu": changed, "cuda": changed})
         code, _, err = dmjd(*words)
         assert code == 0, err
