@@ -95,7 +95,7 @@ class Example:
         for number, (command, *words) in enumerate(self.evaluated.values()):
             for seed in self.seeds:
                 output = self._run(f"scores-{number}", seed)
-                if not any(output.glob("*.json")):
+                if not any(output.glob("evaluations/*.json")):
                     own = ["untrained=true", f"output={output}"]
                     yield [command, str(self._run("pretrained", seed)), *words, *own, *self.typed]
 
@@ -131,13 +131,13 @@ class Example:
                 for name, weights in WEIGHTS.items()
             }
         for number, row in enumerate(self.evaluated):
-            records = [_record(self._run(f"scores-{number}", seed), "*.json") for seed in self.seeds]
+            records = [_record(self._run(f"scores-{number}", seed), "evaluations/*.json") for seed in self.seeds]
             keys = {"pre-trained": "top1", "untrained": "untrained"}
             rows[row] = {name: _summary([record[key] for record in records]) for name, key in keys.items()}
         return rows
 
     def _tuned(self, name: str, seed: int) -> float:
-        return float(_record(self._run(name, seed) / "evaluations", "finetune-*.json")["top1"])
+        return float(_record(self._run(name, seed), "evaluations/finetune-*.json")["top1"])
 
 
 def _record(folder: Path, pattern: str) -> dict[str, Any]:
