@@ -38,8 +38,8 @@ FULL = Sizes(
     ["experiment=fashion_mnist"],
     ["preset=fashion_mnist"],
     {
-        10: ["epochs=60", "batch_size=256", "optim.warmup_epochs=5", "val_every=20"],
-        1: ["epochs=200", "batch_size=64", "optim.warmup_epochs=20", "val_every=100"],
+        10: ["epochs=40", "batch_size=256", "optim.warmup_epochs=4", "val_every=20"],
+        1: ["epochs=100", "batch_size=64", "optim.warmup_epochs=10", "val_every=50"],
     },
 )
 QUICK = Sizes(
@@ -167,15 +167,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/fashion_mnist_finetune"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a trial: a tiny model, digits, two epochs")
-    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 6, on a CPU 1")
+    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 9, on a CPU 1")
     options = parser.parse_args()
     import torch
 
     cuda = torch.cuda.is_available()
-    at_once = options.at_once or (6 if cuda else 1)
+    at_once = options.at_once or (9 if cuda else 1)
     example = Example(options.folder.resolve(), options.seeds, QUICK if options.quick else FULL, options.keys)
-    stages = (example.pretraining, example.fine_tuning, example.evaluations)
-    seconds = {stage.__name__: example.run(list(stage()), at_once) for stage in stages}
+    seconds = {"pre-training": example.run([*example.pretraining()], at_once)}
+    seconds["the rest"] = example.run([*example.fine_tuning(), *example.evaluations()], at_once)
     device = torch.cuda.get_device_name() if cuda else f"CPU, {example.cores} cores"
     rows = example.scores()
     found = {"device": device, "torch": torch.__version__, "seeds": options.seeds, "quick": options.quick}
