@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import Field, fields
-from typing import Any, get_type_hints
+from typing import Any
 
 from dmjd.config import SCHEMAS, FinetuneConfig, PretrainConfig
-from dmjd.config.fields import dataclass_of, leaves
+from dmjd.config.fields import keys, leaves
 from dmjd.resources import configs_dir
 
 DESCRIBING = ("experiment", "backbone")
@@ -40,7 +40,7 @@ def fields_of(command: str) -> dict[str, tuple[Field[Any], Any]]:
 
 def takes_files(schema: type) -> bool:
     """Whether a command takes files of weights, whose model has to be described by :data:`DESCRIBING`."""
-    return any(field.name == "model" and dataclass_of(get_type_hints(schema)["model"]) for field in fields(schema))
+    return any(field.name == "model" for field in keys(schema))
 
 
 def keys_of(command: str) -> set[str]:

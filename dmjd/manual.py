@@ -21,7 +21,7 @@ from dmjd.compose import values
 from dmjd.config import SCHEMAS, PretrainConfig
 from dmjd.config.fields import FLOAT_LIMIT, allowed, dataclass_of, keys
 from dmjd.errors import ConfigError
-from dmjd.keys import fields_of, groups_of
+from dmjd.keys import fields_of, groups_of, takes_files
 from dmjd.redact import redact
 
 _MAX_WIDTH = 110
@@ -160,7 +160,7 @@ def page(command: str, overrides: Sequence[str] = (), everything: bool = True) -
         lines = ["groups: GROUP=OPTION sets several keys at once", ""]
         for name, options in offered.items():
             lines += _hanging(", ".join(options), f"  {name:12} ", 15, width)
-        described = meanings(SCHEMAS[command]).get("model")
+        described = meanings(SCHEMAS[command])["model"] if takes_files(SCHEMAS[command]) else ""
         lines += ["", *textwrap.wrap(described, width)] if described else []
         lines.append("")
     schema, known = SCHEMAS[command], fields_of(command)

@@ -144,7 +144,7 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
     images = measure(dataset)
     if isinstance(config, PretrainConfig):
         rules.apply_to_pretraining(config, images, held_out)
-    else:
+    elif isinstance(config, FinetuneConfig):
         rules.apply_to_finetuning(config, images)
     if fit_memory and device.type == "cuda":
         _fit_memory(rules, device)

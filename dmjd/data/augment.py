@@ -156,7 +156,12 @@ def _translate_y(image: _Image, share: float, fillcolor: Any, **_: Any) -> Tenso
     return _shift_rows(row_of_rows, np.full(1, share * height), np.tile(fillcolor, width)).view(crop.shape)
 
 
-_SHIFTS = {"ShearX": _shear_x, "ShearY": _shear_y, "TranslateXRel": _translate_x, "TranslateYRel": _translate_y}
+_SHIFTS: dict[str, Callable[..., Tensor]] = {
+    "ShearX": _shear_x,
+    "ShearY": _shear_y,
+    "TranslateXRel": _translate_x,
+    "TranslateYRel": _translate_y,
+}
 _EXACT: dict[str, Callable[..., Tensor]] = {
     "Invert": _invert,
     "Posterize": _posterize,
@@ -164,7 +169,7 @@ _EXACT: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _shift_rows(crop: Tensor, offsets: npt.NDArray[np.float64], fill: Any) -> Tensor:
+def _shift_rows(crop: Tensor, offsets: npt.NDArray[np.floating[Any]], fill: Any) -> Tensor:
     """``out[y, x] = crop[y, x + offsets[y]]`` by the cubic of Pillow's ``transform`` (a = -1, edges repeated).
 
     Pixels from outside of the image become ``fill``, so a row may be read beyond its repeated edges.

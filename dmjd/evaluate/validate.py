@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.config import EvaluationConfig
+from dmjd.config import EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores, check_writable, references
@@ -37,11 +37,20 @@ class ValidateConfig(EvaluationConfig):
 
     weights: str = choice("auto", "trained", "ema")
     batch_size: int = positive(64)
+    model: PretrainConfig | None = recorded()
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
     few_shot: float | None = recorded()
     labels: str | None = recorded()
     untrained: bool | None = recorded(False)
+
+    def check(self) -> None:
+        super().check()
+        if Path(self.checkpoint).is_file():
+            raise ConfigError(
+                f"checkpoint={self.checkpoint} is a file, and dmjd validate reads runs: name one of dmjd finetune, or "
+                "fine-tune this file with dmjd finetune"
+            )
 
 
 def run(context: Context[ValidateConfig]) -> Scores:
@@ -79,7 +88,7 @@ def record_finetune(
     """Write the result of a finished fine-tuning to ``evaluations/finetune-WEIGHTS-step########-DIGEST.json`` of its
     run, and of the run that it began from if ``config.init`` is one of ours.
 
-    DIGEST is a hash of the settings, the seed among them, so records of other seeds stay.
+    DIGEST is a hash of the settings, the seed among them, and of the run's folder: records of other runs stay.
 
     Args:
         step: optimizer steps of the last validation.
@@ -118,7 +127,8 @@ def record_finetune(
     if best is not None:
         record |= {"best_top1": best.score, "best_step": best.step}
     record["settings"] = settings
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    identity = {**settings, "folder": str(run.path.resolve())}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     name = f"finetune-{record['weights']}-step{step:08d}-{digest}"
     run.write_evaluation(name, record)
     pretrained = None if config.init is None or config.weights == "untrained" else _run_of(Path(config.init))

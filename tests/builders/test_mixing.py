@@ -89,7 +89,7 @@ def test_images_and_targets_are_timms_for_the_same_draws(monkeypatch: pytest.Mon
         expected = timm(plain[rows].clone(), inputs.labels[rows])
         torch.testing.assert_close(images[rows], expected[0], rtol=0, atol=1e-3)
         torch.testing.assert_close(targets[rows], expected[1], rtol=0, atol=1e-4)
-        cuts += cut and lam < 1
+        cuts += int(cut and lam < 1)
     assert 6 < cuts < 20
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 KEY = make_key(3, 1)
 MEAN = {3: (0.485, 0.456, 0.406), 1: (0.5,)}
-FILL = {3: (124, 116, 104), 1: 128}
+FILL: dict[int, Any] = {3: (124, 116, 104), 1: 128}
 POLICY = "rand-m9-mstd0.5-inc1"
 
 
@@ -38,9 +38,9 @@ def tensor(image: Image.Image) -> Tensor:
     return torch.from_numpy(np.array(image)).view(image.height, image.width, -1)
 
 
-def classes_of(images: int, **options: Any) -> ArrayDataset:
+def classes_of(images: int, num_classes: int = 4) -> ArrayDataset:
     pixels = np.stack([np.asarray(photo(3, 40, 40))] * images)
-    return ArrayDataset(pixels, np.arange(images) % 4, **{"num_classes": 4, "source": "photos"} | options)
+    return ArrayDataset(pixels, np.arange(images) % 4, num_classes, "photos")
 
 
 @pytest.mark.parametrize("channels", [3, 1])
@@ -69,7 +69,8 @@ def test_shifts_differ_from_pillows_by_at_most_one(name: str, channels: int) -> 
     ours = next(operation for operation in augment._timm.ops if operation.name == name)
     for factor in (0.27, -0.13, 0.3, -0.45, 0.0, 0.25, 1.7, -3.0):
         ours.level_fn = lambda level, settings, factor=factor: (factor,)
-        theirs = NAME_TO_OP[name](image, factor, fillcolor=FILL[channels], resample=Image.Resampling.BICUBIC)
+        function: Any = NAME_TO_OP[name]
+        theirs = function(image, factor, fillcolor=FILL[channels], resample=Image.Resampling.BICUBIC)
         difference = (apply(ours(()), tensor(image)).int() - tensor(theirs).int()).abs()
         assert difference.max() <= 1
         assert difference.float().mean() < 0.005
@@ -107,9 +108,9 @@ def test_batches_depend_on_seed_epoch_and_sample_only() -> None:
         return list(make_loader(batches, 0, 3, workers, pin_memory=False))
 
     random.seed(5)
-    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002 -- the one that timm draws from
+    before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 -- the one that timm draws from
     whole = load(0)
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # noqa: NPY002
+    assert (random.getstate(), str(np.random.get_state())) == before  # noqa: NPY002
     random.seed(99)
     parts = [load(workers, rank, 2) for rank, workers in ((0, 2), (1, 0))]
     for step, batch in enumerate(whole):

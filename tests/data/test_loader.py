@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -335,8 +336,9 @@ def test_a_worker_that_is_busy_ends_when_its_parent_says_so() -> None:
     ],
 )
 def test_impossible_batch_sizes_are_rejected(options: dict[str, int], sentence: str) -> None:
+    arguments: dict[str, Any] = {"batch_size": 4, "seed": 0} | options
     with pytest.raises(ConfigError) as caught:
-        training_batches(DataConfig(), Noise(20), **({"batch_size": 4, "seed": 0} | options))
+        training_batches(DataConfig(), Noise(20), **arguments)
     assert sentence in str(caught.value)
 
 

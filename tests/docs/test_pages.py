@@ -53,7 +53,8 @@ def test_commands_compose(page: Path) -> None:
     for command, overrides in commands(page.read_text()):
         assert command in {*COMMANDS, *EVALUATIONS, "plan_finetune"}, command
         if command in SCHEMAS:
-            required = {"convert": ("input=a.pth", "output=b.pth")}.get(command, ("checkpoint=x",))
+            of_command = {"convert": ("input=a.pth", "output=b.pth"), "finetune": ("init=x",)}
+            required = of_command.get(command, ("checkpoint=x",))
             needed = () if command in ("pretrain", "plan", "plan_finetune") else required
             compose(command, [*needed, *(text for text in overrides if text.partition("=")[0] not in of_jobs)])
 

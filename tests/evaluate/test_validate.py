@@ -116,18 +116,18 @@ def test_the_best_checkpoint_is_kept_beside_the_newest_and_has_the_best_score(
         validated(tuned / "checkpoints" / "step-00000016", "which=best")
 
 
-def test_a_record_of_another_seed_is_another_file(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path], tmp_path: Path) -> None:
     config: Any = from_yaml_of_run((runs[1] / "config.yaml").read_bytes(), "x")
     train, test = (build_dataset(config.data, split) for split in ("train", "test"))
     scores: Any = {f"val_{name}": 50.0 for name in ("top1", "top5", "balanced_top1", "loss")}
     init = Path(shutil.copytree(runs[0], tmp_path / "pretrained"))
     kept = {path.name for path in (init / "evaluations").iterdir()}
-    for seed in (1, 2, 2):
-        run = RunPaths(tmp_path / f"seed{seed}")
+    for seed, place in ((1, "a"), (2, "a"), (2, "a"), (2, "b")):
+        run = RunPaths(tmp_path / place / f"seed{seed}")
         one = replace(config, seed=seed, init=str(init / "checkpoints" / "step-00000011"))
         record_finetune(one, run, 16, scores, train, test, Validated(8, 60.0))
     written = {path.name for path in (init / "evaluations").iterdir()} - kept
-    assert len(written) == 2
+    assert len(written) == 3
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
     foreign = replace(config, seed=3, init=str(tmp_path / "mae.pth"))
@@ -183,6 +183,8 @@ def test_other_images_must_have_the_same_classes(runs: tuple[Path, Path], tuned:
         validated(runs[0])
     with pytest.raises(ConfigError, match="has no classifier; make one with dmjd finetune"):
         package.load_classifier(runs[0])
+    with pytest.raises(ConfigError, match="is a file, and dmjd validate reads runs: name one of dmjd finetune, or"):
+        validated(runs[0] / "config.yaml")
     with pytest.raises(ConfigError, match="weights=untrained"):
         evaluate("knn", compose("knn", [f"checkpoint={tuned}", *CPU, "weights=untrained"]))
 

@@ -6,11 +6,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,24 +81,24 @@ def test_a_finished_run_stays_as_it_is(words: Words, no_pictures: None) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.suffix in (".pt", ".distcp", ".jsonl")} == before
 
 
-def run_and_kill(command: list[str], when: Callable[[], bool]) -> None:
-    """SIGKILL to ``command`` as soon as ``when`` holds; it must not have ended before."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not when():
-            assert process.poll() is None, f"ended too early: {process.stderr and process.stderr.read()}"
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL
+def kill(process: Any, when: Callable[[], bool]) -> None:
+    """SIGKILL to ``process`` as soon as ``when`` holds; it must not have ended before."""
+    deadline = time.monotonic() + 120
+    while not when():
+        assert process.exitcode is None, "ended too early"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_same_command_after_a_sigkill_ends_in_the_same_bits(
-    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path, launch: Callable[..., Any]
 ) -> None:
     command = words("killed")
     first = tmp_path / "killed" / "checkpoints" / "step-00000004" / "manifest.json"
-    run_and_kill([sys.executable, "-m", "dmjd", "pretrain", *command], first.exists)
+    kill(launch(["pretrain", *command]), first.exists)
     assert 12 not in checkpoints(tmp_path / "killed")
     assert main(["pretrain", *command]) == 0
     assert_same_run(straight, tmp_path / "killed")
@@ -108,7 +107,6 @@ def test_the_same_command_after_a_sigkill_ends_in_the_same_bits(
 HANGS_IN_ITS_SECOND_CHECKPOINT = """
 import pathlib, sys, time
 import dmjd.train.loop
-from dmjd.cli import main
 from dmjd.parallel.single import SingleEngine
 
 save = SingleEngine.save
@@ -122,17 +120,16 @@ def hang(self, path, averages):
 
 SingleEngine.save = hang
 dmjd.train.loop.write_pictures = lambda *arguments: None
-sys.exit(main(sys.argv[1:]))
 """
 
 
 def test_a_run_killed_inside_a_checkpoint_goes_on_from_the_one_before(
-    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path
+    assert_same_run: Same, straight: Path, words: Words, no_pictures: None, tmp_path: Path, launch: Callable[..., Any]
 ) -> None:
     killed = tmp_path / "killed"
     half = killed / "checkpoints" / "step-00000008.tmp" / "half"
-    command = [sys.executable, "-c", HANGS_IN_ITS_SECOND_CHECKPOINT, "pretrain", *words("killed")]
-    run_and_kill(command, lambda: half.exists() and half.stat().st_size > 0)
+    process = launch(["pretrain", *words("killed")], HANGS_IN_ITS_SECOND_CHECKPOINT)
+    kill(process, lambda: half.exists() and half.stat().st_size > 0)
     assert newest(killed / "checkpoints") == killed / "checkpoints" / "step-00000004"
     assert [row["step"] for row in rows(killed)] == [5], "a row beyond the checkpoint, which must not come twice"
     assert_same_run(straight, pretrain(words("killed")))
