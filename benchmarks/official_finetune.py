@@ -27,7 +27,7 @@ import torch
 from official_step import Official, _modules, measure_steps, report
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from torch import Tensor, nn
+from torch import Tensor
 
 from dmjd.builders.finetune import build_finetune_step
 from dmjd.compose import compose
@@ -69,7 +69,7 @@ def official(folder: Path, case: str, compiled: bool) -> tuple[Official, Iterabl
     return Official(model, loss), groups
 
 
-def _forward(model: nn.Module, images: Tensor) -> Tensor:
+def _forward(model: Any, images: Tensor) -> Any:
     return model.head(model.forward_features(images))
 
 

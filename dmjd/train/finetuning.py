@@ -64,7 +64,8 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
 
 
 def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
-    """``config`` with the backbone and data of the run that wrote the checkpoint ``path``, but for keys that are typed.
+    """``config`` with the backbone and data of the run that wrote the checkpoint ``path``, but for keys that are typed;
+    without a preset also with its recipe.
 
     A configuration that was not made from overrides stays as it is.
 
@@ -83,6 +84,9 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         return config
     stored = from_yaml_of_run(read_file(path / CONFIG), path / CONFIG)
     stored = RunFolder(path.parent.parent).with_stored_data(stored)
+    if not {"preset", "recipe"} & typed and stored.recipe != "none":  # published settings do not fit few images
+        warmup = config.optim.warmup_epochs if "optim.warmup_epochs" in typed else None
+        config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
     given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
     data = _data(

@@ -270,6 +270,21 @@ def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path,
     assert preset.optim.layer_decay == 0.8
 
 
+def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrained: Path, tmp_path: Path) -> None:
+    few = tmp_path / "run" / "checkpoints" / "step-00000001"
+    shutil.copytree(newest(pretrained / "checkpoints") or Path(), few)
+    config = few / "config.yaml"
+    config.write_text(config.read_text().replace("recipe: none", "recipe: small_data"))
+
+    def resolved(*more: str) -> tuple[str, float | None]:
+        found = with_init(configured([str(pretrained), *more]), few)
+        return found.recipe, found.optim.warmup_epochs
+
+    assert resolved() == ("small_data", None)
+    assert resolved("optim.warmup_epochs=1") == ("small_data", 1)
+    assert resolved("recipe=none")[0] == resolved("preset=mae_vit_base")[0] == "none"
+
+
 BAD = {
     "no init": ([], "init is required"),
     "no file": (["missing"], "init=missing is not there"),
