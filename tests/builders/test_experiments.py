@@ -124,7 +124,7 @@ EFFECTIVE_EPOCHS = {
     "mvp_vit_base": 300,
     "demo": 2,
     "demo_digits": 80,
-    "fashion_mnist": 60,
+    "fashion_mnist": 40,
     "own_photos": 200,
 }
 """ETE by the paper; 800 for all others."""

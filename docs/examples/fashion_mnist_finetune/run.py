@@ -38,8 +38,8 @@ FULL = Sizes(
     ["experiment=fashion_mnist"],
     ["preset=fashion_mnist"],
     {
-        10: ["epochs=60", "batch_size=256", "optim.warmup_epochs=5", "val_every=20"],
-        1: ["epochs=200", "batch_size=64", "optim.warmup_epochs=20", "val_every=100"],
+        10: ["epochs=40", "batch_size=256", "optim.warmup_epochs=4", "val_every=20"],
+        1: ["epochs=100", "batch_size=64", "optim.warmup_epochs=10", "val_every=50"],
     },
 )
 QUICK = Sizes(
@@ -95,7 +95,7 @@ class Example:
         for number, (command, *words) in enumerate(self.evaluated.values()):
             for seed in self.seeds:
                 output = self._run(f"scores-{number}", seed)
-                if not any(output.glob("*.json")):
+                if not any(output.glob("evaluations/*.json")):
                     own = ["untrained=true", f"output={output}"]
                     yield [command, str(self._run("pretrained", seed)), *words, *own, *self.typed]
 
@@ -131,13 +131,13 @@ class Example:
                 for name, weights in WEIGHTS.items()
             }
         for number, row in enumerate(self.evaluated):
-            records = [_record(self._run(f"scores-{number}", seed), "*.json") for seed in self.seeds]
+            records = [_record(self._run(f"scores-{number}", seed), "evaluations/*.json") for seed in self.seeds]
             keys = {"pre-trained": "top1", "untrained": "untrained"}
             rows[row] = {name: _summary([record[key] for record in records]) for name, key in keys.items()}
         return rows
 
     def _tuned(self, name: str, seed: int) -> float:
-        return float(_record(self._run(name, seed) / "evaluations", "finetune-*.json")["top1"])
+        return float(_record(self._run(name, seed), "evaluations/finetune-*.json")["top1"])
 
 
 def _record(folder: Path, pattern: str) -> dict[str, Any]:
@@ -167,15 +167,15 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/fashion_mnist_finetune"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a trial: a tiny model, digits, two epochs")
-    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 6, on a CPU 1")
+    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 9, on a CPU 1")
     options = parser.parse_args()
     import torch
 
     cuda = torch.cuda.is_available()
-    at_once = options.at_once or (6 if cuda else 1)
+    at_once = options.at_once or (9 if cuda else 1)
     example = Example(options.folder.resolve(), options.seeds, QUICK if options.quick else FULL, options.keys)
-    stages = (example.pretraining, example.fine_tuning, example.evaluations)
-    seconds = {stage.__name__: example.run(list(stage()), at_once) for stage in stages}
+    seconds = {"pre-training": example.run([*example.pretraining()], at_once)}
+    seconds["the rest"] = example.run([*example.fine_tuning(), *example.evaluations()], at_once)
     device = torch.cuda.get_device_name() if cuda else f"CPU, {example.cores} cores"
     rows = example.scores()
     found = {"device": device, "torch": torch.__version__, "seeds": options.seeds, "quick": options.quick}
