@@ -58,8 +58,13 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
     unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
     train = build_dataset(unchecked, "train")
     require_labels(train)
-    few_shot_subset(train, config.few_shot, config.labels)  # its errors, before a model is built
+    images = len(few_shot_subset(train, config.few_shot, config.labels))
     validation_dataset(unchecked, train)
+    if config.batch_size > images:
+        raise ConfigError(
+            f"batch_size={config.batch_size} exceeds the {images} training images; set a smaller one, or "
+            "preset=own_photos, which follows the number of images"
+        )
     return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
 
 

@@ -296,10 +296,11 @@ BAD = {
     "no test images": (["{run}", "data.root={tmp}/whole"], "data.val_percent=10"),
     "too few classes": (["{run}", "head.num_classes=2", "data.root={tmp}/three"], "head.num_classes=2"),
     "odd micro-batches": (["{run}", "batch_size=5"], "pairs"),
+    "a batch of more images": (["{run}", "batch_size=64"], "the 48 training images; set a smaller one, or preset=own_"),
     "no class token": (["{run}", "head.pooling=cls"], "class token"),
     "grey images": (["{run}", "data=digits"], "reads 3"),
     "too many frozen": (["{run}", "freeze=9"], "freeze=9"),
-    "few labels": (["{run}", "few_shot=1"], "batch_size=8 must be between 1 and the 2 images of an epoch"),
+    "few labels": (["{run}", "few_shot=1"], "batch_size=8 exceeds the 2 training images"),
     "no list of labels": (["{run}", "labels={tmp}/names"], "cannot be read: No such file"),
     "unknown preset": (["{run}", "preset=mae"], "preset has no option"),
 }
