@@ -132,7 +132,9 @@ def test_help_has_two_levels_and_its_examples_can_be_typed(dmjd: Command, monkey
         if command in SCHEMAS:
             assert len(found) == 3
             for words in map(shlex.split, found):
-                compose(command, with_first_key(command, words))
+                of_task = command == "plan" and words[0] == "finetune"
+                schema, words = ("plan_finetune", words[1:]) if of_task else (command, words)
+                compose(schema, with_first_key(schema, words))
 
 
 def test_a_checkpoint_in_a_folder_named_like_an_override_is_found(

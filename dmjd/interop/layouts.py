@@ -312,6 +312,17 @@ def _to_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(_PRED, _CODES if beit else _LINEAR): value for name, value in state.items()}
 
 
+def _from_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """timm's Swin has its classifier inside of a head with pooling."""
+    return {re.sub(r"^head\.fc\.", "head.", name): value for name, value in state.items()}
+
+
+def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(name.startswith("layers.") for name in state):
+        return state
+    return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -366,6 +377,8 @@ LAYOUTS = {
             ),
             container=None,
             qv_bias="beit",
+            after_reading=_from_timm,
+            before_writing=_to_timm,
         ),
     )
 }

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from scipy.interpolate import RectBivariateSpline
 from timm.loss import SoftTargetCrossEntropy
 from timm.models.beit import Beit
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 from torch import Tensor
@@ -315,7 +316,18 @@ def timm_beit() -> tuple[Any, dict[str, Any]]:
     return model, {**BEIT, "layer_scale": 0.1, "bias_tables": "per_block"}
 
 
-@pytest.mark.parametrize("make", [timm_vit, timm_beit])
+def timm_swin() -> tuple[Any, dict[str, Any]]:
+    sizes: dict[str, Any] = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2]}
+    model = SwinTransformer(
+        img_size=SIZE, patch_size=4, embed_dim=4, window_size=1, num_classes=CLASSES, drop_path_rate=0.0, **sizes
+    )
+    return model, {
+        "name": "swin", "patch_size": 32, "embed_dim": 32, "class_token": False, "masked_tokens": "mask_token",
+        "windows": WindowsConfig(size=1, **sizes),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [timm_vit, timm_beit, timm_swin])
 def test_a_fine_tuned_file_of_timm_gives_its_logits(
     make: Callable[[], tuple[Any, dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -325,7 +337,7 @@ def test_a_fine_tuned_file_of_timm_gives_its_logits(
         torch.nn.init.normal_(parameter, std=0.2)
     path = tmp_path / "model.pth"
     torch.save(model.state_dict(), path)
-    config = configured(backbone=backbone)
+    config = configured(backbone=backbone, head=HeadConfig(norm="encoder" if make is timm_swin else "pooled"))
     step = build_finetune_step(config, CLASSES, initial=path)
     assert "initialised" not in step.began_from
     images = normalise(batch().images, config.data.mean, config.data.std)

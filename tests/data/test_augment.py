@@ -91,10 +91,10 @@ def test_inversion_and_posterization_are_pillows_and_no_bits_are_black() -> None
 
 
 def test_every_operation_is_applied_with_probability_p() -> None:
-    drawn = RandAugment(f"{POLICY}-n3-p0.4", MEAN[3], "bicubic").draw(torch.arange(3000), KEY)
+    drawn = RandAugment(f"{POLICY}-n3-p0.4", MEAN[3], "bicubic").draw(torch.arange(1200), KEY)
     counts = Counter(len(operations) for operations in drawn)
     expected = {0: 0.216, 1: 0.432, 2: 0.288, 3: 0.064}  # binomial(3, .4)
-    assert all(abs(counts[number] / 3000 - share) < 0.03 for number, share in expected.items())
+    assert all(abs(counts[number] / 1200 - share) < 0.05 for number, share in expected.items())
     weighted = RandAugment("rand-m9-n9-p1-tweights", MEAN[3], "bicubic").draw(torch.arange(20), KEY)
     assert all(len(operations) == 9 for operations in weighted), "without replacement"
 

@@ -66,7 +66,7 @@ def test_overrides_in_the_text_compose() -> None:
     found = [text for text in found if not _PLACEHOLDER.search(text)]
     assert len(found) > 20, "the pattern finds no overrides any more"
     for text in found:
-        compose("pretrain", [text])
+        compose(*(("finetune", ["init=x", text]) if text.startswith("preset=") else ("pretrain", [text])))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

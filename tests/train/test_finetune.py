@@ -153,7 +153,9 @@ finetuning.validate = fault
 }
 
 
-@pytest.mark.parametrize("moment", FAULTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param("in a step after a checkpoint", marks=pytest.mark.long), "in the second validation"]
+)
 def test_a_killed_run_ends_as_one_that_was_left_alone(
     moment: str,
     tmp_path: Path,
@@ -170,7 +172,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(
     assert (tmp_path / "run" / "best.json").read_bytes() == (undisturbed / "best.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
 def test_a_signal_saves_and_the_same_command_continues(
     name: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same
 ) -> None:

@@ -236,7 +236,7 @@ def test_a_worker_that_is_ended_ends_its_commands_too(tars: Path, tmp_path: Path
     """One that writes would end by itself when nobody reads; one that waits for its server need not."""
     of = config(f"pipe:echo $$ > {tmp_path / 'pid'}; cat {tars}/1.tar; sleep 60", samples=BATCH)
     batches = training_batches(of, training_source(of), BATCH, 3)
-    with closing(iter(make_loader(batches, 0, 9, 1, False))) as loader:  # type: ignore[type-var]
+    with closing(iter(make_loader(batches, 0, 9, 1, False))) as loader:
         next(loader)
     command, end = int((tmp_path / "pid").read_text()), time.monotonic() + 10
     while Path(f"/proc/{command}").exists():
