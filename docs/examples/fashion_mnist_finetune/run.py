@@ -38,8 +38,8 @@ FULL = Sizes(
     ["experiment=fashion_mnist"],
     ["preset=fashion_mnist"],
     {
-        10: ["epochs=40", "batch_size=256", "optim.warmup_epochs=4", "val_every=20"],
-        1: ["epochs=100", "batch_size=64", "optim.warmup_epochs=10", "val_every=50"],
+        10: ["epochs=40", "batch_size=256", "optim.base_lr=2e-3", "optim.warmup_epochs=4", "val_every=20"],
+        1: ["epochs=100", "batch_size=64", "optim.base_lr=4e-3", "optim.warmup_epochs=10", "val_every=50"],
     },
 )
 QUICK = Sizes(
