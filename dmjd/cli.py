@@ -446,7 +446,9 @@ def _resolved(command: str, arguments: Sequence[str]) -> str:
 
     command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
-        raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {', '.join(SCHEMAS)}")
+        raise ConfigError(
+            f"dmjd {command} has no configuration; --cfg works with {', '.join(name for name in SCHEMAS if name in _names())}"
+        )
     return to_yaml(_as_started(command, arguments))
 
 
