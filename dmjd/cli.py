@@ -446,9 +446,8 @@ def _resolved(command: str, arguments: Sequence[str]) -> str:
 
     command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
-        raise ConfigError(
-            f"dmjd {command} has no configuration; --cfg works with {', '.join(name for name in SCHEMAS if name in _names())}"
-        )
+        configured = ", ".join(name for name in SCHEMAS if name in _names())
+        raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {configured}")
     return to_yaml(_as_started(command, arguments))
 
 
