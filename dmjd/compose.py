@@ -110,10 +110,13 @@ def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
 
 
 def keys_of_preset(preset: str) -> set[str]:
-    """Dotted keys that the file of a preset of fine-tuning sets, those of presets that it begins with included."""
+    """Dotted keys and groups that the file of a preset of fine-tuning sets, those of presets that it begins with
+    included."""
     content = parse_yaml((configs_dir() / "preset" / f"{preset}.yaml").read_text())
-    before = [name for name in content.pop("defaults", ()) if isinstance(name, str) and name != "_self_"]
-    return {key for name in before for key in keys_of_preset(name)} | set(_dotted(content))
+    defaults = content.pop("defaults", ())
+    before = [name for name in defaults if isinstance(name, str) and name != "_self_"]
+    groups = {group.removeprefix("override /") for each in defaults if isinstance(each, dict) for group in each}
+    return {key for name in before for key in keys_of_preset(name)} | groups | set(_dotted(content))
 
 
 def _dotted(section: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ from dmjd.runs.folder import GROUPS, RunFolder
 from dmjd.runs.paths import CONFIG
 from dmjd.train.state import Stateful
 from dmjd.train.summary import count
+
+logger = logging.getLogger("dmjd")
 
 _OWN = ("drop_path", "bias_tables")
 """Keys of ``backbone`` that belong to fine-tuning; a run's others describe its weights."""
@@ -93,7 +96,10 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         warmup = config.optim.warmup_epochs if "optim.warmup_epochs" in typed else None
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
-    given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
+    of_preset = {key for preset in presets for key in keys_of_preset(preset)}
+    if "backbone" in of_preset - typed:
+        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
+    given = typed | of_preset & {*_OF_PRESET}
     data = _data(
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
@@ -105,6 +111,22 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
     return replace(
         config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
     )
+
+
+def _check_size(preset: str, own: BackboneConfig, init: str | None, stored: BackboneConfig) -> None:
+    """Raise ConfigError if the settings of ``preset`` are for another architecture, and warn for another size."""
+    if own.name != stored.name:
+        raise ConfigError(
+            f"preset={preset} is for backbone.name={own.name}, and the encoder of init={init} is {stored.name}; choose "
+            f"a preset for {stored.name}, or preset=own_photos"
+        )
+    sizes = [f"embed_dim={each.embed_dim} depth={each.depth}" for each in (own, stored)]
+    if sizes[0] != sizes[1]:
+        logger.warning(
+            "preset=%s is for an encoder of %s, and that of init=%s has %s; its learning rate, layer_decay and "
+            "drop_path may not fit",
+            *(preset, sizes[0], init, sizes[1]),
+        )
 
 
 def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> BackboneConfig:

@@ -252,9 +252,13 @@ def test_two_processes_train_and_validate_as_one(
 # Initial weights and data
 
 
-def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path, image_folder: Path) -> None:
+def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(
+    pretrained: Path, image_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = newest(pretrained / "checkpoints") or Path()
+
     def resolved(*more: str) -> FinetuneConfig:
-        return with_init(configured([str(pretrained), *more]), newest(pretrained / "checkpoints") or Path())
+        return with_init(configured([str(pretrained), *more]), checkpoint)
 
     plain = resolved()
     assert (plain.backbone.embed_dim, plain.backbone.depth, plain.backbone.patch_size) == (32, 1, 4)
@@ -264,6 +268,15 @@ def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path,
     typed = resolved("data.image_size=32", "backbone.depth=2", "data.root=elsewhere", "data.val_percent=20")
     assert (typed.data.image_size, typed.backbone.depth) == ([32, 32], 2)
     assert (typed.data.root, typed.data.val_percent, typed.data.mean) == ("elsewhere", 20, plain.data.mean)
+    with pytest.raises(ConfigError, match=r"^preset=simmim_swin_base is for backbone\.name=swin, .* is vit; choose"):
+        resolved("preset=simmim_swin_base")
+    assert not caplog.text
+    assert resolved("preset=mae_vit_base", "backbone.drop_path=0").backbone.depth == 1
+    assert "for an encoder of embed_dim=768 depth=12, and that of init=" in caplog.text
+    assert caplog.text.count("\n") == 1
+    checkpoint = Path(shutil.copytree(checkpoint, tmp_path / "swin" / "checkpoints" / checkpoint.name))
+    config = (checkpoint / "config.yaml").read_text()
+    (checkpoint / "config.yaml").write_text(config.replace("name: vit", "name: swin"))
     preset = resolved("preset=simmim_swin_base")
     assert (preset.backbone.embed_dim, preset.backbone.windows.size) == (32, 7)
     assert preset.data.image_size == [224, 224]
