@@ -382,11 +382,19 @@ def test_the_average_and_the_weights_are_those_of_one_process(undisturbed: Path)
     assert not same(state["parameter/model.head.bias"], state["average/model.head.bias"])
 
 
-def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned: Words, image_folder: Path) -> None:
+def test_few_labels_are_the_same_after_an_image_was_added(
+    tmp_path: Path, tuned: Words, image_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A quarter of 24 images of each of two classes; the run ends as it did before its last step was repeated."""
     images = Path(shutil.copytree(image_folder, tmp_path / "images"))
     arguments = tuned(tmp_path / "run", f"data.root={images}", "few_shot=25", "checkpoint_every=1")
+    caplog.set_level("INFO", logger="dmjd")
     run = finetune(arguments)
+    table = [line.removeprefix("groups").strip() for line in caplog.messages if " layer " in line]
+    assert table[0] == (
+        "layer 0: learning rate x 0.423, weight decay 0.05 (1 tensor, 1,536 parameters) and 0 (1 tensor, 32 parameters)"
+    )
+    assert len(table) == 3, "a line for the embeddings, the block and the head"
     (record,) = (json.loads(path.read_text()) for path in (run / "evaluations").glob("finetune-*.json"))
     assert record["settings"]["few_shot"] == 25.0
     assert len(record["settings"]["few_shot_images"]) == 16
@@ -395,7 +403,11 @@ def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned:
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     for number in range(40):
         shutil.copy(images / "train" / "up" / "00.png", images / "train" / "up" / f"added_{number}.png")
+    caplog.clear()
     finetune(arguments)
+    assert [line for line in caplog.messages if "group" in line] == [
+        "groups      6 groups, learning rate x 0.423 to 1, weight decay 0.05 (groups.json has the table)"
+    ]
     again = store.read_model(run / "checkpoints" / "step-00000002")
     assert all(torch.equal(value, first[name]) for name, value in again.items())
     shutil.rmtree(run / "checkpoints" / "step-00000002")
