@@ -301,6 +301,7 @@ def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrain
 BAD = {
     "no init": ([], "init is required"),
     "no file": (["missing"], "init=missing is not there"),
+    "a folder of images": (["{tmp}/whole"], "whole is a folder of images, which data.root names; init names a run"),
     "file without a model": (["{tmp}/w.safetensors"], "add preset=NAME"),
     "a pre-training folder": (["{run}", "run={run}"], "is a run of dmjd pretrain; name another folder"),
     "another width": (["{run}", "backbone.embed_dim=64"], "another encoder than the configuration"),
