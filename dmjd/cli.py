@@ -139,7 +139,7 @@ def _ops(arguments: Sequence[str]) -> None:
 
 
 def _export(arguments: Sequence[str]) -> None:
-    """Export the encoder for timm, ONNX or Hugging Face: dmjd export RUN [format=timm|onnx|huggingface]"""
+    """Export encoder or classifier to timm, ONNX, Hugging Face: dmjd export RUN [format=timm|onnx|huggingface]"""
     from dmjd.compose import compose, with_first_key
 
     config = compose("export", with_first_key("export", arguments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
@@ -29,6 +29,7 @@ from dmjd.config import (
     SCHEMAS,
     EvaluationConfig,
     FinetuneConfig,
+    OptimConfig,
     PretrainConfig,
     TrainConfig,
     check_fields,
@@ -109,10 +110,13 @@ def options_of(command: str, names: Sequence[str]) -> dict[str, str | None]:
 
 
 def keys_of_preset(preset: str) -> set[str]:
-    """Dotted keys that the file of a preset of fine-tuning sets, those of presets that it begins with included."""
+    """Dotted keys and groups that the file of a preset of fine-tuning sets, those of presets that it begins with
+    included."""
     content = parse_yaml((configs_dir() / "preset" / f"{preset}.yaml").read_text())
-    before = [name for name in content.pop("defaults", ()) if isinstance(name, str) and name != "_self_"]
-    return {key for name in before for key in keys_of_preset(name)} | set(_dotted(content))
+    defaults = content.pop("defaults", ())
+    before = [name for name in defaults if isinstance(name, str) and name != "_self_"]
+    groups = {group.removeprefix("override /") for each in defaults if isinstance(each, dict) for group in each}
+    return {key for name in before for key in keys_of_preset(name)} | groups | set(_dotted(content))
 
 
 def _dotted(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -140,11 +144,21 @@ def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
     options, given = _checked(command, [override for override in overrides if override not in described])
     try:
         composed = deepcopy(_of_groups(command, schema, configs_dir(), *options))
-        for key, value in given.items():
+        for key, value in (_replaced_warmup(given) | given).items():
             OmegaConf.update(composed, key, value)
         return composed
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_reason(error)) from error
+
+
+def _replaced_warmup(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Off for the key of the warm-up that ``given`` does not set, if it sets the other in place of a preset's."""
+    epochs, percent = "optim.warmup_epochs", "optim.warmup_percent"
+    if percent in given and epochs not in given:
+        return {epochs: None}
+    if given.get(epochs) is not None and percent not in given:
+        return {percent: OptimConfig().warmup_percent}
+    return {}
 
 
 @lru_cache(maxsize=256)

@@ -87,9 +87,19 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd validate runs/finetune which=best weights=ema", "the best checkpoint's moving average"),
         ("dmjd validate runs/finetune data.root=others", "on other images of the same classes"),
     ),
+    "knn": (
+        ("dmjd knn runs/photos", "the newest checkpoint of a run, or of a fine-tuned run its encoder"),
+        ("dmjd knn runs/photos neighbours=[10,20,100] few_shot=1", "the best of several k, with 1 % of the labels"),
+        ("dmjd knn mae.pth experiment=mae_vit_base data=folder data.root=imagenet", "a file of another code base"),
+    ),
+    "linprobe": (
+        ("dmjd linprobe runs/photos", "the newest checkpoint, by a rule that follows the number of images"),
+        ("dmjd linprobe runs/photos protocol=dmjd", "a published protocol, on ImageNet"),
+        ("dmjd linprobe runs/photos protocol=cached few_shot=10", "13 learning rates in one pass, 10 % of the labels"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
-        ("dmjd export runs/photos weights=ema dtype=bf16", "the moving average, in bfloat16"),
+        ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),
         ("dmjd export mae.pth experiment=mae_vit_base output=mae.safetensors", "a file of another code base"),
     ),
     "consolidate": (

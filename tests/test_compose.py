@@ -5,6 +5,7 @@ from dataclasses import fields
 
 import pytest
 
+from dmjd.builders.schedules import warmup_steps
 from dmjd.compose import compose, from_yaml, to_yaml
 from dmjd.config import RENAMED, DataConfig, PretrainConfig
 from dmjd.errors import ConfigError
@@ -47,6 +48,27 @@ def test_an_override_wins_over_the_experiment_and_a_later_one_over_an_earlier() 
     config = compose("pretrain", ["experiment=demo", "epochs=3", "mask=uniform", "mask.views=3", "epochs=4"])
     assert (config.epochs, config.mask.pattern, config.mask.views) == (4, "uniform", 3)
     assert compose("pretrain", ["epochs=4", "mask=uniform", "experiment=demo"]).mask.pattern == "uniform"
+
+
+@pytest.mark.parametrize(
+    ("preset", "typed", "steps"),
+    [
+        ("own_photos", ["optim.warmup_epochs=2"], 20),
+        ("own_photos", ["optim.warmup_epochs=null"], 50),
+        ("mae_vit_base", ["optim.warmup_percent=20"], 200),
+        ("mae_vit_base", ["optim={warmup_percent:20}"], 200),
+    ],
+)
+def test_a_typed_warm_up_replaces_the_presets_in_other_units(preset: str, typed: list[str], steps: int) -> None:
+    assert warmup_steps(compose("finetune", [f"preset={preset}", "init=x", *typed]), steps_per_epoch=10) == steps
+    both = compose("finetune", ["init=x", "optim.warmup_epochs=2", "optim.warmup_percent=20"])
+    with pytest.raises(ConfigError, match="are both set"):
+        warmup_steps(both, 10)
+
+
+def test_more_classes_than_any_head_has_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"head\.num_classes must be at least 2 and at most 1000000, got 1000000000"):
+        compose("finetune", ["init=x", "head.num_classes=1000000000"])
 
 
 def test_composing_leaves_nothing_behind_for_the_next_time() -> None:

@@ -32,16 +32,21 @@ _NOISE = 1
 _NOISE_IMAGES = 128
 """Images whose noise is drawn at once, which bounds its temporaries."""
 
+LEAST_ALPHA = 0.001
+"""Of mixup and cutmix; quantiles of a much smaller one overflow."""
 _QUANTILES = 4096
 _WORD_BITS = 33
 """The table begins below half of the least probability that a 32-bit word gives."""
 
 
 def check_augment(config: FinetuneConfig, processes: int) -> None:
-    """Raise ConfigError for a policy that is none, and for pairs that micro-batches would cut."""
+    """Raise ConfigError for a policy that is none, for an alpha near 0, and for pairs that micro-batches would cut."""
     augment, parts = config.augment, config.engine.grad_accum_steps * processes
     if augment.randaugment is not None:
         check_policy(augment.randaugment)
+    for key, alpha in (("mixup", augment.mixup), ("cutmix", augment.cutmix)):
+        if 0 < alpha < LEAST_ALPHA:
+            raise ConfigError(f"augment.{key} must be 0, for none, or at least {LEAST_ALPHA:g}, got {alpha:g}")
     images = config.batch_size // parts
     if images % 2 and (augment.mixup or augment.cutmix):
         raise ConfigError(

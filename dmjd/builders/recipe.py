@@ -279,12 +279,13 @@ def _test_classes(data: DataConfig) -> int | None:
     """Classes of the held-out images, 0 without labels; None if no images are held out.
 
     Raises:
-        DataError: if a folder has a test split that cannot be used.
+        DataError: if a folder cannot be read, or has a test split that cannot be used.
     """
     try:
         return build_dataset(replace(data, check="none"), "test").num_classes
     except DataError as error:
-        if data.name == "folder" and not data.val_percent and "no test split" not in str(error):
+        too_few = "holds out" if data.val_percent else "no test split"
+        if data.name == "folder" and too_few not in str(error):
             raise
         return None
 

@@ -13,8 +13,8 @@ class AugmentConfig:
 
     randaugment: RandAugment policy in timm's notation: rand, then sections of m (magnitude), n (operations per image),
         p (probability of each), mstd (deviation of the magnitude), mmax, inc and t. null: off.
-    mixup: Alpha of mixup's Beta(alpha, alpha). 0: off.
-    cutmix: Alpha of cutmix's Beta(alpha, alpha). 0: off.
+    mixup: Alpha of mixup's Beta(alpha, alpha), at least 0.001. 0: off.
+    cutmix: Alpha of cutmix's Beta(alpha, alpha), at least 0.001. 0: off.
     mix_prob: Probability that a pair of images is mixed.
     mix_switch_prob: Probability of cutmix in place of mixup where both are on.
     smoothing: Label smoothing.

@@ -228,4 +228,4 @@ class HeadConfig:
     init_std: float = positive(2e-5)
     init_scale: float = positive(1.0)
     dropout: float = number(0.0, least=0, below=1)
-    num_classes: int | None = found_at_start(number(None, least=2))
+    num_classes: int | None = found_at_start(number(None, least=2, most=1_000_000))

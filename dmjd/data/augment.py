@@ -129,9 +129,9 @@ def _invert(image: _Image, **_: Any) -> Tensor:
 
 
 def _posterize(image: _Image, bits: int, **_: Any) -> Tensor:
-    """Keep the first ``bits`` bits. Of 0 bits, which magnitude 10 gives, Pillow 13 raises an error; older ones give
-    black, as here."""
-    return _as_tensor(image) & (256 - 2 ** (8 - bits))
+    """Keep the first ``bits`` bits: none below 1, all above 8. Of 0 bits, which magnitude 10 gives, Pillow 13 raises an
+    error; older ones give black, as here."""
+    return _as_tensor(image) & (256 - 2 ** (8 - min(8, max(0, bits))))
 
 
 def _shear_x(image: _Image, factor: float, fillcolor: Any, **_: Any) -> Tensor:

@@ -18,18 +18,20 @@ import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
 
+from dmjd.config.data import ENDINGS
 from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import read_file, replace_file, standing_place
 from dmjd.interop.state_file import SUFFIXES
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.runs.best import Validated, best_steps, read_best, write_best
-from dmjd.runs.paths import CHECKPOINTS
+from dmjd.runs.paths import CHECKPOINTS, CONFIG
 from dmjd.safe_load import TENSORS, load_torch, parse_json
 
 logger = logging.getLogger("dmjd")
@@ -361,6 +363,12 @@ def best_checkpoint(run: Path) -> Path:
     return resolve(path)
 
 
+def _holds_images(path: Path) -> bool:
+    """Whether one of the first 1,000 entries of each level of a class folder's tree is an image."""
+    levels = (islice(path.glob(level), 1000) for level in ("*", "*/*", "*/*/*"))
+    return any(file.suffix.lower() in ENDINGS for file in chain.from_iterable(levels))
+
+
 def weights_at(name: str, key: str, which: str = "newest") -> Path:
     """The weights for a user's path ``name`` under ``key``: a file, or a checkpoint folder as :func:`resolve` finds it.
 
@@ -382,8 +390,15 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     try:
         return resolve(path, key)
     except CheckpointError:
+        if (path / MANIFEST).is_file() or (path / FOLDER).is_dir() or (path / CONFIG).is_file():
+            raise
         files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
-        if not files or (path / MANIFEST).is_file() or (path / FOLDER).is_dir():
+        if not files and _holds_images(path):
+            raise CheckpointError(
+                f"{key}={name} is a folder of images, which data.root names; {key} names a run folder, a checkpoint in "
+                "it or a file of weights"
+            ) from None
+        if not files:
             raise
         raise CheckpointError(
             f"{key}={name} is a folder; name the file of weights in it, as {key}={files[0]}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dmjd.builders.finetune import build_finetune_step, classification_and_inputs, head_classes
+from dmjd.builders.layer_decay import Group
 from dmjd.builders.recipe import apply_recipe
 from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
@@ -34,6 +37,8 @@ from dmjd.runs.folder import GROUPS, RunFolder
 from dmjd.runs.paths import CONFIG
 from dmjd.train.state import Stateful
 from dmjd.train.summary import count
+
+logger = logging.getLogger("dmjd")
 
 _OWN = ("drop_path", "bias_tables")
 """Keys of ``backbone`` that belong to fine-tuning; a run's others describe its weights."""
@@ -93,7 +98,10 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         warmup = config.optim.warmup_epochs if "optim.warmup_epochs" in typed else None
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
-    given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
+    of_preset = {key for preset in presets for key in keys_of_preset(preset)}
+    if "backbone" in of_preset - typed:
+        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
+    given = typed | of_preset & {*_OF_PRESET}
     data = _data(
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
@@ -105,6 +113,22 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
     return replace(
         config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
     )
+
+
+def _check_size(preset: str, own: BackboneConfig, init: str | None, stored: BackboneConfig) -> None:
+    """Raise ConfigError if the settings of ``preset`` are for another architecture, and warn for another size."""
+    if own.name != stored.name:
+        raise ConfigError(
+            f"preset={preset} is for backbone.name={own.name}, and the encoder of init={init} is {stored.name}; choose "
+            f"a preset for {stored.name}, or preset=own_photos"
+        )
+    sizes = [f"embed_dim={each.embed_dim} depth={each.depth}" for each in (own, stored)]
+    if sizes[0] != sizes[1]:
+        logger.warning(
+            "preset=%s is for an encoder of %s, and that of init=%s has %s; its learning rate, layer_decay and "
+            "drop_path may not fit",
+            *(preset, sizes[0], init, sizes[1]),
+        )
 
 
 def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> BackboneConfig:
@@ -164,7 +188,9 @@ class Finetuning:
         assert not isinstance(source, TarStream), "resolve has rejected it"
         self._train, self._test = source, validation_dataset(self._config.data, source)
         names = class_names(source)
-        for path in checkpoint.committed(run.checkpoints)[-1:]:
+        newest = checkpoint.committed(run.checkpoints)[-1:]
+        self._resumed = bool(newest)
+        for path in newest:
             stored = read_classes(path)
             if stored != names:
                 raise DataError(
@@ -174,11 +200,8 @@ class Finetuning:
 
     def details(self) -> Iterator[tuple[str, str]]:
         yield "classes", f"{self._train.num_classes}; {len(self._test)} test images, validated {self._every()}"
-        for number, group in enumerate(self.step.groups):
-            text = (
-                f"{group.name}: learning rate x {group.lr_scale:.3g}, weight decay {group.weight_decay:g}, "
-                f"{count(group.tensors, 'tensor')}, {group.parameters:,} parameters"
-            )
+        lines = [_groups_in_short(self.step.groups)] if self._resumed else _group_lines(self.step.groups)
+        for number, text in enumerate(lines):
             yield "" if number else "groups", text
 
     def _every(self) -> str:
@@ -233,6 +256,26 @@ class Finetuning:
         if best.step != step:
             detail += f" (best {best.score:.2f} % at step {best.step})"
         return detail, "dmjd validate RUN, dmjd report RUN, dmjd export RUN"
+
+
+def _group_lines(groups: Sequence[Group]) -> Iterator[str]:
+    """A line for the groups of each learning rate: with a layer decay those of a layer."""
+    for scale, found in groupby(groups, lambda group: group.lr_scale):
+        rows = list(found)
+        layers = " and ".join(dict.fromkeys(row.layers for row in rows))
+        sizes = [f"{count(row.tensors, 'tensor')}, {row.parameters:,} parameters" for row in rows]
+        if not scale:
+            yield f"layer {layers}: frozen, {sizes[0]}"
+            continue
+        decays = [f"{row.weight_decay:g} ({size})" for row, size in zip(rows, sizes, strict=True)]
+        yield f"layer {layers}: learning rate x {scale:.3g}, weight decay {' and '.join(decays)}"
+
+
+def _groups_in_short(groups: Sequence[Group]) -> str:
+    scales = [group.lr_scale for group in groups if group.lr_scale]
+    rates = f"{min(scales):.3g} to {max(scales):.3g}" if min(scales) < max(scales) else f"{scales[0]:.3g}"
+    decay = max(group.weight_decay for group in groups)
+    return f"{count(len(groups), 'group')}, learning rate x {rates}, weight decay {decay:g} ({GROUPS} has the table)"
 
 
 def _few(names: list[str]) -> str:

@@ -178,9 +178,11 @@ def test_a_batch_is_its_micro_batches_of_whole_pairs() -> None:
         ({"mixup": 0.0, "cutmix": 0.0}, 7, 1, 1, None),
         ({}, 8, 2, 2, None),
         ({"randaugment": "rand-9"}, 8, 1, 1, "augment.randaugment=rand-9 is no RandAugment policy"),
+        ({"cutmix": 1e-100}, 8, 1, 1, "augment.cutmix must be 0, for none, or at least 0.001, got 1e-100"),
+        ({"mixup": 0.001}, 8, 1, 1, None),
     ],
 )
-def test_pairs_need_even_micro_batches(
+def test_pairs_need_even_micro_batches_a_policy_and_an_alpha_that_can_be_drawn(
     changes: dict[str, Any], size: int, parts: int, processes: int, message: str | None
 ) -> None:
     config = FinetuneConfig(batch_size=size, augment=AugmentConfig(**changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from dmjd.builders import build_mask_spec, recipe, token_grid
 from dmjd.builders.model import build_encoder
 from dmjd.compose import compose
-from dmjd.config import FinetuneConfig, PretrainConfig
+from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig
 from dmjd.data.dataset import ArrayDataset, EvenSubset
 from dmjd.errors import ConfigError, DataError
 
@@ -51,9 +52,9 @@ def resolve(monkeypatch: pytest.MonkeyPatch, preset: PretrainConfig) -> Resolve:
             def open(self, index: int) -> Any:
                 return one.open(0)
 
-        def build(data: object, split: str) -> Any:
+        def build(data: DataConfig, split: str) -> Any:
             if split == "test" and not classes:
-                raise DataError("no test split")
+                raise DataError("val_percent=10 holds out 0" if data.val_percent else "no test split")
             return Repeated()
 
         monkeypatch.setattr(recipe, "build_dataset", build)
@@ -179,7 +180,13 @@ def test_images_are_held_out_only_where_they_give_scores(
     assert line in caplog.text
 
 
-def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path) -> None:
+def test_a_test_split_that_cannot_be_used_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config: FinetuneConfig = compose(
+        "finetune", ["init=run", "preset=own_photos", f"data.root={tmp_path}/gone", "data.val_percent=10"]
+    )
+    with caplog.at_level("INFO", logger="dmjd"), pytest.raises(DataError, match="gone is not a folder"):
+        recipe.apply_recipe(replace(config, typed=[]), CPU)  # as if the run that init names held images out
+    assert not caplog.text
     for path in ("train/a/0.png", "val/b/0.png"):
         (tmp_path / path).parent.mkdir(parents=True)
         Image.new("RGB", (32, 32)).save(tmp_path / path)

@@ -252,9 +252,13 @@ def test_two_processes_train_and_validate_as_one(
 # Initial weights and data
 
 
-def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path, image_folder: Path) -> None:
+def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(
+    pretrained: Path, image_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = newest(pretrained / "checkpoints") or Path()
+
     def resolved(*more: str) -> FinetuneConfig:
-        return with_init(configured([str(pretrained), *more]), newest(pretrained / "checkpoints") or Path())
+        return with_init(configured([str(pretrained), *more]), checkpoint)
 
     plain = resolved()
     assert (plain.backbone.embed_dim, plain.backbone.depth, plain.backbone.patch_size) == (32, 1, 4)
@@ -264,6 +268,15 @@ def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path,
     typed = resolved("data.image_size=32", "backbone.depth=2", "data.root=elsewhere", "data.val_percent=20")
     assert (typed.data.image_size, typed.backbone.depth) == ([32, 32], 2)
     assert (typed.data.root, typed.data.val_percent, typed.data.mean) == ("elsewhere", 20, plain.data.mean)
+    with pytest.raises(ConfigError, match=r"^preset=simmim_swin_base is for backbone\.name=swin, .* is vit; choose"):
+        resolved("preset=simmim_swin_base")
+    assert not caplog.text
+    assert resolved("preset=mae_vit_base", "backbone.drop_path=0").backbone.depth == 1
+    assert "for an encoder of embed_dim=768 depth=12, and that of init=" in caplog.text
+    assert caplog.text.count("\n") == 1
+    checkpoint = Path(shutil.copytree(checkpoint, tmp_path / "swin" / "checkpoints" / checkpoint.name))
+    config = (checkpoint / "config.yaml").read_text()
+    (checkpoint / "config.yaml").write_text(config.replace("name: vit", "name: swin"))
     preset = resolved("preset=simmim_swin_base")
     assert (preset.backbone.embed_dim, preset.backbone.windows.size) == (32, 7)
     assert preset.data.image_size == [224, 224]
@@ -288,6 +301,7 @@ def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrain
 BAD = {
     "no init": ([], "init is required"),
     "no file": (["missing"], "init=missing is not there"),
+    "a folder of images": (["{tmp}/whole"], "whole is a folder of images, which data.root names; init names a run"),
     "file without a model": (["{tmp}/w.safetensors"], "add preset=NAME"),
     "a pre-training folder": (["{run}", "run={run}"], "is a run of dmjd pretrain; name another folder"),
     "another width": (["{run}", "backbone.embed_dim=64"], "another encoder than the configuration"),
@@ -369,11 +383,19 @@ def test_the_average_and_the_weights_are_those_of_one_process(undisturbed: Path)
     assert not same(state["parameter/model.head.bias"], state["average/model.head.bias"])
 
 
-def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned: Words, image_folder: Path) -> None:
+def test_few_labels_are_the_same_after_an_image_was_added(
+    tmp_path: Path, tuned: Words, image_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A quarter of 24 images of each of two classes; the run ends as it did before its last step was repeated."""
     images = Path(shutil.copytree(image_folder, tmp_path / "images"))
     arguments = tuned(tmp_path / "run", f"data.root={images}", "few_shot=25", "checkpoint_every=1")
+    caplog.set_level("INFO", logger="dmjd")
     run = finetune(arguments)
+    table = [line.removeprefix("groups").strip() for line in caplog.messages if " layer " in line]
+    assert table[0] == (
+        "layer 0: learning rate x 0.423, weight decay 0.05 (1 tensor, 1,536 parameters) and 0 (1 tensor, 32 parameters)"
+    )
+    assert len(table) == 3, "a line for the embeddings, the block and the head"
     (record,) = (json.loads(path.read_text()) for path in (run / "evaluations").glob("finetune-*.json"))
     assert record["settings"]["few_shot"] == 25.0
     assert len(record["settings"]["few_shot_images"]) == 16
@@ -382,7 +404,11 @@ def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned:
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     for number in range(40):
         shutil.copy(images / "train" / "up" / "00.png", images / "train" / "up" / f"added_{number}.png")
+    caplog.clear()
     finetune(arguments)
+    assert [line for line in caplog.messages if "group" in line] == [
+        "groups      6 groups, learning rate x 0.423 to 1, weight decay 0.05 (groups.json has the table)"
+    ]
     again = store.read_model(run / "checkpoints" / "step-00000002")
     assert all(torch.equal(value, first[name]) for name, value in again.items())
     shutil.rmtree(run / "checkpoints" / "step-00000002")
