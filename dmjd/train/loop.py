@@ -240,6 +240,8 @@ class Trainer:
         try:
             if not self.position.evaluated:  # a request to stop ended the evaluation of the last epoch
                 self.evaluate()
+                if self.is_checkpoint_due():  # that of this step has no scores
+                    self.save_checkpoint()
             with closing(self.data.batches(self.position, self.total_steps, self.requests)) as batches:
                 for batch in self.clock.waiting(batches):
                     step = self.position.step + 1

@@ -172,11 +172,18 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(
     assert (tmp_path / "run" / "best.json").read_bytes() == (undisturbed / "best.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name, calls, step",
+    [
+        ("SIGTERM", 6, STEPS),
+        pytest.param("SIGTERM", 2, STEPS_PER_EPOCH, marks=pytest.mark.long),
+        pytest.param("SIGUSR1", 2, 3, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_saves_and_the_same_command_continues(
-    name: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same
+    name: str, calls: int, step: int, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same
 ) -> None:
-    # SIGTERM comes in a validation, with which the next launch begins; SIGUSR1 in a step.
+    # SIGTERM comes in a validation, of four calls, with which the next launch begins; SIGUSR1 in a step.
     where = {
         "SIGTERM": "import dmjd.evaluate.validation as module; name = '_counts'",
         "SIGUSR1": "from dmjd.parallel.single import SingleEngine as module; name = 'step'",
@@ -187,7 +194,7 @@ import os, signal
 inner, done = getattr(module, name), []
 def fault(*arguments):
     done.append(1)
-    os.kill(os.getpid(), signal.{name}) if len(done) == 2 else None
+    os.kill(os.getpid(), signal.{name}) if len(done) == {calls} else None
     return inner(*arguments)
 setattr(module, name, fault)
 """
@@ -195,11 +202,12 @@ setattr(module, name, fault)
     first = launch(arguments, fault)
     first.join(60)
     assert first.exitcode == 0
-    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", 6 if name == "SIGTERM" else 3)
+    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", step)
     second = launch(arguments)
     second.join(60)
     assert second.exitcode == 0
-    assert_same_run(undisturbed, run, "guard", "best")
+    assert_same_run(undisturbed, run, "position", "guard", "best")
+    assert (run / "best.json").read_bytes() == (undisturbed / "best.json").read_bytes()
 
 
 def test_a_rollback_forgets_validations_after_its_checkpoint(
