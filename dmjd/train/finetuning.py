@@ -93,7 +93,8 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         warmup = config.optim.warmup_epochs if "optim.warmup_epochs" in typed else None
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
-    given = typed | {key for preset in presets for key in keys_of_preset(preset) if key in _OF_PRESET}
+    of_preset = {key for preset in presets for key in keys_of_preset(preset)}
+    given = typed | of_preset.intersection(_OF_PRESET)
     data = _data(
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
@@ -102,6 +103,9 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
             f"choose images with {stored.data.channels}"
         )
+    if isinstance(stored, FinetuneConfig):  # whose head, if its classes are those of the data, is loaded
+        kept = [key for key in ("pooling", "norm") if f"head.{key}" not in typed | of_preset]
+        config = replace(config, head=replace(config.head, **{key: getattr(stored.head, key) for key in kept}))
     return replace(
         config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
     )
@@ -116,6 +120,8 @@ def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> B
         if name:
             sections[section] = replace(sections[section], **{name: getattr(getattr(own, section), name)})
     plain = {key: getattr(own, key) for key in {*_OWN, *keys} if "." not in key}
+    if isinstance(stored, FinetuneConfig) and backbone.bias_tables == "per_block" and "bias_tables" not in keys:
+        plain["bias_tables"] = "per_block"  # its tables differ, so they cannot be shared
     return replace(backbone, **sections, **plain)
 
 
@@ -152,7 +158,8 @@ class Finetuning:
         self._config, self._world, self._classes = config, world, config.head.num_classes
         self.augment = config.augment
         initial = None if config.weights == "untrained" else initial
-        self.step = build_finetune_step(config, self._classes, world, initial)
+        names = world.on_main(lambda: _names(config, initial))
+        self.step = build_finetune_step(config, self._classes, world, initial, names)
         self.peak_lr = config.optim.base_lr * config.batch_size / REFERENCE_BATCH
         encoder, whole = (f"{each / 1e6:.2f} M" for each in self.step.parameters)
         self.parameters = f"{encoder} in the encoder, {whole} with the head"
@@ -233,6 +240,13 @@ class Finetuning:
         if best.step != step:
             detail += f" (best {best.score:.2f} % at step {best.step})"
         return detail, "dmjd validate RUN, dmjd report RUN, dmjd export RUN"
+
+
+def _names(config: FinetuneConfig, initial: Path | None) -> list[str] | None:
+    """Names of the data's classes, if ``initial`` is a checkpoint of a fine-tuning, with which they are compared."""
+    if initial is None or not initial.is_dir() or not read_classes(initial):
+        return None
+    return class_names(build_dataset(replace(config.data, check="none"), "train"))
 
 
 def _few(names: list[str]) -> str:

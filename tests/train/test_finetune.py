@@ -173,7 +173,7 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(
 
 
 @pytest.mark.parametrize(
-    "name, calls, step",
+    ("name", "calls", "step"),
     [
         ("SIGTERM", 6, STEPS),
         pytest.param("SIGTERM", 2, STEPS_PER_EPOCH, marks=pytest.mark.long),
@@ -181,7 +181,14 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(
     ],
 )
 def test_a_signal_saves_and_the_same_command_continues(
-    name: str, calls: int, step: int, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same
+    name: str,
+    calls: int,
+    step: int,
+    tmp_path: Path,
+    tuned: Words,
+    undisturbed: Path,
+    launch: Launch,
+    assert_same_run: Same,
 ) -> None:
     # SIGTERM comes in a validation, of four calls, with which the next launch begins; SIGUSR1 in a step.
     where = {
@@ -276,6 +283,26 @@ def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(pretrained: Path,
     assert (preset.backbone.embed_dim, preset.backbone.windows.size) == (32, 7)
     assert preset.data.image_size == [224, 224]
     assert preset.optim.layer_decay == 0.8
+
+
+def test_head_and_tables_of_a_fine_tuned_run_hold_unless_they_are_typed_or_set_by_a_preset(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(newest(undisturbed / "checkpoints") or Path(), tmp_path / "run/checkpoints/step"))
+    config = path / "config.yaml"
+    stored = config.read_text()
+    for old, new in (("norm: pooled", "norm: encoder"), ("bias_tables: shared", "bias_tables: per_block")):
+        assert stored.count(old) == 1
+        stored = stored.replace(old, new)
+    config.write_text(stored)
+
+    def resolved(*more: str) -> tuple[str, str]:
+        found = with_init(configured([str(tmp_path / "run"), *more]), path)
+        return found.head.norm, found.backbone.bias_tables
+
+    assert resolved() == ("encoder", "per_block")
+    assert resolved("head.norm=pooled", "backbone.bias_tables=shared") == ("pooled", "shared")
+    assert resolved("preset=mae_vit_base") == ("pooled", "per_block")
 
 
 def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrained: Path, tmp_path: Path) -> None:
