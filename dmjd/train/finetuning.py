@@ -16,10 +16,13 @@ from dmjd.builders.recipe import apply_recipe
 from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
 from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
+from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import AUTO, build_dataset, require_labels, resolve_auto
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.few_shot import few_shot_subset
+from dmjd.data.folder import ImageFolder
+from dmjd.data.identity import DataIdentity
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError, StopRequested
 from dmjd.evaluate.validate import record_finetune
@@ -164,14 +167,20 @@ class Finetuning:
         encoder, whole = (f"{each / 1e6:.2f} M" for each in self.step.parameters)
         self.parameters = f"{encoder} in the encoder, {whole} with the head"
         self.best = Best()
-        self.parts: Mapping[str, Stateful] = {"best": self.best}
+        self.parts: dict[str, Stateful] = {"best": self.best}
         self._last: tuple[int, dict[str, float | None]] | None = None  # step and scores of the last validation
 
     def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
         assert not isinstance(source, TarStream), "resolve has rejected it"
         self._train, self._test = source, validation_dataset(self._config.data, source)
-        names = class_names(source)
-        for path in checkpoint.committed(run.checkpoints)[-1:]:
+        names, saved = class_names(source), checkpoint.committed(run.checkpoints)[-1:]
+        self._resumed, self._added = bool(saved), 0
+        if self._resumed and isinstance(self._test, ImageFolder):
+            self._added = listed.leave_out_added(self._test, run.path / listed.TEST_FILE)
+        identity = DataIdentity.of(self._test)
+        if identity is not None:
+            self.parts["test"] = identity
+        for path in saved:
             stored = read_classes(path)
             if stored != names:
                 raise DataError(
@@ -180,7 +189,9 @@ class Finetuning:
                 )
 
     def details(self) -> Iterator[tuple[str, str]]:
-        yield "classes", f"{self._train.num_classes}; {len(self._test)} test images, validated {self._every()}"
+        added = f", without {self._added} added since the first start" if self._added else ""
+        images = f"{len(self._test)} test images{added}"
+        yield "classes", f"{self._train.num_classes}; {images}, validated {self._every()}"
         for number, group in enumerate(self.step.groups):
             text = (
                 f"{group.name}: learning rate x {group.lr_scale:.3g}, weight decay {group.weight_decay:g}, "
@@ -221,6 +232,8 @@ class Finetuning:
     def record(self, run: RunFolder) -> None:
         rows = [group._asdict() for group in self.step.groups]
         replace_file(run.path / GROUPS, json.dumps(rows, indent=1) + "\n")
+        if not self._resumed and isinstance(self._test, ImageFolder):
+            listed.write_list(self._test, run.path / listed.TEST_FILE)
 
     def restore(self, run: RunFolder) -> None:
         rows = [row for row in run.read_log() if "val_top1" in row]

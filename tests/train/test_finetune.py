@@ -404,7 +404,9 @@ def test_the_average_and_the_weights_are_those_of_one_process(undisturbed: Path)
     assert not same(state["parameter/model.head.bias"], state["average/model.head.bias"])
 
 
-def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned: Words, image_folder: Path) -> None:
+def test_labels_and_test_images_are_the_same_after_images_were_added(
+    tmp_path: Path, tuned: Words, image_folder: Path
+) -> None:
     """A quarter of 24 images of each of two classes; the run ends as it did before its last step was repeated."""
     images = Path(shutil.copytree(image_folder, tmp_path / "images"))
     arguments = tuned(tmp_path / "run", f"data.root={images}", "few_shot=25", "checkpoint_every=1")
@@ -414,12 +416,18 @@ def test_few_labels_are_the_same_after_an_image_was_added(tmp_path: Path, tuned:
     assert len(record["settings"]["few_shot_images"]) == 16
     assert checkpoints(run) == [1, 2], "two epochs of 12 images in batches of 8"
     first = store.read_model(run / "checkpoints" / "step-00000002")
+    scores = [row for row in rows(run) if "val_top1" in row]
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     for number in range(40):
-        shutil.copy(images / "train" / "up" / "00.png", images / "train" / "up" / f"added_{number}.png")
+        for split in ("train", "val"):
+            shutil.copy(images / split / "up" / "00.png", images / split / "up" / f"added_{number}.png")
     finetune(arguments)
+    assert [row for row in rows(run) if "val_top1" in row] == scores, "added test images are left out too"
     again = store.read_model(run / "checkpoints" / "step-00000002")
     assert all(torch.equal(value, first[name]) for name, value in again.items())
     shutil.rmtree(run / "checkpoints" / "step-00000002")
+    (images / "val" / "up" / "00.png").unlink()
+    with pytest.raises(ConfigError, match="data.root now has 11 images"):
+        finetune(arguments)
     with pytest.raises(ConfigError, match="few_shot"):
         finetune([*arguments, "few_shot=50"])
