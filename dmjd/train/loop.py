@@ -259,6 +259,7 @@ class Trainer:
                     requests = self.requests.asks(step)
                     self.pending = PendingStep(step, batch.sample_ids, values, result, requests, self.world)
                     self.position.step = step
+                    self.clock.mark()
                     if step % self.steps_per_epoch == 0:
                         self.evaluate()
                     if self.is_checkpoint_due():
@@ -302,8 +303,8 @@ class Trainer:
         the next launch begins with the evaluation. Collective."""
         step = self.position.step
         if self.task.evaluates(step // self.steps_per_epoch):
-            self.clock.enter("evaluate")
             self.read_pending()
+            self.clock.enter("evaluate")
             self.position.evaluated = False
             rows = self.task.evaluate(step, step / self.steps_per_epoch)
             if rows is None:

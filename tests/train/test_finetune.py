@@ -427,7 +427,7 @@ def test_labels_and_test_images_are_the_same_after_images_were_added(
     assert all(torch.equal(value, first[name]) for name, value in again.items())
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     (images / "val" / "up" / "00.png").unlink()
-    with pytest.raises(ConfigError, match="data.root now has 11 images"):
+    with pytest.raises(ConfigError, match=r"data\.root now has 11 images"):
         finetune(arguments)
     with pytest.raises(ConfigError, match="few_shot"):
         finetune([*arguments, "few_shot=50"])
