@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd.config import EvaluationConfig, PretrainConfig
-from dmjd.config.fields import choice, positive, recorded
+from dmjd.config.fields import affecting, choice, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores, check_writable, references
 from dmjd.runs.best import Validated
@@ -112,6 +112,7 @@ def record_finetune(
         "seed": config.seed,
         "pooling": config.head.pooling,
         "layer_decay": config.optim.layer_decay,
+        **_training_settings(config),
         "run": run.path.resolve().name,
         **few_shot_settings(train, config.few_shot, config.labels),
     }
@@ -128,8 +129,7 @@ def record_finetune(
         record |= {"best_top1": best.score, "best_step": best.step}
     record["settings"] = settings
     identity = {**settings, "folder": str(run.path.resolve())}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    name = f"finetune-{record['weights']}-step{step:08d}-{digest}"
+    name = f"finetune-{record['weights']}-step{step:08d}-{_digest(identity)}"
     run.write_evaluation(name, record)
     pretrained = None if config.init is None or config.weights == "untrained" else _run_of(Path(config.init))
     if pretrained is not None and not pretrained.path.samefile(run.path):
@@ -139,6 +139,36 @@ def record_finetune(
         except (ConfigError, OSError) as error:
             logger.warning("the score is not recorded in %s: %s", pretrained.path, error)
     return record
+
+
+_OF_THE_ROW = ("seed", "init", "weights", "recipe", "command", "backbone")
+"""Keys and sections that are no setting of a score: the repeat, the model with its initial weights, and the origin of
+other keys' values."""
+_OF_THE_DATA_SET = ("name", "root", "image_size", "channels", "val_percent", "val_seed")
+"""Keys of ``data`` that the setting "data" states."""
+
+
+def _training_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """The main settings of the training by name, and ``config``, a digest of all that affect the score."""
+    every = affecting(config)
+    chosen = {key: value for key, value in every.items() if key not in _OF_THE_ROW}
+    chosen["data"] = {key: value for key, value in every["data"].items() if key not in _OF_THE_DATA_SET}
+    chosen |= {"drop_path": config.backbone.drop_path, "crop_pct": config.data.crop_pct}
+    return {
+        "base_lr": config.optim.base_lr,
+        "warmup_epochs": config.optim.warmup_epochs,
+        "weight_decay": config.optim.weight_decay,
+        "drop_path": config.backbone.drop_path,
+        "freeze": config.freeze,
+        "norm": config.head.norm,
+        **{key: getattr(config.augment, key) for key in ("randaugment", "mixup", "cutmix")},
+        **({} if config.weights in ("trained", "untrained") else {"init_weights": config.weights}),
+        "config": _digest(chosen),
+    }
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _run_of(init: Path) -> RunPaths | None:

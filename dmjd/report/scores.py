@@ -23,6 +23,9 @@ _ONLINE_SETTINGS = {
 _REPEATS = ("seed", "run")
 """Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
 
+DIGEST = "config"
+"""Setting of a fine-tuning: a digest of its configuration."""
+
 AVERAGE_TOP1 = "val_ema_top1"
 
 ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
@@ -85,10 +88,14 @@ class Metric:
         return next((point for point in curve if self.best((point.score, target)) == point.score), None)
 
     def differing(self, others: Sequence[Metric]) -> str:
-        """The settings in which ``others`` are not all equal: "k 20, pooling mean"."""
+        """The settings in which ``others`` are not all equal: "k 20, pooling mean"; the digest of a fine-tuning's
+        configuration only if they are equal in all others."""
         every = [json.loads(metric.settings) for metric in others]
         mine = json.loads(self.settings)
         keys = [key for key in mine if any(other.get(key) != mine[key] for other in every)]
+        alike = [other for other in every if all(other.get(key) == mine[key] for key in keys if key != DIGEST)]
+        if len({other.get(DIGEST) for other in alike}) == 1:
+            keys = [key for key in keys if key != DIGEST]
         return ", ".join(f"{key} {plain(mine[key])}" for key in keys)
 
 

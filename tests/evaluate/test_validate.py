@@ -85,6 +85,7 @@ def test_the_result_is_recorded_in_both_runs_and_evaluation_alone_repeats_it(
         assert found["loss"] == pytest.approx(last[f"{prefix}loss"], rel=1e-6)
     assert record["top1"] == validated(tuned)["top1"] == last["val_ema_top1"]
     assert (record["chance"], record["majority"], record["trained_top1"]) == (50, 50, last["val_top1"])
+    assert len(record["settings"].pop("config")) == 8
     assert record["settings"] == {
         "data": validated(tuned)["settings"]["data"],
         "image_size": [16, 16],
@@ -93,6 +94,8 @@ def test_the_result_is_recorded_in_both_runs_and_evaluation_alone_repeats_it(
         "seed": 0,
         "pooling": "mean",
         "layer_decay": 0.65,
+        **{"base_lr": 0.2, "warmup_epochs": 5, "weight_decay": 0.05, "drop_path": 0.1, "freeze": 0, "norm": "pooled"},
+        **{"randaugment": None, "mixup": 0, "cutmix": 0},
         "run": "tuned",
     }
 
@@ -130,6 +133,25 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     assert len(written) == 3
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
+
+    def settings(**changed: Any) -> dict[str, Any]:
+        one = replace(config, init=None, **changed)
+        return dict(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"])
+
+    def digest(**changed: Any) -> str:
+        return str(settings(**changed)["config"])
+
+    same = [{}, {"seed": 7}, {"run": "x"}, {"workers": 5}, {"backbone": replace(config.backbone, embed_dim=48)}]
+    same += [{"data": replace(config.data, root="elsewhere", image_size=[32, 32])}]
+    other: list[dict[str, Any]] = [{"ema_decay": 0.9}, {"freeze": 1}, {"batch_size": 24}]
+    other += [{"optim": replace(config.optim, clip_grad=9.0)}, {"head": replace(config.head, init_std=0.5)}]
+    other += [
+        {"augment": replace(config.augment, smoothing=0.5)},
+        {"backbone": replace(config.backbone, drop_path=0.9)},
+    ]
+    other += [{"data": replace(config.data, crop_scale=[0.5, 1.0])}, {"data": replace(config.data, crop_pct=0.5)}]
+    assert len({digest(**changed) for changed in same}) == 1
+    assert len({digest(**changed) for changed in other} | {digest()}) == len(other) + 1
     foreign = replace(config, seed=3, init=str(tmp_path / "mae.pth"))
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)

@@ -166,6 +166,20 @@ def test_repeats_with_several_seeds_of_one_run_are_one_score(make_run: MakeRun) 
     assert [row[1] for row in page.scores() if "fine-tuning" in row[0]] == ["83.50", "83.60", "83.40"]
 
 
+def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> None:
+    def record(place: int, top1: float, base_lr: float, config: str) -> Any:
+        *start, settings = finetuned(top1, place)
+        return (*start, settings | {"base_lr": base_lr, "config": config})
+
+    tuned = [record(0, 70.0, 1e-3, "aa"), record(1, 80.0, 1e-4, "bb"), record(2, 90.0, 1e-4, "cc")]
+    ours = rows(table(make_run("a", evaluations=tuned, config=MAE)))[0]
+    assert {title: cell for title, cell in ours.items() if title.startswith("Ft.")} == {
+        "Ft. (base_lr 0.001)": "70.00",
+        "Ft. (base_lr 0.0001, config bb)": "80.00",
+        "Ft. (base_lr 0.0001, config cc)": "90.00",
+    }
+
+
 def test_a_speedup_takes_the_mean_of_repeats(make_run: MakeRun) -> None:
     base = make_run("base", hours=100, evaluations=[finetuned(83.0, 0)], config=MAE)
     worse = make_run("worse", hours=50, evaluations=[finetuned(82.0, 0), finetuned(83.5, 1)], config=MAE)
