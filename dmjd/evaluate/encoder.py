@@ -35,7 +35,7 @@ from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.classes import CLASSES, read_classes
 from dmjd.runs.folder import RunFolder
-from dmjd.runs.paths import CONFIG
+from dmjd.runs.paths import CHECKPOINTS, CONFIG, RunPaths
 
 logger = logging.getLogger("dmjd")
 
@@ -192,6 +192,24 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path, TrainConfig]]:
+    """The checkpoints, with their configurations, from which ``run`` and the runs before it began, the latest first; as
+    far as their folders are there."""
+    seen = set[Path]()
+    while config.init is not None and not (isinstance(config, FinetuneConfig) and config.weights == "untrained"):
+        path = run.initial_path() or Path(config.init)
+        path = next(reversed(checkpoint.committed(path / CHECKPOINTS)), path)
+        if path.is_file():
+            return
+        run = RunPaths(_run_of(path))
+        stored = next((file for file in (path / CONFIG, run.config) if file.is_file()), None)
+        if stored is None or path in seen:
+            return
+        seen.add(path)
+        config = from_yaml_of_run(read_file(stored), stored)
+        yield path, config
 
 
 def _averages_classifier(trained: TrainConfig) -> bool:

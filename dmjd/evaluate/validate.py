@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.config import EvaluationConfig, PretrainConfig
+from dmjd.config import EvaluationConfig, PretrainConfig, TrainConfig
 from dmjd.config.fields import affecting, choice, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores, check_writable, references
@@ -86,7 +86,7 @@ def record_finetune(
     best: Validated | None = None,
 ) -> dict[str, Any]:
     """Write the result of a finished fine-tuning to ``evaluations/finetune-WEIGHTS-step########-DIGEST.json`` of its
-    run, and of the run that it began from if ``config.init`` is one of ours.
+    run, and of the pre-training run that it began from if ``config.init`` is one.
 
     DIGEST is a hash of the settings, the seed among them, and of the run's folder: records of other runs stay.
 
@@ -99,9 +99,12 @@ def record_finetune(
         The record.
     """
     from dmjd.data.few_shot import few_shot_settings
-    from dmjd.evaluate.encoder import image_source
+    from dmjd.evaluate.encoder import image_source, trainings_before
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
+    from dmjd.runs import checkpoint
 
+    before = [*trainings_before(run, config)]
+    pretrained = _pretraining_run(*before[0]) if before else None
     prefix = main_prefix(scores)
     main = {name.removeprefix(prefix): value for name, value in scores.items() if name.startswith(prefix)}
     settings = {
@@ -114,6 +117,7 @@ def record_finetune(
         "layer_decay": config.optim.layer_decay,
         **_training_settings(config),
         "run": run.path.resolve().name,
+        **({"init_step": checkpoint.step_of(before[0][0])} if before else {}),
         **few_shot_settings(train, config.few_shot, config.labels),
     }
     record: dict[str, Any] = {
@@ -131,8 +135,7 @@ def record_finetune(
     identity = {**settings, "folder": str(run.path.resolve())}
     name = f"finetune-{record['weights']}-step{step:08d}-{_digest(identity)}"
     run.write_evaluation(name, record)
-    pretrained = None if config.init is None or config.weights == "untrained" else _run_of(Path(config.init))
-    if pretrained is not None and not pretrained.path.samefile(run.path):
+    if pretrained is not None:
         try:
             check_writable(pretrained)
             pretrained.write_evaluation(name, record)
@@ -171,13 +174,11 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _run_of(init: Path) -> RunPaths | None:
-    """The run folder that ``init`` is, or in which it is a checkpoint; None for other weights."""
-    for folder in (init, init.parent.parent):
-        run = RunPaths(folder)
-        if init.is_dir() and run.config.is_file() and run.checkpoints.is_dir():
-            return run
-    return None
+def _pretraining_run(path: Path, config: TrainConfig) -> RunPaths | None:
+    """The run of pre-training in which ``path`` is a checkpoint; None for a moved checkpoint, and for one of a
+    fine-tuning, whose records are its own scores."""
+    run = RunPaths(path.parent.parent)
+    return run if config.command == PretrainConfig.command and run.config.is_file() else None
 
 
 EVALUATION = Evaluation(

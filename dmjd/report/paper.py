@@ -20,7 +20,7 @@ from dmjd.report.html import disclosure, heading, notes
 from dmjd.report.method import method_name
 from dmjd.report.published import MARK, PUBLISHED, Identity, Published, identity
 from dmjd.report.run import Record, Run, columns_of, read_runs
-from dmjd.report.scores import Metric, latest_of, metrics, references
+from dmjd.report.scores import Metric, metrics, references, repeats_of
 from dmjd.report.table import Column, Table
 
 SCORES = {"finetune": "Ft.", "linprobe": "LP", "knn": "kNN"}
@@ -192,8 +192,9 @@ def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, Head]) -> l
     cells = {"Run": _row_name(group), "Differs in": name, **_facts(group)}
     trained, untrained = dict[Head, str](), dict[Head, str]()
     for metric, head in heads.items():
-        after = [record.scores[metric.score] for run in group for record in latest_of(run, metric)]
-        before = [known["untrained"] for run in group if "untrained" in (known := references(run, metric))]
+        after = [record.scores[metric.score] for _, record in repeats_of(group, metric)]
+        known = {plain(run.config.get(SEED)): references(run, metric).get("untrained") for run in group}
+        before = [score for score in known.values() if score is not None]
         for row, scores in ((trained, after), (untrained, before)):
             if scores:
                 row[head] = spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
@@ -249,7 +250,8 @@ def _single_values(group: Sequence[Run], heads: Mapping[Metric, Head]) -> list[s
     name, names = _row_name(group), ", ".join(run.name for run in group)
     lines = [f"{name}: {names}."] if name != names else []
     for metric, head in heads.items():
-        found = [(run, record) for run in group for record in sorted(latest_of(run, metric), key=_seed)]
+        repeats = sorted(repeats_of(group, metric), key=lambda each: _seed(each[1]))
+        found = [each for run in group for each in repeats if each[0] is run]
         if len(found) > 1:
             scores = [metric.column.format(record.scores[metric.score]) for _, record in found]
             texts = [f"{score} {_origin_of(*each)}" for score, each in zip(scores, found, strict=True)]

@@ -20,8 +20,9 @@ _ONLINE_SETTINGS = {
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
-_REPEATS = ("seed", "run")
-"""Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
+_REPEATS = ("seed", "run", "init_step")
+"""Settings in which measurements of one quantity differ: the seed, and of a fine-tuning its folder and the step of the
+checkpoint that it began from."""
 
 DIGEST = "config"
 """Setting of a fine-tuning: a digest of its configuration."""
@@ -128,10 +129,29 @@ def points(run: Run, metric: Metric) -> list[Point]:
 
 
 def latest_of(run: Run, metric: Metric) -> list[Record]:
-    """The records of ``metric`` at the latest step that was evaluated: one, or one for each seed."""
+    """The records of ``metric`` at the latest step that was evaluated: one for each seed, the last by its file's name.
+
+    The step of a fine-tuning is that of the checkpoint that it began from, then its own.
+    """
+
+    def step(record: Record) -> tuple[int, int]:
+        began = record.settings.get("init_step")
+        return began if isinstance(began, int) else 0, record.step
+
     records = records_of(run, metric)
-    latest = max((record.step for record in records), default=None)
-    return [record for record in records if record.step == latest]
+    latest = max(map(step, records), default=None)
+    return [*{plain(record.settings.get("seed")): record for record in records if step(record) == latest}.values()]
+
+
+def repeats_of(runs: Sequence[Run], metric: Metric) -> list[tuple[Run, Record]]:
+    """:func:`latest_of` all ``runs``, which differ in their seeds only: one record for each combination of the seeds of
+    pre-training, run and evaluation, since equal seeds give equal scores."""
+    found = {}
+    for run in runs:
+        seeds = [plain(each.config.get("seed")) for each in (run, run.origin) if each]
+        for record in latest_of(run, metric):
+            found.setdefault((*seeds, plain(record.settings.get("seed"))), (run, record))
+    return [*found.values()]
 
 
 def unlike_training(run: Run, record: Record) -> str:

@@ -96,7 +96,7 @@ def test_the_result_is_recorded_in_both_runs_and_evaluation_alone_repeats_it(
         "layer_decay": 0.65,
         **{"base_lr": 0.2, "warmup_epochs": 5, "weight_decay": 0.05, "drop_path": 0.1, "freeze": 0, "norm": "pooled"},
         **{"randaugment": None, "mixup": 0, "cutmix": 0},
-        "run": "tuned",
+        **{"run": "tuned", "init_step": 11},
     }
 
 
@@ -152,6 +152,11 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     other += [{"data": replace(config.data, crop_scale=[0.5, 1.0])}, {"data": replace(config.data, crop_pct=0.5)}]
     assert len({digest(**changed) for changed in same}) == 1
     assert len({digest(**changed) for changed in other} | {digest()}) == len(other) + 1
+    run = RunPaths(Path(shutil.copytree(runs[1], tmp_path / "tuned")))
+    again = replace(config, init=str(run.path))
+    before = [path.name for path in run.evaluations.iterdir()]
+    assert record_finetune(again, RunPaths(tmp_path / "again"), 16, scores, train, test)["settings"]["init_step"] == 16
+    assert [path.name for path in run.evaluations.iterdir()] == before, "a fine-tuned run has its own record only"
     foreign = replace(config, seed=3, init=str(tmp_path / "mae.pth"))
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)

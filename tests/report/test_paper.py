@@ -180,6 +180,22 @@ def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> N
     }
 
 
+def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune: MakeRun) -> None:
+    (verb, *rest, settings), other = finetuned(83.0, 0), finetuned(84.0, 1)
+    copied = (verb, *rest, settings | {"run": "copy"})
+    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "init_step": 50})
+    one = make_run("a", evaluations=[finetuned(83.0, 0), copied], config=MAE | {"seed": 0})
+    assert (rows(table(one))[0]["Ft."], table(one).values) == ("83.00", [])
+    (one / "evaluations" / "1.json").unlink()
+    for name, record in (("1", other), ("2", early), ("3", copied)):
+        how = record[-1] | {"init_step": record[-1].get("init_step", 100)}
+        content = {"verb": verb, "weights": "trained", "step": 10_000, "top1": record[3], "settings": how}
+        (one / "evaluations" / f"{name}.json").write_text(json.dumps(content))
+    assert rows(table(one))[0]["Ft."] == f"83.50 ± {statistics.stdev([83, 84]):.2f} (2)", "from the latest checkpoint"
+    twice = table(*(make_finetune(name, init="mae.pth") for name in ("x", "y")))
+    assert (rows(twice)[0]["Run"], rows(twice)[0]["Ft."], twice.values) == ("x, y", "72.00", [])
+
+
 def test_a_speedup_takes_the_mean_of_repeats(make_run: MakeRun) -> None:
     base = make_run("base", hours=100, evaluations=[finetuned(83.0, 0)], config=MAE)
     worse = make_run("worse", hours=50, evaluations=[finetuned(82.0, 0), finetuned(83.5, 1)], config=MAE)
