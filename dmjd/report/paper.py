@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from dmjd.report.cost import PAPER_GPUS, PAPER_HOURS, computed, device_hours, hardware
 from dmjd.report.differences import SEED, seed_groups, short_names
-from dmjd.report.format import ABSENT, hours, plain, spread
+from dmjd.report.format import ABSENT, hours, look_up, plain, spread
 from dmjd.report.html import disclosure, heading, notes
 from dmjd.report.method import method_name
 from dmjd.report.published import MARK, PUBLISHED, Identity, Published, identity
 from dmjd.report.run import Record, Run, columns_of, read_runs
-from dmjd.report.scores import Metric, metrics, references, repeats_of
+from dmjd.report.scores import Metric, metrics, records_of, references, repeats_of
 from dmjd.report.table import Column, Table
 
 SCORES = {"finetune": "Ft.", "linprobe": "LP", "knn": "kNN"}
@@ -82,7 +82,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
     groups = seed_groups([run for run in runs if not _is_in_origin(run, runs)])
     found = [metric for metric in metrics(runs) if not metric.online and _is_main(metric)]
     found.sort(key=lambda metric: list(SCORES).index(metric.evaluation))
-    heads = {metric: _head(metric, found) for metric in found}
+    heads = {metric: _head(metric, found, runs) for metric in found}
     names = _differing([group[0] for group in groups], seeds=all(len(group) == 1 for group in groups))
     rows: list[_Row] = []
     values: list[str] = []
@@ -161,22 +161,38 @@ def _is_main(metric: Metric) -> bool:
     return metric.evaluation in SCORES and metric.score == next(iter(columns_of(metric.evaluation)))
 
 
-def _head(metric: Metric, others: Sequence[Metric]) -> Head:
-    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; a linear probe names its protocol, and a choice on test images."""
+def _head(metric: Metric, others: Sequence[Metric], runs: Sequence[Run]) -> Head:
+    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; a linear probe names its protocol, and a choice on test images; a
+    score on other data than the pre-training's of one of ``runs`` names its data."""
     protocol, few = _kind(metric)
     alike = [other for other in others if (other.title, _kind(other)) == (metric.title, (protocol, few))]
-    chosen = json.loads(metric.settings).get("selection")
+    settings = json.loads(metric.settings)
+    chosen, differing = settings.get("selection"), metric.differing(alike)
+    data = f"data {plain(settings.get('data'))}"
+    foreign = data not in differing and any(_is_foreign(run, metric) for run in runs)
     conditions = [
         *([f"protocol {protocol}"] if protocol else []),
         *([f"{few} % of labels" if few != "list" else "listed labels"] if few else []),
         *([plain(chosen)] if chosen else []),
-        *filter(None, [metric.differing(alike)]),
+        *([data] if foreign else []),
+        *filter(None, [differing]),
     ]
     average = metric.weights == "ema"
     title = SCORES[metric.evaluation] + " EMA" * average
     if conditions:
         title += f" ({', '.join(conditions)})"
     return Head(metric.evaluation, title, protocol, not (few or average))
+
+
+def _is_foreign(run: Run, metric: Metric) -> bool:
+    """Whether ``run`` has ``metric``, on images of another data set than its pre-training's."""
+    name, root = (look_up((_pretrained(run) or run).config, ("data", key)) for key in ("name", "root"))
+    source = json.loads(metric.settings).get("data")
+    unknown = name in (None, "auto") or (name == "folder" and root is None)
+    if unknown or source is None or not records_of(run, metric):
+        return False
+    own = f"{name} in {root}" if root else str(name)
+    return not f"{source},".startswith(f"{own},")
 
 
 def _kind(metric: Metric) -> tuple[str, str]:

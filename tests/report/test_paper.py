@@ -196,6 +196,14 @@ def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune
     assert (rows(twice)[0]["Run"], rows(twice)[0]["Ft."], twice.values) == ("x, y", "72.00", [])
 
 
+def test_a_score_on_other_data_than_the_rows_names_it(make_run: MakeRun) -> None:
+    own, other = "folder in photos, 10 % held out, 224x224", "folder in photos2, 224x224"
+    judged = [("knn", "trained", 100, 40.0, {"data": own}), (*finetuned(83.0, 0)[:-1], FINETUNE | {"data": other})]
+    config = MAE | {"data": {"name": "folder", "root": "photos"}}
+    ours = rows(table(make_run("a", evaluations=judged, config=config)))[0]
+    assert (ours[f"Ft. (data {other})"], ours["kNN"]) == ("83.00", "40.00")
+
+
 def test_a_speedup_takes_the_mean_of_repeats(make_run: MakeRun) -> None:
     base = make_run("base", hours=100, evaluations=[finetuned(83.0, 0)], config=MAE)
     worse = make_run("worse", hours=50, evaluations=[finetuned(82.0, 0), finetuned(83.5, 1)], config=MAE)
