@@ -99,7 +99,7 @@ def record_finetune(
         The record.
     """
     from dmjd.data.few_shot import few_shot_settings
-    from dmjd.evaluate.encoder import image_source, trainings_before
+    from dmjd.evaluate.encoder import image_source, seen_images, trainings_before
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
     from dmjd.runs import checkpoint
 
@@ -119,6 +119,7 @@ def record_finetune(
         "run": run.path.resolve().name,
         **({"init_step": checkpoint.step_of(before[0][0])} if before else {}),
         **few_shot_settings(train, config.few_shot, config.labels),
+        **seen_images([each for _, each in before], config.data),
     }
     record: dict[str, Any] = {
         "verb": "finetune",

@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from dmjd.evaluate import EVALUATIONS, Column
+from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS, seen_notes
 from dmjd.report.format import look_up, plain
 from dmjd.report.run import Record, Run, columns_of
 
@@ -29,7 +30,7 @@ DIGEST = "config"
 
 AVERAGE_TOP1 = "val_ema_top1"
 
-ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
+ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", SEEN, SEEN_WITH_LABELS)
 """Settings that :func:`unlike_training` describes."""
 
 
@@ -168,8 +169,7 @@ def unlike_training(run: Run, record: Record) -> str:
         if here is not None and there is not None and here != there:
             differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
     parts = [f"unlike pre-training: {'; '.join(differing)}"] if differing else []
-    parts += ["the test images were part of pre-training"] * bool(record.settings.get("seen_in_pretraining"))
-    return "; ".join(parts)
+    return "; ".join([*parts, *seen_notes(record.settings)])
 
 
 def online_references(run: Run) -> dict[str, float]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dmjd as package
 from dmjd.builders.model import build_classification
 from dmjd.compose import compose, from_yaml_of_run, to_yaml
-from dmjd.config import FinetuneConfig
+from dmjd.config import FinetuneConfig, PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import evaluate
@@ -161,6 +161,32 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)
     assert {path.name for path in (init / "evaluations").iterdir()} == kept | written
+
+
+def test_a_record_says_that_trainings_before_saw_the_test_images(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A pre-training on all images, a fine-tuning with other held-out images, and one with those of the record."""
+    config: Any = from_yaml_of_run((runs[1] / "config.yaml").read_bytes(), "x")
+    train, test = (build_dataset(config.data, split) for split in ("train", "test"))
+    scores: Any = {f"val_{name}": 50.0 for name in ("top1", "top5", "balanced_top1", "loss")}
+
+    def run(name: str, init: str | None, **data: Any) -> FinetuneConfig | PretrainConfig:
+        start = None if init is None else str(tmp_path / init / "checkpoints" / "step-00000003")
+        schema = PretrainConfig() if init is None else config
+        made: Any = replace(schema, init=start, data=replace(config.data, root="photos", **data))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(to_yaml(made))
+        return made
+
+    def seen(made: Any) -> set[str]:
+        settings = record_finetune(made, RunPaths(tmp_path / "new"), 16, scores, train, test)["settings"]
+        return {key for key in settings if key.startswith("seen")}
+
+    run("pretrained", None)
+    same, last = {"val_percent": 10.0}, {"val_percent": 10.0, "val_seed": 5}
+    assert seen(run("tuned", "pretrained", **same)) == {"seen_in_pretraining"}
+    assert seen(run("again", "tuned", **same)) == {"seen_in_pretraining"}
+    assert seen(run("other", "again", **last)) == {"seen_in_pretraining", "seen_in_finetuning"}
+    assert seen(replace(config, init=str(tmp_path / "gone"))) == set()
 
 
 @pytest.mark.parametrize(
