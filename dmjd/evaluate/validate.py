@@ -55,6 +55,7 @@ class ValidateConfig(EvaluationConfig):
 
 def run(context: Context[ValidateConfig]) -> Scores:
     """Classify the test images."""
+    from dmjd.data.build import AUTO
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.validation import check_labels, check_same_classes, evaluate_classifier
 
@@ -64,6 +65,11 @@ def run(context: Context[ValidateConfig]) -> Scores:
         raise ConfigError(
             f"checkpoint={config.checkpoint} has no classifier; make one with dmjd finetune {config.checkpoint}, or "
             "score the encoder with dmjd knn"
+        )
+    known, data = frozen.trained.data.name, frozen.data.name
+    if {known, data} <= AUTO.keys() and known != data:  # the names of their classes are the same numbers
+        raise ConfigError(
+            f"data={data} has other classes than checkpoint={config.checkpoint}, of {known}; leave it out"
         )
     test = context.dataset("test")
     check_labels(test, "test")

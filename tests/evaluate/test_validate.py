@@ -26,7 +26,8 @@ from dmjd.evaluate import export as exporting
 from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.export import export, sidecar
-from dmjd.evaluate.validate import record_finetune
+from dmjd.evaluate.registry import Context
+from dmjd.evaluate.validate import EVALUATION, record_finetune
 from dmjd.runs import checkpoint
 from dmjd.runs.best import Validated, read_best
 from dmjd.runs.folder import RunFolder
@@ -344,6 +345,16 @@ def test_every_classifier_is_a_model_of_timm(kind: str, drawn: Drawn) -> None:
     card = json.loads(sidecar(path).read_text())
     assert card["arguments"]["num_classes"] == 5
     assert card["classes"] == ["a", "b", "c", "d", "4"], "a head may have more classes than the data"
+
+
+def test_digits_and_fashion_mnist_have_other_classes_of_the_same_names(drawn: Drawn) -> None:
+    made = drawn(*KINDS["mean"])
+    trained, data = (replace(made.data, name=name) for name in ("digits", "fashion_mnist"))
+    other = replace(made, trained=replace(made.trained, data=trained), data=data)
+    with pytest.raises(
+        ConfigError, match="data=fashion_mnist has other classes than checkpoint=tuned, of digits; leave"
+    ):
+        EVALUATION.run(Context(compose("validate", ["checkpoint=tuned", *CPU]), other, "labels"))
 
 
 def test_a_classifier_that_a_format_cannot_hold_is_an_error(drawn: Drawn) -> None:
