@@ -28,6 +28,7 @@ from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError, StopRequested
+from dmjd.evaluate.registry import seen_notes
 from dmjd.evaluate.validate import record_finetune
 from dmjd.evaluate.validation import class_names, main_prefix, main_score, validate, validation_dataset
 from dmjd.files import read_file, replace_file
@@ -268,10 +269,11 @@ class Finetuning:
         step, scores = self._last
         prefix, best = main_prefix(scores), self.best.history[-1]
         complete = {f"{each}top5": None for each in {"val_", prefix}} | scores  # the log has no empty columns
-        record_finetune(self._config, run, step, complete, self._train, self._test, best)
+        record = record_finetune(self._config, run, step, complete, self._train, self._test, best)
         detail = f"top-1 {main_score(scores):.2f} % of {len(self._test)} test images"
         if best.step != step:
             detail += f" (best {best.score:.2f} % at step {best.step})"
+        detail = "; ".join([detail, *seen_notes(record["settings"])])
         return detail, "dmjd validate RUN, dmjd report RUN, dmjd export RUN"
 
 
