@@ -20,7 +20,7 @@ from dmjd.report.html import disclosure, heading, notes
 from dmjd.report.method import method_name
 from dmjd.report.published import MARK, PUBLISHED, Identity, Published, identity
 from dmjd.report.run import Record, Run, columns_of, read_runs
-from dmjd.report.scores import Metric, metrics, records_of, references, repeats_of
+from dmjd.report.scores import Metric, latest_of, metrics, records_of, references, repeats_of
 from dmjd.report.table import Column, Table
 
 SCORES = {"finetune": "Ft.", "linprobe": "LP", "knn": "kNN"}
@@ -151,10 +151,15 @@ def _pretrained(run: Run) -> Run | None:
 
 
 def _is_in_origin(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether the score of a fine-tuning run stands in the row of the run that it began from."""
-    origins = [each for each in runs if run.origin and each.path.resolve() == run.origin.path.resolve()]
-    records = [record for origin in origins for record in origin.evaluations if record.evaluation == "finetune"]
-    return any(record.settings.get("run") == run.path.resolve().name for record in records)
+    """Whether the score of a fine-tuning run, or of its repeat with equal seeds, stands in the row of the run that it
+    began from: not if others began from a later checkpoint."""
+    for origin in runs:
+        if run.origin and origin.path.resolve() == run.origin.path.resolve():
+            own = [each for each in origin.evaluations if each.settings.get("run") == run.path.resolve().name]
+            shown = [each for metric in metrics([origin]) for each in latest_of(origin, metric)]
+            if any({**each.settings, "run": ""} == {**other.settings, "run": ""} for each in own for other in shown):
+                return True
+    return False
 
 
 def _is_main(metric: Metric) -> bool:

@@ -192,6 +192,9 @@ def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune
         content = {"verb": verb, "weights": "trained", "step": 10_000, "top1": record[3], "settings": how}
         (one / "evaluations" / f"{name}.json").write_text(json.dumps(content))
     assert rows(table(one))[0]["Ft."] == f"83.50 ± {statistics.stdev([83, 84]):.2f} (2)", "from the latest checkpoint"
+    begun = [make_finetune(name, init=str(one)) for name in ("finetune-1", "finetune-2", "copy")]
+    together = table(one, *begun)
+    assert [row["Run"] for row in rows(together)[: together.own]] == ["a", "finetune-2"], "from an earlier checkpoint"
     twice = table(*(make_finetune(name, init="mae.pth") for name in ("x", "y")))
     assert (rows(twice)[0]["Run"], rows(twice)[0]["Ft."], twice.values) == ("x, y", "72.00", [])
 
