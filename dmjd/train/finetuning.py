@@ -99,12 +99,12 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
     of_preset = {key for preset in presets for key in keys_of_preset(preset)}
-    if "backbone" in of_preset - typed:
-        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
-    given = typed | of_preset & {*_OF_PRESET}
+    given = typed | of_preset.intersection(_OF_PRESET)
     data = _data(
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
+    if "backbone" in of_preset - typed:
+        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
     if data.channels != stored.data.channels:
         raise ConfigError(
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
