@@ -146,7 +146,7 @@ class ArrayDataset:
 
 
 class Subset:
-    """The images ``indices`` of a data set, in that order; each at most once."""
+    """The images ``indices`` of a data set, in that order."""
 
     def __init__(self, dataset: ImageDataset, indices: npt.ArrayLike) -> None:
         self._dataset = dataset

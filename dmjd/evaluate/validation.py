@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset
-from dmjd.data.dataset import ImageDataset, OpenImage, Pixels
+from dmjd.data.dataset import ImageDataset, Subset
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import DataError, StopRequested
 from dmjd.parallel.world import World, alone
@@ -168,7 +169,7 @@ def evaluate_classifier(
         world: one process on ``device`` if left out.
     """
     world = alone(device or torch.device("cpu")) if world is None else world
-    share = _Share.of(dataset, batch_size, world)
+    share = _Share(dataset, batch_size, world)
     size = data.image_size[0], data.image_size[1]
     workers = min(workers, share.passes) if share.passes > 1 else 0
     loader = evaluation_loader(share, share.batch_size, size, workers, data.crop_pct, data.timeout)
@@ -185,46 +186,25 @@ def evaluate_classifier(
     return _totals(torch.stack(world.gather(counts.cpu())).sum(0), classes)
 
 
-class _Share:
+class _Share(Subset):
     """The images of one rank: a contiguous part of ``dataset``, padded with its last image to whole batches.
 
-    The parts of all ranks have the same number of batches. An :class:`~dmjd.data.dataset.ImageDataset`.
+    The parts of all ranks have the same number of batches.
     """
 
-    def __init__(self, dataset: ImageDataset, start: int, stop: int, batch_size: int, passes: int) -> None:
-        self._dataset, self._start, self._count = dataset, start, max(stop - start, 0)
-        self.batch_size, self.passes = batch_size, passes
-        self.num_classes, self.channels = dataset.num_classes, dataset.channels
-        self.bad, self.skipped = dataset.bad, dataset.skipped
-
-    @classmethod
-    def of(cls, dataset: ImageDataset, batch_size: int, world: World) -> _Share:
+    def __init__(self, dataset: ImageDataset, batch_size: int, world: World) -> None:
         images = -(-len(dataset) // world.size)
-        batch_size = min(batch_size, images)
+        self.batch_size = min(batch_size, images)
+        self.passes = -(-images // self.batch_size)
         start = world.rank * images
-        return cls(dataset, start, min(start + images, len(dataset)), batch_size, -(-images // batch_size))
+        self._count = max(min(images, len(dataset) - start), 0)
+        indices = start + np.arange(self.passes * self.batch_size)
+        indices[self._count :] = len(dataset) - 1
+        super().__init__(dataset, indices)
 
     def counted(self, ids: Tensor) -> Tensor:
         """Whether the images at ``ids`` of this part are no padding, bool."""
         return ids < self._count
-
-    def __len__(self) -> int:
-        return self.passes * self.batch_size
-
-    def open(self, index: int) -> OpenImage:
-        return self._dataset.open(self._original(index))
-
-    def image(self, index: int) -> Pixels:
-        return self._dataset.image(self._original(index))
-
-    def label(self, index: int) -> int:
-        return self._dataset.label(self._original(index))
-
-    def name(self, index: int) -> str:
-        return self._dataset.name(self._original(index))
-
-    def _original(self, index: int) -> int:
-        return self._start + index if index < self._count else len(self._dataset) - 1
 
 
 def _next(batches: Iterator[Batch], world: World) -> Batch:
