@@ -56,7 +56,7 @@ class ValidateConfig(EvaluationConfig):
 def run(context: Context[ValidateConfig]) -> Scores:
     """Classify the test images."""
     from dmjd.evaluate.encoder import loader_workers
-    from dmjd.evaluate.validation import check_labels, check_same_classes, evaluate_classifier
+    from dmjd.evaluate.validation import check_same_classes, evaluate_classifier
 
     config, frozen = context.config, context.frozen
     classifier = frozen.classifier
@@ -66,7 +66,6 @@ def run(context: Context[ValidateConfig]) -> Scores:
             "score the encoder with dmjd knn"
         )
     test = context.dataset("test")
-    check_labels(test, "test")
     names = frozen.classes or frozen.class_labels
     check_same_classes(test, names, f"checkpoint={config.checkpoint}")
     workers = loader_workers(len(test), config.batch_size) if config.workers is None else config.workers
