@@ -413,7 +413,7 @@ def _summary(command: str) -> str:
 def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     from dmjd.compose import with_first_key
     from dmjd.keys import key_of_first
-    from dmjd.manual import examples, page
+    from dmjd.manual import OF_REPORT, examples, page
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
 
@@ -434,6 +434,8 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
         options = {"COMMAND": ", ".join(submittable()), "--dry-run": "print the script, submit nothing", **OPTIONS}
         lines += ["", *(f"  {name:12} {meaning}" for name, meaning in options.items())]
+    if command == "report":
+        lines += ["", *OF_REPORT]
     if command == "shards":
         from dmjd.data.shards.commands import manual
 

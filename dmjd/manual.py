@@ -79,8 +79,8 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "report": (
         ("dmjd report runs/photos", "runs/photos/report.html"),
-        ("dmjd report runs/a runs/b baseline=runs/a", "compare runs"),
-        ("dmjd report runs/* output=reports", "compare all runs, in another folder"),
+        ("dmjd report runs/photos runs/finetune", "a pre-training and a fine-tuning beside each other"),
+        ("dmjd report runs/* baseline=runs/a output=reports", "all runs, speedups against one, in another folder"),
     ),
     "validate": (
         ("dmjd validate runs/finetune", "the newest checkpoint, on the test images of the fine-tuning"),
@@ -142,6 +142,19 @@ OF_EVALUATIONS = (
     ("dmjd {} runs/photos weights=untrained", "the same model before training"),
     ("dmjd {} mae.pth experiment=mae_vit_base data=folder data.root=imagenet", "a file of another code base"),
 )
+
+OF_REPORT = (
+    "The paper's table of the runs, in the page and in the terminal, with published rows (†) of their methods:",
+    *("  ETE         effective training epochs: views x epochs", "  Gh.         wall hours of pre-training on 8 GPUs"),
+    *("  Ft.         top-1 of dmjd finetune", "  LP          top-1 of dmjd linprobe, by protocol"),
+    "  kNN         top-1 of dmjd knn",
+    "Runs, fine-tunings and probes that differ in the seed only: mean ± standard deviation (number of seeds).",
+    "Scores under other settings or on other data have columns of their own.",
+    "",
+    "baseline=RUN  the run that speedups are computed against, one of those that are compared",
+    "output=DIR    folder of the comparison; default: comparison, beside the runs",
+)
+"""Help lines of ``dmjd report``."""
 
 _KEY = re.compile(r"^(\w+):(?= )", re.MULTILINE)
 

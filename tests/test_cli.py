@@ -96,6 +96,15 @@ def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> Non
     assert arguments < {line.split()[0] for line in meanings.splitlines()}
 
 
+def test_help_of_report_explains_the_papers_columns(dmjd: Command) -> None:
+    out = dmjd("report", "--help")[1]
+    assert "dmjd report runs/photos runs/finetune" in out
+    assert all(
+        re.search(rf"^  {re.escape(title)} +\S", out, re.MULTILINE) for title in ("ETE", "Gh.", "Ft.", "LP", "kNN")
+    )
+    assert "differ in the seed only: mean ± standard deviation" in out
+
+
 def test_a_former_key_is_reported_once_and_by_rank_0_alone(dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("knn", "run", "experiment=demo", "backbone.hidden=drop")
     for command in (words, ("submit", *words, "--dry-run")):

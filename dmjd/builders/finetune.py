@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,11 @@ class FinetuneStep(TrainStep[FinetuneConfig]):
 
 
 def build_finetune_step(
-    config: FinetuneConfig, num_classes: int, world: World | None = None, initial: Path | None = None
+    config: FinetuneConfig,
+    num_classes: int,
+    world: World | None = None,
+    initial: Path | None = None,
+    classes: Sequence[str] | None = None,
 ) -> FinetuneStep:
     """Classifier, engine and average of ``config``. Collective where the engine is.
 
@@ -116,6 +120,7 @@ def build_finetune_step(
         num_classes: of the data; ``config.head.num_classes`` may be more.
         world: one process on ``engine.device`` if left out.
         initial: weights to begin with, as :func:`~dmjd.builders.weights.load_classifier` takes them.
+        classes: names of the data's classes, for the head of a fine-tuned model.
 
     Raises:
         UserError: for parts that do not fit each other, and for weights that do not fit the model.
@@ -124,17 +129,20 @@ def build_finetune_step(
     parts = config.engine.grad_accum_steps
     check_batch(config.batch_size, parts, world.size)
     check_augment(config, world.size)
-    classes = head_classes(config, num_classes)
-    objective = _objective(config, classes)
+    outputs = head_classes(config, num_classes)
+    objective = _objective(config, outputs)
     parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
-    began_from = "" if initial is None else world.all_or_none(lambda: load_classifier(objective, initial))
+    began_from = ""
+    if initial is not None:
+        average = config.weights == "ema"
+        began_from = world.all_or_none(lambda: load_classifier(objective, initial, average, classes))
     groups = group_table(objective, config.optim)
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay)
     return FinetuneStep(
         config=config,
         engine=engine,
-        prepare=_preparation(config, classes, objective),
+        prepare=_preparation(config, outputs, objective),
         ema=ema,
         parameters=(parameters[0], parameters[1]),
         began_from=began_from,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective, Trainable
 from dmjd.parallel import native_files, store
+from dmjd.runs.classes import read_classes
 from dmjd.runs.paths import CONFIG
 from dmjd.safe_load import one_line
 
@@ -129,29 +130,37 @@ def load_encoder_weights(encoder: Encoder, path: Path, average: bool = False) ->
     return file.description
 
 
-def load_classifier(objective: Classification, path: Path) -> str:
-    """Load the weights at ``path``, a checkpoint folder or a file, into a classifier; all or nothing.
+def load_classifier(
+    objective: Classification, path: Path, average: bool = False, classes: Sequence[str] | None = None
+) -> str:
+    """Load the weights at ``path``, a checkpoint folder or a file, or their average, into a classifier; all or nothing.
 
     The encoder must be there, as for :func:`load_encoder_weights`; its tables are interpolated to the classifier's
-    image size. Of a fine-tuned model ``fc_norm``, and the head if it has as many classes, are loaded too; of
-    pre-training neither, nor a final norm that the classifier does not have.
+    image size. Of a fine-tuned model ``fc_norm`` is loaded too, and the head if it has the same classes and reads
+    features of the same norm; of pre-training neither, nor a final norm that the classifier does not have.
+
+    Args:
+        classes: names of the data's classes, compared with those of a checkpoint folder. None: only their number is.
 
     Returns:
         A description of the weights that were loaded and of those that keep their initial values.
 
     Raises:
-        CheckpointError: as :func:`load_weights`.
+        CheckpointError: as :func:`load_weights`. ConfigError: if ``average`` and there is none.
     """
     model = objective.model
     if path.is_dir() or native_files.is_consolidated(path):
-        parameters = {name.removeprefix("model."): value for name, value in store.read_model(path).items()}
+        saved = store.read_average(path) if average else store.read_model(path)
+        if not saved:
+            raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+        parameters = {name.removeprefix("model."): value for name, value in saved.items()}
         _check_finite(parameters, path)
         # A model of pre-training has a decoder or a mask token, a classifier has neither.
         pretrained = any(name.startswith("decoder.") or name == "encoder.mask_token" for name in parameters)
         weights = {name: value for name, value in parameters.items() if not pretrained or name.startswith(_ENCODER)}
         file = _File(str(path), join_qv_bias(weights))
     else:
-        file = _read(path)
+        file = _read(path, average)
         weights = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
         for theirs, ours in _CLASSIFIER.items():
             weights = {
@@ -165,14 +174,24 @@ def load_classifier(objective: Classification, path: Path) -> str:
         kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
         file = file._replace(weights=kept)
     taken, left = _of_encoder(model.encoder, file)
+    known, reason = read_classes(path) if path.is_dir() else [], ""
+    if classes is not None and known and list(classes) != known:
+        reason = ", since the data has other classes"
+    elif ("fc_norm.weight" in own) != ("fc_norm.weight" in file.weights):
+        reason = ", since it read another norm"
     for part in ("fc_norm", "head"):
         names = [f"{part}.{leaf}" for leaf in ("weight", "bias") if f"{part}.{leaf}" in own]
-        if all(name in file.weights and file.weights[name].shape == own[name] for name in names):
+        found = all(name in file.weights and file.weights[name].shape == own[name] for name in names)
+        if found and (part == "fc_norm" or not reason):
             taken |= {name: file.weights[name] for name in names}
         else:
             left.append(part)
     model.load_state_dict(taken, strict=False)
-    return f"{file.description}; {', '.join(left)} as initialised" if left else file.description
+    notes = [] if "head" in left else ["with its head"]
+    if left:
+        because = reason if "head.weight" in file.weights else ""
+        notes.append(f"{', '.join(left)} as initialised{because}")
+    return "; ".join((file.description, *notes))
 
 
 def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
@@ -216,7 +235,8 @@ def _fitted(file: _File, encoder: Encoder, *, geometric: bool = False) -> _File:
         hint = (
             "; dmjd convert takes this argument, and its .safetensors stores it" if "source_grid=" in str(error) else ""
         )
-        raise CheckpointError(f"{file.description}: {error}{hint}") from error
+        text = str(error).replace("set bias_tables=", "set backbone.bias_tables=")
+        raise CheckpointError(f"{file.description}: {text}{hint}") from error
     return file._replace(weights=weights)
 
 

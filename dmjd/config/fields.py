@@ -126,6 +126,14 @@ def first_difference(old: Any, new: Any, prefix: str = "") -> tuple[str, Any, An
     return None
 
 
+def affecting(config: Any) -> dict[str, Any]:
+    """Key -> value of all fields that may affect results, that is without :func:`may_change` fields; sections as
+    nested mappings."""
+    kept = [item for item in fields(config) if item.metadata.get("may_change") != ""]
+    values = {item.name: getattr(config, item.name) for item in kept}
+    return {key: affecting(value) if is_dataclass(value) else value for key, value in values.items()}
+
+
 def expand_paths(config: Any) -> None:
     """Expand a leading ``~`` in every :func:`path` field; URLs and commands have none."""
     for item in fields(config):

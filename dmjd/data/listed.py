@@ -1,4 +1,4 @@
-"""The list of a run's training images: the run keeps its images when files are added to the folder."""
+"""The lists of a run's training and test images: the run keeps its images when files are added to the folder."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from dmjd.files import read_file, replace_file
 
 FILE = "images.u64"
 """The list in a run folder: the first 8 bytes of the SHA-256 of each image's path below its split, in order."""
+TEST_FILE = "test_images.u64"
+"""That of the test images of a fine-tuning."""
 
 _MOST = 1 << 24
 

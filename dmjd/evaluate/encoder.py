@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from dmjd.data.held_out import HeldOut
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import CheckpointError, ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
+from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS
 from dmjd.files import read_file
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
@@ -35,7 +36,7 @@ from dmjd.runs import checkpoint
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.classes import CLASSES, read_classes
 from dmjd.runs.folder import RunFolder
-from dmjd.runs.paths import CONFIG
+from dmjd.runs.paths import CHECKPOINTS, CONFIG, RunPaths
 
 logger = logging.getLogger("dmjd")
 
@@ -161,7 +162,10 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     path = weights_at(config.checkpoint, "checkpoint", config.which)
     trained, text = _model_of(path, config)
     data = _evaluation_data(path, trained, config)
-    differs = _differences(trained.data, data)
+    trainings = [trained]
+    if isinstance(trained, FinetuneConfig):
+        trainings += [each for _, each in trainings_before(RunPaths(_run_of(path)), trained)]
+    differs = _differences(trained.data, data) | seen_images(trainings, data)
     if path.is_file() and config.data is not None:  # tables of positions are interpolated once, to this data's grid
         trained = replace(trained, data=data)
         text = to_yaml(trained)
@@ -192,6 +196,27 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path, TrainConfig]]:
+    """The checkpoints, with their configurations, from which ``run`` and the runs before it began, the latest first; as
+    far as they can be read."""
+    seen = set[Path]()
+    while config.init is not None and not (isinstance(config, FinetuneConfig) and config.weights == "untrained"):
+        path = run.initial_path() or Path(config.init)
+        path = next(reversed(checkpoint.committed(path / CHECKPOINTS)), path)
+        if path.is_file():
+            return
+        run = RunPaths(_run_of(path))
+        stored = next((file for file in (path / CONFIG, run.config) if file.is_file()), None)
+        if stored is None or path in seen:
+            return
+        seen.add(path)
+        try:
+            config = from_yaml_of_run(read_file(stored), stored)
+        except (ConfigError, OSError):  # of another version
+            return
+        yield path, config
 
 
 def _averages_classifier(trained: TrainConfig) -> bool:
@@ -319,16 +344,24 @@ def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None
 
 
 def _differences(trained: DataConfig, data: DataConfig) -> dict[str, Any]:
-    """Settings of a record where the images are prepared otherwise than in pre-training, or were part of it."""
+    """Settings of a record where the images are prepared otherwise than in training."""
     found: dict[str, Any] = {}
     if data.image_size != trained.image_size:
         found["trained_size"] = "{}x{}".format(*trained.image_size)
     for key in ("mean", "std"):
         if getattr(data, key) != getattr(trained, key):
             found[f"trained_{key}"] = getattr(trained, key)
-    unseen = data.val_seed == trained.val_seed and data.val_percent <= trained.val_percent
-    if data.val_percent and _place(data) == _place(trained) and not unseen:
-        found["seen_in_pretraining"] = True
+    return found
+
+
+def seen_images(trainings: Iterable[TrainConfig], data: DataConfig) -> dict[str, Any]:
+    """Settings of a score on the test images of ``data``, of which some were training images of ``trainings``."""
+    found: dict[str, Any] = {}
+    for config in trainings:
+        trained = config.data
+        unseen = data.val_seed == trained.val_seed and data.val_percent <= trained.val_percent
+        if data.val_percent and _place(data) == _place(trained) and not unseen:
+            found[SEEN_WITH_LABELS if isinstance(config, FinetuneConfig) else SEEN] = True
     return found
 
 

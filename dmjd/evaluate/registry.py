@@ -143,6 +143,16 @@ def references(train: ImageDataset, test: ImageDataset) -> dict[str, float | Non
     return {"chance": 100 / train.num_classes, "majority": 100 * hits / len(test), "test_images": len(test)}
 
 
+SEEN, SEEN_WITH_LABELS = "seen_in_pretraining", "seen_in_finetuning"
+"""Settings that are true if test images were training images."""
+
+
+def seen_notes(settings: Mapping[str, Any]) -> list[str]:
+    """Texts for the settings :data:`SEEN` and :data:`SEEN_WITH_LABELS`."""
+    notes = ["the test images were part of pre-training"] * bool(settings.get(SEEN))
+    return notes + ["fine-tuning used some of the test images with their labels"] * bool(settings.get(SEEN_WITH_LABELS))
+
+
 BASELINES = ("untrained", "majority", "chance")
 """Values of a record that are shown beside its main score, in its unit."""
 CHEAP = 5e12
@@ -211,7 +221,7 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         if few := settings.get("few_shot"):
             conditions += ["a list of labels" if few == "list" else f"{few:g} % of the labels"]
         conditions += [f"{key.replace('_', ' ')} {settings[key]}" for key in settings if key.startswith("trained_")]
-        conditions += ["the test images were part of pre-training"] if settings.get("seen_in_pretraining") else []
+        conditions += seen_notes(settings)
         parts = [", ".join(part) for part in (shown, conditions) if part]
         lines.append(f"{name}: {column.meaning} {value}  ({'; '.join(parts)})")
     return lines

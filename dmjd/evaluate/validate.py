@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.config import EvaluationConfig, PretrainConfig
-from dmjd.config.fields import choice, positive, recorded
+from dmjd.config import EvaluationConfig, PretrainConfig, TrainConfig
+from dmjd.config.fields import affecting, choice, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores, check_writable, references
 from dmjd.runs.best import Validated
@@ -55,6 +55,7 @@ class ValidateConfig(EvaluationConfig):
 
 def run(context: Context[ValidateConfig]) -> Scores:
     """Classify the test images."""
+    from dmjd.data.build import AUTO
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.validation import check_same_classes, evaluate_classifier
 
@@ -64,6 +65,11 @@ def run(context: Context[ValidateConfig]) -> Scores:
         raise ConfigError(
             f"checkpoint={config.checkpoint} has no classifier; make one with dmjd finetune {config.checkpoint}, or "
             "score the encoder with dmjd knn"
+        )
+    known, data = frozen.trained.data.name, frozen.data.name
+    if {known, data} <= AUTO.keys() and known != data:  # the names of their classes are the same numbers
+        raise ConfigError(
+            f"data={data} has other classes than checkpoint={config.checkpoint}, of {known}; leave it out"
         )
     test = context.dataset("test")
     names = frozen.classes or frozen.class_labels
@@ -85,7 +91,7 @@ def record_finetune(
     best: Validated | None = None,
 ) -> dict[str, Any]:
     """Write the result of a finished fine-tuning to ``evaluations/finetune-WEIGHTS-step########-DIGEST.json`` of its
-    run, and of the run that it began from if ``config.init`` is one of ours.
+    run, and of the pre-training run that it began from if ``config.init`` is one.
 
     DIGEST is a hash of the settings, the seed among them, and of the run's folder: records of other runs stay.
 
@@ -98,9 +104,12 @@ def record_finetune(
         The record.
     """
     from dmjd.data.few_shot import few_shot_settings
-    from dmjd.evaluate.encoder import image_source
+    from dmjd.evaluate.encoder import image_source, seen_images, trainings_before
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
+    from dmjd.runs import checkpoint
 
+    before = [*trainings_before(run, config)]
+    pretrained = _pretraining_run(*before[0]) if before else None
     prefix = main_prefix(scores)
     main = {name.removeprefix(prefix): value for name, value in scores.items() if name.startswith(prefix)}
     settings = {
@@ -111,8 +120,11 @@ def record_finetune(
         "seed": config.seed,
         "pooling": config.head.pooling,
         "layer_decay": config.optim.layer_decay,
+        **_training_settings(config),
         "run": run.path.resolve().name,
+        **({"init_step": checkpoint.step_of(before[0][0])} if before else {}),
         **few_shot_settings(train, config.few_shot, config.labels),
+        **seen_images([each for _, each in before], config.data),
     }
     record: dict[str, Any] = {
         "verb": "finetune",
@@ -127,11 +139,9 @@ def record_finetune(
         record |= {"best_top1": best.score, "best_step": best.step}
     record["settings"] = settings
     identity = {**settings, "folder": str(run.path.resolve())}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    name = f"finetune-{record['weights']}-step{step:08d}-{digest}"
+    name = f"finetune-{record['weights']}-step{step:08d}-{_digest(identity)}"
     run.write_evaluation(name, record)
-    pretrained = None if config.init is None or config.weights == "untrained" else _run_of(Path(config.init))
-    if pretrained is not None and not pretrained.path.samefile(run.path):
+    if pretrained is not None:
         try:
             check_writable(pretrained)
             pretrained.write_evaluation(name, record)
@@ -140,13 +150,41 @@ def record_finetune(
     return record
 
 
-def _run_of(init: Path) -> RunPaths | None:
-    """The run folder that ``init`` is, or in which it is a checkpoint; None for other weights."""
-    for folder in (init, init.parent.parent):
-        run = RunPaths(folder)
-        if init.is_dir() and run.config.is_file() and run.checkpoints.is_dir():
-            return run
-    return None
+_OF_THE_ROW = ("seed", "init", "weights", "recipe", "command", "backbone")
+"""Keys and sections that are no setting of a score: the repeat, the model with its initial weights, and the origin of
+other keys' values."""
+_OF_THE_DATA_SET = ("name", "root", "image_size", "channels", "val_percent", "val_seed")
+"""Keys of ``data`` that the setting "data" states."""
+
+
+def _training_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """The main settings of the training by name, and ``config``, a digest of all that affect the score."""
+    every = affecting(config)
+    chosen = {key: value for key, value in every.items() if key not in _OF_THE_ROW}
+    chosen["data"] = {key: value for key, value in every["data"].items() if key not in _OF_THE_DATA_SET}
+    chosen |= {"drop_path": config.backbone.drop_path, "crop_pct": config.data.crop_pct}
+    return {
+        "base_lr": config.optim.base_lr,
+        "warmup_epochs": config.optim.warmup_epochs,
+        "weight_decay": config.optim.weight_decay,
+        "drop_path": config.backbone.drop_path,
+        "freeze": config.freeze,
+        "norm": config.head.norm,
+        **{key: getattr(config.augment, key) for key in ("randaugment", "mixup", "cutmix")},
+        **({} if config.weights in ("trained", "untrained") else {"init_weights": config.weights}),
+        "config": _digest(chosen),
+    }
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _pretraining_run(path: Path, config: TrainConfig) -> RunPaths | None:
+    """The run of pre-training in which ``path`` is a checkpoint; None for a moved checkpoint, and for one of a
+    fine-tuning, whose records are its own scores."""
+    run = RunPaths(path.parent.parent)
+    return run if config.command == PretrainConfig.command and run.config.is_file() else None
 
 
 EVALUATION = Evaluation(

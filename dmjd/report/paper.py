@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from dmjd.report.cost import PAPER_GPUS, PAPER_HOURS, computed, device_hours, hardware
 from dmjd.report.differences import SEED, seed_groups, short_names
-from dmjd.report.format import ABSENT, hours, plain, spread
+from dmjd.report.format import ABSENT, hours, look_up, plain, spread
 from dmjd.report.html import disclosure, heading, notes
 from dmjd.report.method import method_name
 from dmjd.report.published import MARK, PUBLISHED, Identity, Published, identity
 from dmjd.report.run import Record, Run, columns_of, read_runs
-from dmjd.report.scores import Metric, latest_of, metrics, references
+from dmjd.report.scores import Metric, metrics, records_of, references, repeats_of
 from dmjd.report.table import Column, Table
 
 SCORES = {"finetune": "Ft.", "linprobe": "LP", "knn": "kNN"}
@@ -82,7 +82,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
     groups = seed_groups([run for run in runs if not _is_in_origin(run, runs)])
     found = [metric for metric in metrics(runs) if not metric.online and _is_main(metric)]
     found.sort(key=lambda metric: list(SCORES).index(metric.evaluation))
-    heads = {metric: _head(metric, found) for metric in found}
+    heads = {metric: _head(metric, found, runs) for metric in found}
     names = _differing([group[0] for group in groups], seeds=all(len(group) == 1 for group in groups))
     rows: list[_Row] = []
     values: list[str] = []
@@ -161,22 +161,38 @@ def _is_main(metric: Metric) -> bool:
     return metric.evaluation in SCORES and metric.score == next(iter(columns_of(metric.evaluation)))
 
 
-def _head(metric: Metric, others: Sequence[Metric]) -> Head:
-    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; a linear probe names its protocol, and a choice on test images."""
+def _head(metric: Metric, others: Sequence[Metric], runs: Sequence[Run]) -> Head:
+    """ "Ft.", "LP (protocol mae)", "kNN (k 20)"; a linear probe names its protocol, and a choice on test images; a
+    score on other data than the pre-training's of one of ``runs`` names its data."""
     protocol, few = _kind(metric)
     alike = [other for other in others if (other.title, _kind(other)) == (metric.title, (protocol, few))]
-    chosen = json.loads(metric.settings).get("selection")
+    settings = json.loads(metric.settings)
+    chosen, differing = settings.get("selection"), metric.differing(alike)
+    data = f"data {plain(settings.get('data'))}"
+    foreign = data not in differing and any(_is_foreign(run, metric) for run in runs)
     conditions = [
         *([f"protocol {protocol}"] if protocol else []),
         *([f"{few} % of labels" if few != "list" else "listed labels"] if few else []),
         *([plain(chosen)] if chosen else []),
-        *filter(None, [metric.differing(alike)]),
+        *([data] if foreign else []),
+        *filter(None, [differing]),
     ]
     average = metric.weights == "ema"
     title = SCORES[metric.evaluation] + " EMA" * average
     if conditions:
         title += f" ({', '.join(conditions)})"
     return Head(metric.evaluation, title, protocol, not (few or average))
+
+
+def _is_foreign(run: Run, metric: Metric) -> bool:
+    """Whether ``run`` has ``metric``, on images of another data set than its pre-training's."""
+    name, root = (look_up((_pretrained(run) or run).config, ("data", key)) for key in ("name", "root"))
+    source = json.loads(metric.settings).get("data")
+    unknown = name in (None, "auto") or (name == "folder" and root is None)
+    if unknown or source is None or not records_of(run, metric):
+        return False
+    own = f"{name} in {root}" if root else str(name)
+    return not f"{source},".startswith(f"{own},")
 
 
 def _kind(metric: Metric) -> tuple[str, str]:
@@ -192,8 +208,9 @@ def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, Head]) -> l
     cells = {"Run": _row_name(group), "Differs in": name, **_facts(group)}
     trained, untrained = dict[Head, str](), dict[Head, str]()
     for metric, head in heads.items():
-        after = [record.scores[metric.score] for run in group for record in latest_of(run, metric)]
-        before = [known["untrained"] for run in group if "untrained" in (known := references(run, metric))]
+        after = [record.scores[metric.score] for _, record in repeats_of(group, metric)]
+        known = {plain(run.config.get(SEED)): references(run, metric).get("untrained") for run in group}
+        before = [score for score in known.values() if score is not None]
         for row, scores in ((trained, after), (untrained, before)):
             if scores:
                 row[head] = spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
@@ -249,7 +266,8 @@ def _single_values(group: Sequence[Run], heads: Mapping[Metric, Head]) -> list[s
     name, names = _row_name(group), ", ".join(run.name for run in group)
     lines = [f"{name}: {names}."] if name != names else []
     for metric, head in heads.items():
-        found = [(run, record) for run in group for record in sorted(latest_of(run, metric), key=_seed)]
+        repeats = sorted(repeats_of(group, metric), key=lambda each: _seed(each[1]))
+        found = [each for run in group for each in repeats if each[0] is run]
         if len(found) > 1:
             scores = [metric.column.format(record.scores[metric.score]) for _, record in found]
             texts = [f"{score} {_origin_of(*each)}" for score, each in zip(scores, found, strict=True)]

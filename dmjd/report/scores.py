@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from dmjd.evaluate import EVALUATIONS, Column
+from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS, seen_notes
 from dmjd.report.format import look_up, plain
 from dmjd.report.run import Record, Run, columns_of
 
@@ -20,12 +21,16 @@ _ONLINE_SETTINGS = {
 }
 """Setting of an online score -> its key in the configuration; it is measured on the run's own data."""
 
-_REPEATS = ("seed", "run")
-"""Settings in which repeated measurements of one quantity differ: the seed, and the folder of a fine-tuning run."""
+_REPEATS = ("seed", "run", "init_step")
+"""Settings in which measurements of one quantity differ: the seed, and of a fine-tuning its folder and the step of the
+checkpoint that it began from."""
+
+DIGEST = "config"
+"""Setting of a fine-tuning: a digest of its configuration."""
 
 AVERAGE_TOP1 = "val_ema_top1"
 
-ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", "seen_in_pretraining")
+ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", SEEN, SEEN_WITH_LABELS)
 """Settings that :func:`unlike_training` describes."""
 
 
@@ -85,10 +90,14 @@ class Metric:
         return next((point for point in curve if self.best((point.score, target)) == point.score), None)
 
     def differing(self, others: Sequence[Metric]) -> str:
-        """The settings in which ``others`` are not all equal: "k 20, pooling mean"."""
+        """The settings in which ``others`` are not all equal: "k 20, pooling mean"; the digest of a fine-tuning's
+        configuration only if they are equal in all others."""
         every = [json.loads(metric.settings) for metric in others]
         mine = json.loads(self.settings)
         keys = [key for key in mine if any(other.get(key) != mine[key] for other in every)]
+        alike = [other for other in every if all(other.get(key) == mine[key] for key in keys if key != DIGEST)]
+        if len({other.get(DIGEST) for other in alike}) == 1:
+            keys = [key for key in keys if key != DIGEST]
         return ", ".join(f"{key} {plain(mine[key])}" for key in keys)
 
 
@@ -121,10 +130,29 @@ def points(run: Run, metric: Metric) -> list[Point]:
 
 
 def latest_of(run: Run, metric: Metric) -> list[Record]:
-    """The records of ``metric`` at the latest step that was evaluated: one, or one for each seed."""
+    """The records of ``metric`` at the latest step that was evaluated: one for each seed, the last by its file's name.
+
+    The step of a fine-tuning is that of the checkpoint that it began from, then its own.
+    """
+
+    def step(record: Record) -> tuple[int, int]:
+        began = record.settings.get("init_step")
+        return began if isinstance(began, int) else 0, record.step
+
     records = records_of(run, metric)
-    latest = max((record.step for record in records), default=None)
-    return [record for record in records if record.step == latest]
+    latest = max(map(step, records), default=None)
+    return [*{plain(record.settings.get("seed")): record for record in records if step(record) == latest}.values()]
+
+
+def repeats_of(runs: Sequence[Run], metric: Metric) -> list[tuple[Run, Record]]:
+    """:func:`latest_of` all ``runs``, which differ in their seeds only: one record for each combination of the seeds of
+    pre-training, run and evaluation, since equal seeds give equal scores."""
+    found = {}
+    for run in runs:
+        seeds = [plain(each.config.get("seed")) for each in (run, run.origin) if each]
+        for record in latest_of(run, metric):
+            found.setdefault((*seeds, plain(record.settings.get("seed"))), (run, record))
+    return [*found.values()]
 
 
 def unlike_training(run: Run, record: Record) -> str:
@@ -141,8 +169,7 @@ def unlike_training(run: Run, record: Record) -> str:
         if here is not None and there is not None and here != there:
             differing.append(f"{key} {plain(here)}, pre-trained with {plain(there)}")
     parts = [f"unlike pre-training: {'; '.join(differing)}"] if differing else []
-    parts += ["the test images were part of pre-training"] * bool(record.settings.get("seen_in_pretraining"))
-    return "; ".join(parts)
+    return "; ".join([*parts, *seen_notes(record.settings)])
 
 
 def online_references(run: Run) -> dict[str, float]:

@@ -40,8 +40,8 @@ MANIFEST = "manifest.json"
 LOOP_STATE = "loop.pt"
 FOLDER = CHECKPOINTS
 FORMAT = 2
-_PREFIX, _DRAFT = "step-", ".tmp"
-_OURS = re.compile(rf"{_PREFIX}(\d{{8,}})({re.escape(_DRAFT)})?")
+_PREFIX, _DRAFT, _REPLACED = "step-", ".tmp", ".old"
+_OURS = re.compile(rf"{_PREFIX}(\d{{8,}})({re.escape(_DRAFT)}|{re.escape(_REPLACED)})?")
 """Names of the folders that this module creates and may remove; ``step-00001000-best`` is a user's copy."""
 _UNPICKLED = (".metadata", ".pt", ".distcp")
 """Suffixes of files that a reader finds without the manifest, so an added one is an error."""
@@ -113,13 +113,19 @@ def _sweep(final: Path, keep: int, keep_every: int | None, best: Sequence[Valida
     kept = best_steps(best, map(step_of, folders[start:position]))
     older = [path for path in folders[:start] if not keep_every or step_of(path) % keep_every]
     older = [path for path in older if step_of(path) not in kept]
-    for torn in [path for path in folder.iterdir() if _OURS.fullmatch(path.name) and not (path / MANIFEST).is_file()]:
+    own = [path for path in folder.iterdir() if _OURS.fullmatch(path.name)]
+    for torn in [path for path in own if not (path / MANIFEST).is_file() or _is_replaced(path)]:
         shutil.rmtree(torn, ignore_errors=True)  # an earlier launch was killed while it wrote or removed it
     for path in older + folders[position:]:
         try:
             _drop(path)
         except OSError as error:
             logger.warning("cannot remove %s: %s; the next checkpoint tries again", path, error)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether ``path`` is the earlier of two checkpoints of one step."""
+    return path.suffix == _REPLACED and (path.with_suffix("") / MANIFEST).is_file()
 
 
 def drop_after(folder: Path, step: int) -> None:
@@ -202,10 +208,16 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]], best: Sequence[Validate
     final = draft.with_suffix("")
     try:
         _put_manifest(draft, files)
-        if os.path.lexists(final):  # it was damaged, so the run resumed from an earlier one
-            _drop(final)
+        replaced = final.with_suffix(_REPLACED)
+        if os.path.lexists(final):  # it was damaged, or the evaluation after its step was not done
+            if os.path.lexists(replaced):
+                _drop(replaced)
+            final.rename(replaced)
         draft.rename(final)
         _flush(final.parent)
+        if os.path.lexists(replaced):
+            with suppress(OSError):  # one that stays is removed at the next commit
+                _drop(replaced)
         if best:
             write_best(final.parent.parent, best)
     except OSError as error:
@@ -238,7 +250,8 @@ def _cannot_write(draft: Path, error: Exception) -> StorageError:
 def committed(folder: Path) -> list[Path]:
     """Checkpoints with a manifest, oldest first."""
     found = (path.parent for path in folder.glob(f"{_PREFIX}*/{MANIFEST}"))
-    return sorted(path for path in found if _OURS.fullmatch(path.name) and path.suffix != _DRAFT)
+    ours = (path for path in found if _OURS.fullmatch(path.name) and path.suffix != _DRAFT)
+    return sorted(path for path in ours if not _is_replaced(path))
 
 
 def newest(folder: Path, until: float = math.inf) -> Path | None:

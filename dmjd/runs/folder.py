@@ -24,6 +24,7 @@ from dmjd.compose import from_yaml_of_run, options_of, to_yaml, typed_of
 from dmjd.config import TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
+from dmjd.data.listed import TEST_FILE as TEST_IMAGES
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.build import select_precision
@@ -48,7 +49,10 @@ REPLACED = (
     "best.json",
 )
 """Files that each launch replaces."""
-FILES = (*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json", IMAGES)
+FILES = (
+    *(*REPLACED, ".lock", "log.jsonl", "timing.jsonl", "quarantine.jsonl", "guard.jsonl", "trackers.json"),
+    *(IMAGES, TEST_IMAGES),
+)
 FOLDERS = (
     *(checkpoint.FOLDER, "pictures", "evaluations", HEARTBEATS, FLIGHT),
     *("profile", "out_of_memory", "tensorboard", "wandb"),

@@ -54,6 +54,15 @@ class RunPaths:
             return {}
         return record if isinstance(record, dict) and record.keys() >= {"reason", "detail", "next"} else {}
 
+    def initial_path(self) -> Path | None:
+        """The checkpoint or file from which the run began, as its provenance has it; None if it has none."""
+        try:
+            record = parse_json(read_file(self.provenance))
+        except (OSError, ValueError):
+            return None
+        path = record.get("init_path") if isinstance(record, dict) else None
+        return Path(path) if isinstance(path, str) else None
+
     def write_evaluation(self, name: str, result: dict[str, Any]) -> Path:
         """Write the results of one evaluation to ``evaluations/NAME.json``."""
         self.evaluations.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,15 @@ from dmjd.builders.recipe import apply_recipe, training_images
 from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
 from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
+from dmjd.data import listed
 from dmjd.data.batch import Batch
 from dmjd.data.build import AUTO, build_dataset, resolve_auto
 from dmjd.data.dataset import ImageDataset
+from dmjd.data.folder import ImageFolder
+from dmjd.data.identity import DataIdentity
 from dmjd.data.stream.batches import TarStream
 from dmjd.errors import ConfigError, DataError, StopRequested
+from dmjd.evaluate.registry import seen_notes
 from dmjd.evaluate.validate import record_finetune
 from dmjd.evaluate.validation import class_names, main_prefix, main_score, validate, validation_dataset
 from dmjd.files import read_file, replace_file
@@ -106,6 +110,9 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
             f"choose images with {stored.data.channels}"
         )
+    if isinstance(stored, FinetuneConfig):  # whose head, if its classes are those of the data, is loaded
+        kept = [key for key in ("pooling", "norm") if f"head.{key}" not in typed | of_preset]
+        config = replace(config, head=replace(config.head, **{key: getattr(stored.head, key) for key in kept}))
     return replace(
         config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
     )
@@ -136,6 +143,8 @@ def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> B
         if name:
             sections[section] = replace(sections[section], **{name: getattr(getattr(own, section), name)})
     plain = {key: getattr(own, key) for key in {*_OWN, *keys} if "." not in key}
+    if isinstance(stored, FinetuneConfig) and backbone.bias_tables == "per_block" and "bias_tables" not in keys:
+        plain["bias_tables"] = "per_block"  # its tables differ, so they cannot be shared
     return replace(backbone, **sections, **plain)
 
 
@@ -172,21 +181,26 @@ class Finetuning:
         self._config, self._world, self._classes = config, world, config.head.num_classes
         self.augment = config.augment
         initial = None if config.weights == "untrained" else initial
-        self.step = build_finetune_step(config, self._classes, world, initial)
+        names = world.on_main(lambda: _names(config, initial))
+        self.step = build_finetune_step(config, self._classes, world, initial, names)
         self.peak_lr = config.optim.base_lr * config.batch_size / REFERENCE_BATCH
         encoder, whole = (f"{each / 1e6:.2f} M" for each in self.step.parameters)
         self.parameters = f"{encoder} in the encoder, {whole} with the head"
         self.best = Best()
-        self.parts: Mapping[str, Stateful] = {"best": self.best}
+        self.parts: dict[str, Stateful] = {"best": self.best}
         self._last: tuple[int, dict[str, float | None]] | None = None  # step and scores of the last validation
 
     def open(self, source: ImageDataset | TarStream, run: RunFolder) -> None:
         assert not isinstance(source, TarStream), "resolve has rejected it"
         self._train, self._test = source, validation_dataset(self._config.data, source)
-        names = class_names(source)
-        newest = checkpoint.committed(run.checkpoints)[-1:]
-        self._resumed = bool(newest)
-        for path in newest:
+        names, saved = class_names(source), checkpoint.committed(run.checkpoints)[-1:]
+        self._resumed, self._added = bool(saved), 0
+        if self._resumed and isinstance(self._test, ImageFolder):
+            self._added = listed.leave_out_added(self._test, run.path / listed.TEST_FILE)
+        identity = DataIdentity.of(self._test)
+        if identity is not None:
+            self.parts["test"] = identity
+        for path in saved:
             stored = read_classes(path)
             if stored != names:
                 raise DataError(
@@ -195,7 +209,9 @@ class Finetuning:
                 )
 
     def details(self) -> Iterator[tuple[str, str]]:
-        yield "classes", f"{self._train.num_classes}; {len(self._test)} test images, validated {self._every()}"
+        added = f", without {self._added} added since the first start" if self._added else ""
+        images = f"{len(self._test)} test images{added}"
+        yield "classes", f"{self._train.num_classes}; {images}, validated {self._every()}"
         lines = [_groups_in_short(self.step.groups)] if self._resumed else _group_lines(self.step.groups)
         for number, text in enumerate(lines):
             yield "" if number else "groups", text
@@ -233,6 +249,8 @@ class Finetuning:
     def record(self, run: RunFolder) -> None:
         rows = [group._asdict() for group in self.step.groups]
         replace_file(run.path / GROUPS, json.dumps(rows, indent=1) + "\n")
+        if not self._resumed and isinstance(self._test, ImageFolder):
+            listed.write_list(self._test, run.path / listed.TEST_FILE)
 
     def restore(self, run: RunFolder) -> None:
         rows = [row for row in run.read_log() if "val_top1" in row]
@@ -247,10 +265,11 @@ class Finetuning:
         step, scores = self._last
         prefix, best = main_prefix(scores), self.best.history[-1]
         complete = {f"{each}top5": None for each in {"val_", prefix}} | scores  # the log has no empty columns
-        record_finetune(self._config, run, step, complete, self._train, self._test, best)
+        record = record_finetune(self._config, run, step, complete, self._train, self._test, best)
         detail = f"top-1 {main_score(scores):.2f} % of {len(self._test)} test images"
         if best.step != step:
             detail += f" (best {best.score:.2f} % at step {best.step})"
+        detail = "; ".join([detail, *seen_notes(record["settings"])])
         return detail, "dmjd validate RUN, dmjd report RUN, dmjd export RUN"
 
 
@@ -272,6 +291,13 @@ def _groups_in_short(groups: Sequence[Group]) -> str:
     rates = f"{min(scales):.3g} to {max(scales):.3g}" if min(scales) < max(scales) else f"{scales[0]:.3g}"
     decay = max(group.weight_decay for group in groups)
     return f"{count(len(groups), 'group')}, learning rate x {rates}, weight decay {decay:g} ({GROUPS} has the table)"
+
+
+def _names(config: FinetuneConfig, initial: Path | None) -> list[str] | None:
+    """Names of the data's classes, if ``initial`` is a checkpoint of a fine-tuning, with which they are compared."""
+    if initial is None or not initial.is_dir() or not read_classes(initial):
+        return None
+    return class_names(build_dataset(replace(config.data, check="none"), "train"))
 
 
 def _few(names: list[str]) -> str:

@@ -240,6 +240,8 @@ class Trainer:
         try:
             if not self.position.evaluated:  # a request to stop ended the evaluation of the last epoch
                 self.evaluate()
+                if self.is_checkpoint_due():  # that of this step has no scores
+                    self.save_checkpoint()
             with closing(self.data.batches(self.position, self.total_steps, self.requests)) as batches:
                 for batch in self.clock.waiting(batches):
                     step = self.position.step + 1
@@ -257,6 +259,7 @@ class Trainer:
                     requests = self.requests.asks(step)
                     self.pending = PendingStep(step, batch.sample_ids, values, result, requests, self.world)
                     self.position.step = step
+                    self.clock.mark()
                     if step % self.steps_per_epoch == 0:
                         self.evaluate()
                     if self.is_checkpoint_due():
@@ -300,8 +303,8 @@ class Trainer:
         the next launch begins with the evaluation. Collective."""
         step = self.position.step
         if self.task.evaluates(step // self.steps_per_epoch):
-            self.clock.enter("evaluate")
             self.read_pending()
+            self.clock.enter("evaluate")
             self.position.evaluated = False
             rows = self.task.evaluate(step, step / self.steps_per_epoch)
             if rows is None:

@@ -21,8 +21,9 @@ class Stopwatch:
     """Wall time of a run over all launches, by account, and the time of each lap that was spent waiting for data."""
 
     def __init__(self) -> None:
-        self._begin = self._lap = self._entered = time.perf_counter()
-        self._waited = 0.0
+        self._begin = self._entered = time.perf_counter()
+        self._waited = self._evaluated = 0.0  # seconds of this launch
+        self._lap = self._marked = (self._begin, 0.0)  # the time without evaluations, and the part spent waiting
         self._phase, self._warm = PHASES[0], False
         self._spent = dict.fromkeys(ACCOUNTS, 0.0)
         self.on_phase: Callable[[str], object] = lambda phase: None
@@ -52,6 +53,7 @@ class Stopwatch:
         if not self._warm and account in ("training", "data"):
             account = "start"
         self._spent[account] += now - self._entered
+        self._evaluated += (now - self._entered) * (account == "evaluate")
         self._entered = now
 
     def resume(self, elapsed: float, spent: Mapping[str, float]) -> None:
@@ -71,12 +73,16 @@ class Stopwatch:
         """Count ``seconds`` of an earlier launch as lost."""
         self._spent["lost"] += max(seconds, 0.0)
 
+    def mark(self) -> None:
+        """Mark the end of a step: the numbers of some steps are read in the next one, those of others at once."""
+        self._charge()
+        self._marked = self._entered - self._evaluated, self._waited
+
     def lap(self) -> tuple[float, float]:
-        """Seconds since the last lap, and the part of them spent waiting in :meth:`waiting`."""
-        now = time.perf_counter()
-        seconds, waited = now - self._lap, self._waited
-        self._lap, self._waited = now, 0.0
-        return seconds, waited
+        """Seconds from the mark of the last lap to the last mark, without evaluations, and the part of them spent
+        waiting in :meth:`waiting`."""
+        before, self._lap = self._lap, self._marked
+        return self._lap[0] - before[0], self._lap[1] - before[1]
 
     def waiting(self, items: Iterable[T]) -> Iterator[T]:
         """Yield ``items`` and count the time waiting for each: the phase is "data", then "forward"."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 from dmjd.ops.images import normalise
 from dmjd.positions import sincos_positions
+from dmjd.runs.classes import pack_classes
 
 CLASSES, SIZE, LR = 5, 32, 1e-2
 EPS = 1e-2
@@ -213,18 +215,33 @@ def test_a_pre_training_gives_its_encoder_alone(tmp_path: Path) -> None:
 
 
 def test_a_fine_tuned_model_comes_with_its_head_if_the_classes_agree(tmp_path: Path) -> None:
-    source = build_finetune_step(configured(head=HeadConfig(init_std=0.1)), CLASSES)
+    source = build_finetune_step(configured(head=HeadConfig(init_std=0.1), ema_decay=0.5), CLASSES)
     source.forward_backward(batch(), 0)
     source.update(LR)
     path = tmp_path / "checkpoint"
     path.mkdir()
     source.engine.save(path, source.averages)()
-    again = build_finetune_step(configured(), CLASSES, initial=path)
-    assert again.began_from == str(path)
+    names = [f"class {number}" for number in range(CLASSES)]
+    (path / "classes.json").write_bytes(pack_classes(names))
+    again = build_finetune_step(configured(), CLASSES, initial=path, classes=names)
+    assert again.began_from == f"{path}; with its head"
     assert torch.equal(again.logits(batch().images), source.logits(batch().images))
+    others = build_finetune_step(configured(), CLASSES, initial=path, classes=names[::-1])
+    assert others.began_from == f"{path}; head as initialised, since the data has other classes"
+    assert not torch.equal(parameters(others)["model.head.weight"], parameters(source)["model.head.weight"])
+    average = build_finetune_step(replace(configured(), weights="ema"), CLASSES, initial=path)
+    assert all(torch.equal(value, source.averages[name]) for name, value in parameters(average).items())
     more = build_finetune_step(configured(), CLASSES + 1, initial=path)
     assert more.began_from == f"{path}; head as initialised"
     assert torch.equal(parameters(more)["model.fc_norm.weight"], parameters(source)["model.fc_norm.weight"])
+
+
+def test_a_head_is_not_loaded_behind_a_norm_that_it_was_not_trained_with(tmp_path: Path) -> None:
+    source = parameters(build_finetune_step(configured(head=HeadConfig(norm="encoder")), CLASSES))
+    path = tmp_path / "run.safetensors"
+    save_file({f"parameter/{name}": value for name, value in source.items()}, path)
+    step = build_finetune_step(configured(), CLASSES, initial=path)
+    assert step.began_from == f"{path}; fc_norm, head as initialised, since it read another norm"
 
 
 def test_positions_become_learned_ones_of_another_size(tmp_path: Path) -> None:
@@ -339,7 +356,7 @@ def test_a_fine_tuned_file_of_timm_gives_its_logits(
     torch.save(model.state_dict(), path)
     config = configured(backbone=backbone, head=HeadConfig(norm="encoder" if make is timm_swin else "pooled"))
     step = build_finetune_step(config, CLASSES, initial=path)
-    assert "initialised" not in step.began_from
+    assert step.began_from.endswith("; with its head")
     images = normalise(batch().images, config.data.mean, config.data.std)
     torch.testing.assert_close(step.logits(batch().images), model.eval()(images).detach(), rtol=1e-3, atol=1e-3)
     other = build_finetune_step(config, CLASSES + 2, initial=path)

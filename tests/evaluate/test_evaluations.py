@@ -15,13 +15,20 @@ from PIL import Image
 
 from dmjd.builders import build_objective
 from dmjd.compose import compose
-from dmjd.config import DataConfig
+from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig
 from dmjd.data import build
 from dmjd.data.small import Digits
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import EVALUATIONS, describe, registry
 from dmjd.evaluate import evaluate as run_evaluation
-from dmjd.evaluate.encoder import FrozenEncoder, _differences, _evaluation_data, load_encoder, loader_workers
+from dmjd.evaluate.encoder import (
+    FrozenEncoder,
+    _differences,
+    _evaluation_data,
+    load_encoder,
+    loader_workers,
+    seen_images,
+)
 from dmjd.models.objective import Objective
 from dmjd.report.run import read_run
 from dmjd.runs import checkpoint
@@ -404,8 +411,11 @@ def test_a_split_that_pre_training_did_not_make_has_images_that_it_saw(
         return config
 
     expected = {"seen_in_pretraining": True} if seen else {}
-    assert _differences(data("photos", trained), data(str(tmp_path / "photos"), evaluated)) == expected
-    assert _differences(data("photos", trained), data("others", evaluated)) == {}
+    before, here = PretrainConfig(data=data("photos", trained)), data(str(tmp_path / "photos"), evaluated)
+    assert _differences(before.data, here) | seen_images([before], here) == expected
+    assert seen_images([before], data("others", evaluated)) == {}
+    tuned = FinetuneConfig(init="photos", data=before.data)
+    assert seen_images([tuned, before], here) == expected | ({"seen_in_finetuning": True} if seen else {})
 
 
 def test_an_experiment_gives_a_file_its_data_settings(image_folder: Path) -> None:

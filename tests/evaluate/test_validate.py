@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dmjd as package
 from dmjd.builders.model import build_classification
 from dmjd.compose import compose, from_yaml_of_run, to_yaml
-from dmjd.config import FinetuneConfig
+from dmjd.config import FinetuneConfig, PretrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.errors import CheckpointError, ConfigError, DataError
 from dmjd.evaluate import evaluate
@@ -26,7 +26,8 @@ from dmjd.evaluate import export as exporting
 from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.export import export, sidecar
-from dmjd.evaluate.validate import record_finetune
+from dmjd.evaluate.registry import Context
+from dmjd.evaluate.validate import EVALUATION, record_finetune
 from dmjd.runs import checkpoint
 from dmjd.runs.best import Validated, read_best
 from dmjd.runs.folder import RunFolder
@@ -85,6 +86,7 @@ def test_the_result_is_recorded_in_both_runs_and_evaluation_alone_repeats_it(
         assert found["loss"] == pytest.approx(last[f"{prefix}loss"], rel=1e-6)
     assert record["top1"] == validated(tuned)["top1"] == last["val_ema_top1"]
     assert (record["chance"], record["majority"], record["trained_top1"]) == (50, 50, last["val_top1"])
+    assert len(record["settings"].pop("config")) == 8
     assert record["settings"] == {
         "data": validated(tuned)["settings"]["data"],
         "image_size": [16, 16],
@@ -93,7 +95,9 @@ def test_the_result_is_recorded_in_both_runs_and_evaluation_alone_repeats_it(
         "seed": 0,
         "pooling": "mean",
         "layer_decay": 0.65,
-        "run": "tuned",
+        **{"base_lr": 0.2, "warmup_epochs": 5, "weight_decay": 0.05, "drop_path": 0.1, "freeze": 0, "norm": "pooled"},
+        **{"randaugment": None, "mixup": 0, "cutmix": 0},
+        **{"run": "tuned", "init_step": 11},
     }
 
 
@@ -130,10 +134,60 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     assert len(written) == 3
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
+
+    def settings(**changed: Any) -> dict[str, Any]:
+        one = replace(config, init=None, **changed)
+        return dict(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"])
+
+    def digest(**changed: Any) -> str:
+        return str(settings(**changed)["config"])
+
+    same = [{}, {"seed": 7}, {"run": "x"}, {"workers": 5}, {"backbone": replace(config.backbone, embed_dim=48)}]
+    same += [{"data": replace(config.data, root="elsewhere", image_size=[32, 32])}]
+    other: list[dict[str, Any]] = [{"ema_decay": 0.9}, {"freeze": 1}, {"batch_size": 24}]
+    other += [{"optim": replace(config.optim, clip_grad=9.0)}, {"head": replace(config.head, init_std=0.5)}]
+    other += [
+        {"augment": replace(config.augment, smoothing=0.5)},
+        {"backbone": replace(config.backbone, drop_path=0.9)},
+    ]
+    other += [{"data": replace(config.data, crop_scale=[0.5, 1.0])}, {"data": replace(config.data, crop_pct=0.5)}]
+    assert len({digest(**changed) for changed in same}) == 1
+    assert len({digest(**changed) for changed in other} | {digest()}) == len(other) + 1
+    run = RunPaths(Path(shutil.copytree(runs[1], tmp_path / "tuned")))
+    again = replace(config, init=str(run.path))
+    before = [path.name for path in run.evaluations.iterdir()]
+    assert record_finetune(again, RunPaths(tmp_path / "again"), 16, scores, train, test)["settings"]["init_step"] == 16
+    assert [path.name for path in run.evaluations.iterdir()] == before, "a fine-tuned run has its own record only"
     foreign = replace(config, seed=3, init=str(tmp_path / "mae.pth"))
     (tmp_path / "mae.pth").touch()
     record_finetune(foreign, RunPaths(tmp_path / "seed3"), 16, scores, train, test)
     assert {path.name for path in (init / "evaluations").iterdir()} == kept | written
+
+
+def test_a_record_says_that_trainings_before_saw_the_test_images(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    """A pre-training on all images, a fine-tuning with other held-out images, and one with those of the record."""
+    config: Any = from_yaml_of_run((runs[1] / "config.yaml").read_bytes(), "x")
+    train, test = (build_dataset(config.data, split) for split in ("train", "test"))
+    scores: Any = {f"val_{name}": 50.0 for name in ("top1", "top5", "balanced_top1", "loss")}
+
+    def run(name: str, init: str | None, **data: Any) -> FinetuneConfig | PretrainConfig:
+        start = None if init is None else str(tmp_path / init / "checkpoints" / "step-00000003")
+        schema = PretrainConfig() if init is None else config
+        made: Any = replace(schema, init=start, data=replace(config.data, root="photos", **data))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(to_yaml(made))
+        return made
+
+    def seen(made: Any) -> set[str]:
+        settings = record_finetune(made, RunPaths(tmp_path / "new"), 16, scores, train, test)["settings"]
+        return {key for key in settings if key.startswith("seen")}
+
+    run("pretrained", None)
+    same, last = {"val_percent": 10.0}, {"val_percent": 10.0, "val_seed": 5}
+    assert seen(run("tuned", "pretrained", **same)) == {"seen_in_pretraining"}
+    assert seen(run("again", "tuned", **same)) == {"seen_in_pretraining"}
+    assert seen(run("other", "again", **last)) == {"seen_in_pretraining", "seen_in_finetuning"}
+    assert seen(replace(config, init=str(tmp_path / "gone"))) == set()
 
 
 @pytest.mark.parametrize(
@@ -291,6 +345,16 @@ def test_every_classifier_is_a_model_of_timm(kind: str, drawn: Drawn) -> None:
     card = json.loads(sidecar(path).read_text())
     assert card["arguments"]["num_classes"] == 5
     assert card["classes"] == ["a", "b", "c", "d", "4"], "a head may have more classes than the data"
+
+
+def test_digits_and_fashion_mnist_have_other_classes_of_the_same_names(drawn: Drawn) -> None:
+    made = drawn(*KINDS["mean"])
+    trained, data = (replace(made.data, name=name) for name in ("digits", "fashion_mnist"))
+    other = replace(made, trained=replace(made.trained, data=trained), data=data)
+    with pytest.raises(
+        ConfigError, match="data=fashion_mnist has other classes than checkpoint=tuned, of digits; leave"
+    ):
+        EVALUATION.run(Context(compose("validate", ["checkpoint=tuned", *CPU]), other, "labels"))
 
 
 def test_a_classifier_that_a_format_cannot_hold_is_an_error(drawn: Drawn) -> None:

@@ -88,6 +88,7 @@ def test_an_evaluation_unlike_training_is_named(make_run: MakeRun) -> None:
     assert unlike(data="folder in /a, b, 32x32", mean=[0.5], std=[0.25]) == unlike(k=20) == ""
     assert unlike(data="folder in /a, b, 64x64") == "unlike pre-training: images of 64x64 pixels, pre-trained on 32x32"
     assert unlike(seen_in_pretraining=True) == "the test images were part of pre-training"
+    assert unlike(seen_in_finetuning=True) == "fine-tuning used some of the test images with their labels"
     assert unlike(mean=[0.1], std=[0.25]) == "unlike pre-training: mean 0.1, pre-trained with 0.5"
 
 

@@ -166,6 +166,44 @@ def test_repeats_with_several_seeds_of_one_run_are_one_score(make_run: MakeRun) 
     assert [row[1] for row in page.scores() if "fine-tuning" in row[0]] == ["83.50", "83.60", "83.40"]
 
 
+def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> None:
+    def record(place: int, top1: float, base_lr: float, config: str) -> Any:
+        *start, settings = finetuned(top1, place)
+        return (*start, settings | {"base_lr": base_lr, "config": config})
+
+    tuned = [record(0, 70.0, 1e-3, "aa"), record(1, 80.0, 1e-4, "bb"), record(2, 90.0, 1e-4, "cc")]
+    ours = rows(table(make_run("a", evaluations=tuned, config=MAE)))[0]
+    assert {title: cell for title, cell in ours.items() if title.startswith("Ft.")} == {
+        "Ft. (base_lr 0.001)": "70.00",
+        "Ft. (base_lr 0.0001, config bb)": "80.00",
+        "Ft. (base_lr 0.0001, config cc)": "90.00",
+    }
+
+
+def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune: MakeRun) -> None:
+    (verb, *rest, settings), other = finetuned(83.0, 0), finetuned(84.0, 1)
+    copied = (verb, *rest, settings | {"run": "copy"})
+    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "init_step": 50})
+    one = make_run("a", evaluations=[finetuned(83.0, 0), copied], config=MAE | {"seed": 0})
+    assert (rows(table(one))[0]["Ft."], table(one).values) == ("83.00", [])
+    (one / "evaluations" / "1.json").unlink()
+    for name, record in (("1", other), ("2", early), ("3", copied)):
+        how = record[-1] | {"init_step": record[-1].get("init_step", 100)}
+        content = {"verb": verb, "weights": "trained", "step": 10_000, "top1": record[3], "settings": how}
+        (one / "evaluations" / f"{name}.json").write_text(json.dumps(content))
+    assert rows(table(one))[0]["Ft."] == f"83.50 ± {statistics.stdev([83, 84]):.2f} (2)", "from the latest checkpoint"
+    twice = table(*(make_finetune(name, init="mae.pth") for name in ("x", "y")))
+    assert (rows(twice)[0]["Run"], rows(twice)[0]["Ft."], twice.values) == ("x, y", "72.00", [])
+
+
+def test_a_score_on_other_data_than_the_rows_names_it(make_run: MakeRun) -> None:
+    own, other = "folder in photos, 10 % held out, 224x224", "folder in photos2, 224x224"
+    judged = [("knn", "trained", 100, 40.0, {"data": own}), (*finetuned(83.0, 0)[:-1], FINETUNE | {"data": other})]
+    config = MAE | {"data": {"name": "folder", "root": "photos"}}
+    ours = rows(table(make_run("a", evaluations=judged, config=config)))[0]
+    assert (ours[f"Ft. (data {other})"], ours["kNN"]) == ("83.00", "40.00")
+
+
 def test_a_speedup_takes_the_mean_of_repeats(make_run: MakeRun) -> None:
     base = make_run("base", hours=100, evaluations=[finetuned(83.0, 0)], config=MAE)
     worse = make_run("worse", hours=50, evaluations=[finetuned(82.0, 0), finetuned(83.5, 1)], config=MAE)

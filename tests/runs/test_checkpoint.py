@@ -226,6 +226,15 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(tmp_path: Path, damage
     assert (second / "model.pt").read_text() == "22"
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_earlier_one(tmp_path: Path) -> None:
+    (path,) = save(tmp_path, 22)
+    replaced = path.rename(path.with_suffix(".old"))  # killed before the draft had its name
+    assert newest(tmp_path) == replaced
+    assert step_of(replaced) == 22
+    assert save(tmp_path, 22, keep=1) == [path] == committed(tmp_path)
+    assert not replaced.exists()
+
+
 def test_a_checkpoint_that_the_disk_does_not_give_back_is_passed_over(tmp_path: Path) -> None:
     first, second = save(tmp_path, 11, 22)
     (second / "empty.bin").touch()

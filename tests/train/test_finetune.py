@@ -172,11 +172,25 @@ def test_a_killed_run_ends_as_one_that_was_left_alone(
     assert (tmp_path / "run" / "best.json").read_bytes() == (undisturbed / "best.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "calls", "step"),
+    [
+        ("SIGTERM", 6, STEPS),
+        pytest.param("SIGTERM", 2, STEPS_PER_EPOCH, marks=pytest.mark.long),
+        pytest.param("SIGUSR1", 2, 3, marks=pytest.mark.long),
+    ],
+)
 def test_a_signal_saves_and_the_same_command_continues(
-    name: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch: Launch, assert_same_run: Same
+    name: str,
+    calls: int,
+    step: int,
+    tmp_path: Path,
+    tuned: Words,
+    undisturbed: Path,
+    launch: Launch,
+    assert_same_run: Same,
 ) -> None:
-    # SIGTERM comes in a validation, with which the next launch begins; SIGUSR1 in a step.
+    # SIGTERM comes in a validation, of four calls, with which the next launch begins; SIGUSR1 in a step.
     where = {
         "SIGTERM": "import dmjd.evaluate.validation as module; name = '_counts'",
         "SIGUSR1": "from dmjd.parallel.single import SingleEngine as module; name = 'step'",
@@ -187,7 +201,7 @@ import os, signal
 inner, done = getattr(module, name), []
 def fault(*arguments):
     done.append(1)
-    os.kill(os.getpid(), signal.{name}) if len(done) == 2 else None
+    os.kill(os.getpid(), signal.{name}) if len(done) == {calls} else None
     return inner(*arguments)
 setattr(module, name, fault)
 """
@@ -195,11 +209,12 @@ setattr(module, name, fault)
     first = launch(arguments, fault)
     first.join(60)
     assert first.exitcode == 0
-    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", 6 if name == "SIGTERM" else 3)
+    assert (reason(run)["reason"], reason(run)["step"]) == ("signal", step)
     second = launch(arguments)
     second.join(60)
     assert second.exitcode == 0
-    assert_same_run(undisturbed, run, "guard", "best")
+    assert_same_run(undisturbed, run, "position", "guard", "best")
+    assert (run / "best.json").read_bytes() == (undisturbed / "best.json").read_bytes()
 
 
 def test_a_rollback_forgets_validations_after_its_checkpoint(
@@ -281,6 +296,26 @@ def test_backbone_and_data_of_a_run_hold_unless_they_are_typed(
     assert (preset.backbone.embed_dim, preset.backbone.windows.size) == (32, 7)
     assert preset.data.image_size == [224, 224]
     assert preset.optim.layer_decay == 0.8
+
+
+def test_head_and_tables_of_a_fine_tuned_run_hold_unless_they_are_typed_or_set_by_a_preset(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(newest(undisturbed / "checkpoints") or Path(), tmp_path / "run/checkpoints/step"))
+    config = path / "config.yaml"
+    stored = config.read_text()
+    for old, new in (("norm: pooled", "norm: encoder"), ("bias_tables: shared", "bias_tables: per_block")):
+        assert stored.count(old) == 1
+        stored = stored.replace(old, new)
+    config.write_text(stored)
+
+    def resolved(*more: str) -> tuple[str, str]:
+        found = with_init(configured([str(tmp_path / "run"), *more]), path)
+        return found.head.norm, found.backbone.bias_tables
+
+    assert resolved() == ("encoder", "per_block")
+    assert resolved("head.norm=pooled", "backbone.bias_tables=shared") == ("pooled", "shared")
+    assert resolved("preset=mae_vit_base") == ("pooled", "per_block")
 
 
 def test_a_run_of_few_images_brings_its_recipe_unless_a_preset_is_typed(pretrained: Path, tmp_path: Path) -> None:
@@ -383,7 +418,7 @@ def test_the_average_and_the_weights_are_those_of_one_process(undisturbed: Path)
     assert not same(state["parameter/model.head.bias"], state["average/model.head.bias"])
 
 
-def test_few_labels_are_the_same_after_an_image_was_added(
+def test_labels_and_test_images_are_the_same_after_images_were_added(
     tmp_path: Path, tuned: Words, image_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A quarter of 24 images of each of two classes; the run ends as it did before its last step was repeated."""
@@ -401,16 +436,22 @@ def test_few_labels_are_the_same_after_an_image_was_added(
     assert len(record["settings"]["few_shot_images"]) == 16
     assert checkpoints(run) == [1, 2], "two epochs of 12 images in batches of 8"
     first = store.read_model(run / "checkpoints" / "step-00000002")
+    scores = [row for row in rows(run) if "val_top1" in row]
     shutil.rmtree(run / "checkpoints" / "step-00000002")
     for number in range(40):
-        shutil.copy(images / "train" / "up" / "00.png", images / "train" / "up" / f"added_{number}.png")
+        for split in ("train", "val"):
+            shutil.copy(images / split / "up" / "00.png", images / split / "up" / f"added_{number}.png")
     caplog.clear()
     finetune(arguments)
     assert [line for line in caplog.messages if "group" in line] == [
         "groups      6 groups, learning rate x 0.423 to 1, weight decay 0.05 (groups.json has the table)"
     ]
+    assert [row for row in rows(run) if "val_top1" in row] == scores, "added test images are left out too"
     again = store.read_model(run / "checkpoints" / "step-00000002")
     assert all(torch.equal(value, first[name]) for name, value in again.items())
     shutil.rmtree(run / "checkpoints" / "step-00000002")
+    (images / "val" / "up" / "00.png").unlink()
+    with pytest.raises(ConfigError, match=r"data\.root now has 11 images"):
+        finetune(arguments)
     with pytest.raises(ConfigError, match="few_shot"):
         finetune([*arguments, "few_shot=50"])

@@ -67,6 +67,20 @@ def test_a_restart_counts_on(clock: Clock) -> None:
     }  # fmt: skip
 
 
+def test_a_lap_ends_at_its_step_and_has_no_evaluation(clock: Clock) -> None:
+    watch = Stopwatch()
+    laps = []
+    for step in range(1, 7):
+        walk(watch, clock, *STEP)
+        if step not in (1, 4):  # the numbers of a step before an evaluation are read before the next step
+            laps.append(watch.lap())
+        watch.mark()
+        if step == 3:
+            laps.append(watch.lap())
+            walk(watch, clock, ("evaluate", 50.0))
+    assert laps == [(7.0, 0.0)] * 5
+
+
 def test_a_rollback_loses_what_came_after_the_checkpoint(clock: Clock) -> None:
     watch = Stopwatch()
     walk(watch, clock, *STEP, *STEP)
