@@ -138,10 +138,7 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
     config = deepcopy(config)
     rules = _Rules(config, MACHINES["cuda" if device.type == "cuda" else "cpu"], processes)
     held_out = rules.hold_out()
-    dataset = build_dataset(replace(config.data, check="none"), "train")
-    if isinstance(config, FinetuneConfig):
-        dataset = few_shot_subset(dataset, config.few_shot, config.labels)
-    images = measure(dataset)
+    images = measure(training_images(config))
     if isinstance(config, PretrainConfig):
         rules.apply_to_pretraining(config, images, held_out)
     elif isinstance(config, FinetuneConfig):
@@ -154,6 +151,15 @@ def apply_recipe(config: Config, device: torch.device, processes: int = 1, *, fi
         *(images.count, "s" * (images.count > 1), images.median_side, device.type, "\n  ".join(values)),
     )
     return config
+
+
+def training_images(config: TrainConfig) -> ImageDataset:
+    """The images that a run of ``config`` trains on, without a check of their files; of fine-tuning, the few-shot
+    subset."""
+    dataset = build_dataset(replace(config.data, check="none"), "train")
+    if isinstance(config, FinetuneConfig):
+        return few_shot_subset(dataset, config.few_shot, config.labels)
+    return dataset
 
 
 def measure(dataset: ImageDataset) -> Images:

@@ -138,15 +138,20 @@ def _check(config: DataConfig) -> None:
         raise ConfigError(f"data.root={root} is incomplete: {why}; give data.root=LOCATION again")
 
 
-def require_labels(dataset: ImageDataset) -> None:
-    """Raise DataError unless every image of ``dataset`` has a label."""
-    if not dataset.num_classes:
-        raise DataError("the images of data.root have no labels; put those of each class into a folder of its own")
-    unlabelled = next((index for index in range(len(dataset)) if dataset.label(index) < 0), None)
-    if unlabelled is not None:
+def check_labels(dataset: ImageDataset, images: str) -> None:
+    """Raise DataError unless there are two classes and every image has a label. ``images``: "the test images"."""
+    classes = dataset.num_classes
+    if not classes:
+        raise DataError(f"{images} have no labels; put those of each class into a folder of its own")
+    if classes < 2:
         raise DataError(
-            f"{dataset.name(unlabelled)} of data.root has no label; build the shards from class folders, or from tars "
-            "with a .cls beside every image"
+            f"{images} have one class, and a score needs two or more; put those of each class into a folder of its own"
+        )
+    odd = next((index for index in range(len(dataset)) if not 0 <= dataset.label(index) < classes), None)
+    if odd is not None:
+        raise DataError(
+            f"{images} must have labels 0 to {classes - 1}, and {dataset.name(odd)} has {dataset.label(odd)}; build "
+            "the data set again, from class folders or from tars with a .cls beside every image"
         )
 
 

@@ -75,22 +75,13 @@ class Context(Generic[Config]):
         if (split, count) not in self.opened:
             self.opened[split, count] = self._open(split, count)
         dataset = self.opened[split, count]
-        if self.needs not in ("none", *["labels"] * bool(dataset.num_classes)):
-            cure = "put them into class folders" if self.needs == "labels" else "data sets have labels at most"
-            raise DataError(f"{self.frozen.source}: the {split} images have no {self.needs}; {cure}")
-        if self.needs == "labels" and dataset.num_classes < 2:
-            raise DataError(
-                f"{self.frozen.source}: the images have one class, and a score needs two or more; put the images of "
-                "each class into a folder of its own"
-            )
+        images = f"{self.frozen.source}: the {'training' if split == 'train' else split} images"
         if self.needs == "labels":
-            labels = (dataset.label(index) for index in range(len(dataset)))
-            odd = next((label for label in labels if not 0 <= label < dataset.num_classes), None)
-            if odd is not None:
-                raise DataError(
-                    f"{self.frozen.source}: labels of the {split} images must be 0 to {dataset.num_classes - 1}, got "
-                    f"{odd}; build the data set again"
-                )
+            from dmjd.data.build import check_labels
+
+            check_labels(dataset, images)
+        elif self.needs != "none":
+            raise DataError(f"{images} have no {self.needs}; data sets have labels at most")
         return dataset
 
     def _open(self, split: Split, count: int | None) -> ImageDataset:

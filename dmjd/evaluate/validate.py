@@ -57,7 +57,7 @@ def run(context: Context[ValidateConfig]) -> Scores:
     """Classify the test images."""
     from dmjd.data.build import AUTO
     from dmjd.evaluate.encoder import loader_workers
-    from dmjd.evaluate.validation import check_labels, check_same_classes, evaluate_classifier
+    from dmjd.evaluate.validation import check_same_classes, evaluate_classifier
 
     config, frozen = context.config, context.frozen
     classifier = frozen.classifier
@@ -72,7 +72,6 @@ def run(context: Context[ValidateConfig]) -> Scores:
             f"data={data} has other classes than checkpoint={config.checkpoint}, of {known}; leave it out"
         )
     test = context.dataset("test")
-    check_labels(test, "test")
     names = frozen.classes or frozen.class_labels
     check_same_classes(test, names, f"checkpoint={config.checkpoint}")
     workers = loader_workers(len(test), config.batch_size) if config.workers is None else config.workers

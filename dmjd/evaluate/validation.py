@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
-from dmjd.data.build import build_dataset
+from dmjd.data.build import build_dataset, check_labels
 from dmjd.data.dataset import ImageDataset, Subset
 from dmjd.data.loader import evaluation_loader
 from dmjd.errors import DataError, StopRequested
@@ -104,9 +104,9 @@ def validation_dataset(data: DataConfig, train: ImageDataset) -> ImageDataset:
         DataError: if there are none, one of them is bad, they have no labels or other classes than ``train``, or there
             is one class alone.
     """
-    check_labels(train, "training")
+    check_labels(train, "the training images")
     test = build_dataset(replace(data, max_bad_percent=0.0), "test")
-    check_labels(test, "test")
+    check_labels(test, "the test images")
     check_same_classes(test, class_names(train), "the training images")
     return test
 
@@ -114,23 +114,6 @@ def validation_dataset(data: DataConfig, train: ImageDataset) -> ImageDataset:
 def class_names(dataset: ImageDataset) -> list[str]:
     """Names of the classes in the order of their labels; their numbers where the data set has no names."""
     return list(getattr(dataset, "classes", ())) or [str(number) for number in range(dataset.num_classes)]
-
-
-def check_labels(dataset: ImageDataset, images: str) -> None:
-    """Raise DataError unless every image has a label and there are two classes. ``images``: "training", for errors."""
-    if not dataset.num_classes:
-        raise DataError(f"a classifier needs labels, and the {images} images have none; put them into class folders")
-    if dataset.num_classes < 2:
-        raise DataError(
-            f"a classifier needs two or more classes, and the {images} images have one; put the images of each class "
-            "into a folder of its own"
-        )
-    outside = next((i for i in range(len(dataset)) if not 0 <= dataset.label(i) < dataset.num_classes), None)
-    if outside is not None:
-        raise DataError(
-            f"{dataset.name(outside)} has label {dataset.label(outside)}, and labels of {dataset.num_classes} classes "
-            f"are 0 to {dataset.num_classes - 1}; correct the labels"
-        )
 
 
 def check_same_classes(test: ImageDataset, names: Sequence[str], of: str) -> None:

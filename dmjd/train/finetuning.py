@@ -15,15 +15,14 @@ from torch import Tensor
 
 from dmjd.builders.finetune import build_finetune_step, classification_and_inputs, head_classes
 from dmjd.builders.layer_decay import Group
-from dmjd.builders.recipe import apply_recipe
+from dmjd.builders.recipe import apply_recipe, training_images
 from dmjd.builders.schedules import REFERENCE_BATCH
 from dmjd.compose import from_yaml_of_run, keys_of_preset
 from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
 from dmjd.data import listed
 from dmjd.data.batch import Batch
-from dmjd.data.build import AUTO, build_dataset, require_labels, resolve_auto
+from dmjd.data.build import AUTO, build_dataset, resolve_auto
 from dmjd.data.dataset import ImageDataset
-from dmjd.data.few_shot import few_shot_subset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
 from dmjd.data.stream.batches import TarStream
@@ -64,14 +63,11 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
         config = with_init(config, Path(initial["init_path"]))
     config = replace(config, data=resolve_auto(config.data))
     config = apply_recipe(config, world.device, world.size)
-    unchecked = replace(config.data, check="none")  # the files are checked when the run opens them
-    train = build_dataset(unchecked, "train")
-    require_labels(train)
-    images = len(few_shot_subset(train, config.few_shot, config.labels))
-    validation_dataset(unchecked, train)
-    if config.batch_size > images:
+    train = training_images(config)  # the files are checked when the run opens them
+    validation_dataset(replace(config.data, check="none"), train)
+    if config.batch_size > len(train):
         raise ConfigError(
-            f"batch_size={config.batch_size} exceeds the {images} training images; set a smaller one, or "
+            f"batch_size={config.batch_size} exceeds the {len(train)} training images; set a smaller one, or "
             "preset=own_photos, which follows the number of images"
         )
     return replace(config, head=replace(config.head, num_classes=head_classes(config, train.num_classes)))
@@ -103,12 +99,12 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
     presets = [name.partition("=")[2] for name in config.typed or () if name.startswith("preset=")]
     of_preset = {key for preset in presets for key in keys_of_preset(preset)}
-    if "backbone" in of_preset - typed:
-        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
     given = typed | of_preset.intersection(_OF_PRESET)
     data = _data(
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
+    if "backbone" in of_preset - typed:
+        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
     if data.channels != stored.data.channels:
         raise ConfigError(
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "

@@ -15,10 +15,10 @@ from torch import Tensor
 from dmjd.config import AugmentConfig, DataConfig
 from dmjd.data.augment import RandAugment, apply
 from dmjd.data.batch import Batch
-from dmjd.data.build import require_labels, training_batches
+from dmjd.data.build import training_batches
 from dmjd.data.dataset import ArrayDataset
 from dmjd.data.loader import make_loader
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -138,12 +138,3 @@ def test_the_second_crop_is_not_augmented() -> None:
 def test_a_policy_that_timm_would_misread_is_rejected(policy: str) -> None:
     with pytest.raises(ConfigError, match=r"^augment.randaugment=.* is no RandAugment policy; write rand"):
         training_batches(DataConfig(), classes_of(8), 4, 0, augment=AugmentConfig(randaugment=policy))
-
-
-def test_images_without_labels_are_rejected() -> None:
-    require_labels(classes_of(8))
-    gap = ArrayDataset(np.zeros((3, 8, 8, 3), np.uint8), np.array([0, -1, 1]), 2, "photos")
-    with pytest.raises(DataError, match=r"photos\[1\] of data.root has no label"):
-        require_labels(gap)
-    with pytest.raises(DataError, match="have no labels; put those of each class into a folder"):
-        require_labels(classes_of(8, num_classes=0))

@@ -91,10 +91,10 @@ def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
     with pytest.raises(DataError, match="/x: the test images have no masks; data sets have labels at most"):
         context("masks", 3, [0, 2]).dataset("test")
     context("none", 1, [0, 0]).dataset("train")
-    with pytest.raises(DataError, match="/x: the images have one class, and a score needs two or more"):
+    with pytest.raises(DataError, match="/x: the training images have one class, and a score needs two or more"):
         context("labels", 1, [0, 0]).dataset("train")
     for label in (3, -1):
-        with pytest.raises(DataError, match=f"/x: labels of the test images must be 0 to 2, got {label}"):
+        with pytest.raises(DataError, match=f"/x: the test images must have labels 0 to 2, and .* has {label}"):
             context("labels", 3, [0, label]).dataset("test")
 
 

@@ -229,7 +229,7 @@ def test_other_images_must_have_the_same_classes(runs: tuple[Path, Path], tuned:
             pictures(tmp_path / "count", "a", "b", "c"),
             "the test images have 3 classes, and checkpoint=.* 2; use images",
         ),
-        (pictures(tmp_path / "one", "down"), "the images have one class, and a score needs two or more"),
+        (pictures(tmp_path / "one", "down"), "the test images have one class, and a score needs two or more"),
     ):
         with pytest.raises(DataError, match=fault):
             validated(tuned, f"data.root={folder}")

@@ -19,12 +19,12 @@ from sklearn.metrics import log_loss, recall_score, top_k_accuracy_score
 from torch import Tensor, nn
 
 from dmjd.config import DataConfig
+from dmjd.data.build import check_labels
 from dmjd.data.dataset import ArrayDataset, OpenImage
 from dmjd.data.folder import ImageFolder
 from dmjd.data.waiting import interrupted_by
 from dmjd.errors import BadImage, DataError, StopRequested, UserError
 from dmjd.evaluate.validation import (
-    check_labels,
     check_same_classes,
     evaluate_classifier,
     main_score,
@@ -197,13 +197,14 @@ def test_images_without_the_classes_of_the_training_are_an_error(image_folder: P
     assert len(validation_dataset(data, train)) == 12
     with pytest.raises(DataError, match="the test images have 2 classes, and the training images 3; use images"):
         validation_dataset(data, images(8, 3))
-    with pytest.raises(DataError, match="needs labels, and the test images have none; put them into class folders"):
-        check_labels(ArrayDataset(np.zeros((1, 4, 4, 1), np.uint8), np.array([-1]), 0, "x"), "test")
-    with pytest.raises(DataError, match="needs two or more classes, and the training images have one"):
+    with pytest.raises(DataError, match=r"^the test images have no labels; put those of each class into a folder"):
+        check_labels(ArrayDataset(np.zeros((1, 4, 4, 1), np.uint8), np.array([-1]), 0, "x"), "the test images")
+    with pytest.raises(DataError, match=r"^the training images have one class, and a score needs two or more"):
         validation_dataset(data, images(8, 1))
-    beyond = ArrayDataset(np.zeros((2, 4, 4, 1), np.uint8), np.array([0, 3]), 3, "x")
-    with pytest.raises(DataError, match=r"x\[1\] has label 3, and labels of 3 classes are 0 to 2"):
-        check_labels(beyond, "test")
+    for label in (3, -1):
+        beyond = ArrayDataset(np.zeros((2, 4, 4, 1), np.uint8), np.array([0, label]), 3, "x")
+        with pytest.raises(DataError, match=rf"^the test images must have labels 0 to 2, and x\[1\] has {label};"):
+            check_labels(beyond, "the test images")
     test = validation_dataset(data, train)
     check_same_classes(test, ["down", "up"], "this run")
     with pytest.raises(DataError, match="class 1 of the test images is 'up', and of this run 'left'; use images of"):

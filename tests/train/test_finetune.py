@@ -340,7 +340,7 @@ BAD = {
     "file without a model": (["{tmp}/w.safetensors"], "add preset=NAME"),
     "a pre-training folder": (["{run}", "run={run}"], "is a run of dmjd pretrain; name another folder"),
     "another width": (["{run}", "backbone.embed_dim=64"], "another encoder than the configuration"),
-    "one class": (["{run}", "data.root={tmp}/one"], "two or more classes"),
+    "one class": (["{run}", "data.root={tmp}/one"], "the training images have one class, and a score needs two"),
     "no labels": (["{run}", "data.root={tmp}/flat"], "no labels|have none"),
     "no test images": (["{run}", "data.root={tmp}/whole"], "data.val_percent=10"),
     "too few classes": (["{run}", "head.num_classes=2", "data.root={tmp}/three"], "head.num_classes=2"),
