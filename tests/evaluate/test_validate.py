@@ -142,7 +142,13 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     def digest(**changed: Any) -> str:
         return str(settings(**changed)["config"])
 
-    same = [{}, {"seed": 7}, {"run": "x"}, {"workers": 5}, {"backbone": replace(config.backbone, embed_dim=48)}]
+    same: list[dict[str, Any]] = [
+        {},
+        {"seed": 7},
+        {"run": "x"},
+        {"workers": 5},
+        {"backbone": replace(config.backbone, embed_dim=48)},
+    ]
     same += [{"data": replace(config.data, root="elsewhere", image_size=[32, 32])}]
     other: list[dict[str, Any]] = [{"ema_decay": 0.9}, {"freeze": 1}, {"batch_size": 24}]
     other += [{"optim": replace(config.optim, clip_grad=9.0)}, {"head": replace(config.head, init_std=0.5)}]

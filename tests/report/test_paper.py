@@ -8,7 +8,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -181,7 +181,8 @@ def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> N
 
 
 def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune: MakeRun) -> None:
-    (verb, *rest, settings), other = finetuned(83.0, 0), finetuned(84.0, 1)
+    other: tuple[Any, ...] = finetuned(84.0, 1)
+    verb, *rest, settings = cast(tuple[Any, ...], finetuned(83.0, 0))
     copied = (verb, *rest, settings | {"run": "copy"})
     early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "init_step": 50})
     one = make_run("a", evaluations=[finetuned(83.0, 0), copied], config=MAE | {"seed": 0})
