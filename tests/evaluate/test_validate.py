@@ -135,14 +135,17 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
 
-    def settings(**changed: Any) -> dict[str, Any]:
-        one = replace(config, init=None, **changed)
-        return dict(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"])
-
     def digest(**changed: Any) -> str:
-        return str(settings(**changed)["config"])
+        one = replace(config, init=None, **changed)
+        return str(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"]["config"])
 
-    same = [{}, {"seed": 7}, {"run": "x"}, {"workers": 5}, {"backbone": replace(config.backbone, embed_dim=48)}]
+    same: list[dict[str, Any]] = [
+        {},
+        {"seed": 7},
+        {"run": "x"},
+        {"workers": 5},
+        {"backbone": replace(config.backbone, embed_dim=48)},
+    ]
     same += [{"data": replace(config.data, root="elsewhere", image_size=[32, 32])}]
     other: list[dict[str, Any]] = [{"ema_decay": 0.9}, {"freeze": 1}, {"batch_size": 24}]
     other += [{"optim": replace(config.optim, clip_grad=9.0)}, {"head": replace(config.head, init_std=0.5)}]

@@ -181,9 +181,9 @@ def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> N
 
 
 def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune: MakeRun) -> None:
-    (verb, *rest, settings), other = finetuned(83.0, 0), finetuned(84.0, 1)
-    copied = (verb, *rest, settings | {"run": "copy"})
-    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "init_step": 50})
+    verb, settings, other = "finetune", FINETUNE | {"seed": 0}, finetuned(84.0, 1)
+    copied = (*finetuned(83.0, 0)[:-1], settings | {"run": "copy"})
+    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "run": "finetune-2", "init_step": 50})
     one = make_run("a", evaluations=[finetuned(83.0, 0), copied], config=MAE | {"seed": 0})
     assert (rows(table(one))[0]["Ft."], table(one).values) == ("83.00", [])
     (one / "evaluations" / "1.json").unlink()
