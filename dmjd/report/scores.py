@@ -147,7 +147,7 @@ def latest_of(run: Run, metric: Metric) -> list[Record]:
 def repeats_of(runs: Sequence[Run], metric: Metric) -> list[tuple[Run, Record]]:
     """:func:`latest_of` all ``runs``, which differ in their seeds only: one record for each combination of the seeds of
     pre-training, run and evaluation, since equal seeds give equal scores."""
-    found: dict[tuple[Any, ...], tuple[Run, Record]] = {}
+    found: dict[tuple[str, ...], tuple[Run, Record]] = {}
     for run in runs:
         seeds = [plain(each.config.get("seed")) for each in (run, run.origin) if each]
         for record in latest_of(run, metric):

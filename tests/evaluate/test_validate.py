@@ -135,12 +135,9 @@ def test_a_record_of_another_seed_or_run_is_another_file(runs: tuple[Path, Path]
     record = json.loads((init / "evaluations" / max(written)).read_text())
     assert (record["weights"], record["top1"], record["best_top1"], record["best_step"]) == ("trained", 50.0, 60.0, 8)
 
-    def settings(**changed: Any) -> dict[str, Any]:
-        one = replace(config, init=None, **changed)
-        return dict(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"])
-
     def digest(**changed: Any) -> str:
-        return str(settings(**changed)["config"])
+        one = replace(config, init=None, **changed)
+        return str(record_finetune(one, RunPaths(tmp_path / "alone"), 16, scores, train, test)["settings"]["config"])
 
     same: list[dict[str, Any]] = [
         {},

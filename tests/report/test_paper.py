@@ -8,7 +8,7 @@ import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -181,10 +181,9 @@ def test_fine_tunings_of_other_settings_are_other_scores(make_run: MakeRun) -> N
 
 
 def test_repeats_with_equal_seeds_are_one_value(make_run: MakeRun, make_finetune: MakeRun) -> None:
-    other: tuple[Any, ...] = finetuned(84.0, 1)
-    verb, *rest, settings = cast(tuple[Any, ...], finetuned(83.0, 0))
-    copied = (verb, *rest, settings | {"run": "copy"})
-    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "init_step": 50})
+    verb, settings, other = "finetune", FINETUNE | {"seed": 0}, finetuned(84.0, 1)
+    copied = (*finetuned(83.0, 0)[:-1], settings | {"run": "copy"})
+    early = (*finetuned(90.0, 2)[:-1], settings | {"seed": 2, "run": "finetune-2", "init_step": 50})
     one = make_run("a", evaluations=[finetuned(83.0, 0), copied], config=MAE | {"seed": 0})
     assert (rows(table(one))[0]["Ft."], table(one).values) == ("83.00", [])
     (one / "evaluations" / "1.json").unlink()
