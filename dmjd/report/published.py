@@ -18,7 +18,7 @@ MARK = "†"
 
 
 class Identity(NamedTuple):
-    """What a row of the paper is about.
+    """Method, backbone and target of a row of the paper.
 
     method: "MAE", "MAE +DM". backbone: "ViT-B"; of sizes without a name "ViT 192 x 12" (width x blocks). target: "RGB".
     """
@@ -95,7 +95,7 @@ _TARGETS = {"pixels": "RGB", "hog": "HOG", "clip": "CLIP", "dvae": "DALL-E", "vq
 
 
 def identity(config: Mapping[str, Any]) -> Identity:
-    """What a run of ``config`` is in the terms of the paper.
+    """Method, backbone and target of a run of ``config`` in the terms of the paper.
 
     ``method=dmjd`` is named after the method that the paper adds its parts to: ConvMAE on ConViT; MAE (pixels) or
     MaskFeat on others.
