@@ -140,7 +140,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_laps_tell_working_from_waiting(clock: Clock) -> None:
+def test_laps_tell_working_from_waiting_and_leave_evaluations_out(clock: Clock) -> None:
     def loader() -> Iterator[int]:
         for item in range(4):
             clock.now += 2.0
@@ -152,12 +152,15 @@ def test_laps_tell_working_from_waiting(clock: Clock) -> None:
     for item in watch.waiting(loader()):
         seen.append(item)
         clock.now += 3.0
+        watch.mark()
         if item == 1:
+            watch.enter("evaluate")
+            clock.now += 100.0
             assert watch.lap() == (10.0, 4.0)
     assert seen == [0, 1, 2, 3]
     assert watch.lap() == (10.0, 4.0)
     assert watch.lap() == (0.0, 0.0)
-    assert watch.elapsed == 70.0
+    assert watch.elapsed == 170.0
 
 
 def test_waiting_passes_a_loaders_error_on(clock: Clock) -> None:
