@@ -16,7 +16,6 @@ The official loader makes float images on the CPU and erases there; here both pe
 from __future__ import annotations
 
 import argparse
-import gc
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from official_step import Official, _modules, measure_steps, report
+from official_step import Official, _modules, compare, measure_steps
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor
@@ -95,6 +94,17 @@ def official_step(folder: Path, case: str, batch: int, compiled: bool) -> Callab
     return step
 
 
+def measure_official(folder: Path, case: str, batch: int, compiled: bool) -> dict[str, Any]:
+    torch.backends.cudnn.benchmark = True
+    measured = measure_steps(official_step(folder, case, batch, compiled), batch)
+    torch.backends.cudnn.benchmark = False
+    return measured
+
+
+def measure_ours(case: str, batch: int, overrides: Iterable[str]) -> dict[str, Any]:
+    return measure_steps(our_step(case, batch, overrides), batch)
+
+
 def our_step(case: str, batch: int, overrides: Iterable[str]) -> Callable[[int], None]:
     arguments = [CASES[case][0], f"batch_size={batch}", "init=null", *overrides]
     step = build_finetune_step(compose("finetune", arguments), CLASSES)
@@ -128,19 +138,13 @@ def main() -> None:
     for case in arguments.cases:
         name, batch = case.split(":")[0], int(case.split(":")[1])
         source = arguments.convmae if name.startswith("convvit") else arguments.mae
-        ways: dict[str, Callable[[], Callable[[int], None]]] = {}
+        ways: dict[str, Callable[[], dict[str, Any]]] = {}
         if source is not None:
-            ways["official"] = partial(official_step, source, name, batch, False)
-            ways["official, compiled"] = partial(official_step, source, name, batch, True)
+            ways["official"] = partial(measure_official, source, name, batch, False)
+            ways["official, compiled"] = partial(measure_official, source, name, batch, True)
         for way in arguments.only or VARIANTS:
-            ways[way] = partial(our_step, name, batch, VARIANTS[way])
-        for way, make in ways.items():
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.backends.cudnn.benchmark = way.startswith("official")
-            rows.append({"case": case, "way": way, **measure_steps(make(), batch)})
-            report(rows, arguments.json)
+            ways[way] = partial(measure_ours, name, batch, VARIANTS[way])
+        compare(case, ways, rows, arguments.json)
 
 
 if __name__ == "__main__":

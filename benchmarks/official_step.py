@@ -20,7 +20,7 @@ import importlib
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from functools import partial
 from itertools import pairwise
@@ -183,12 +183,19 @@ def main() -> None:
         for way in arguments.only or VARIANTS:
             config = compose("pretrain", [CASES[name], f"batch_size={batch}", *VARIANTS[way]])
             ways[way] = partial(measure, config)
-        for way, measured in ways.items():
-            torch._dynamo.reset()
-            gc.collect()
-            torch.cuda.empty_cache()
-            rows.append({"case": case, "way": way, **measured()})
-            report(rows, arguments.json)
+        compare(case, ways, rows, arguments.json)
+
+
+def compare(
+    case: str, ways: Mapping[str, Callable[[], dict[str, Any]]], rows: list[dict[str, Any]], file: Path | None
+) -> None:
+    """Measure the ways of a case one after the other, each without what the one before compiled and allocated."""
+    for way, measured in ways.items():
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        rows.append({"case": case, "way": way, **measured()})
+        report(rows, file)
 
 
 def report(rows: list[dict[str, Any]], file: Path | None) -> None:

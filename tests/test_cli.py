@@ -460,7 +460,7 @@ def misnamed(tmp_path: Path, finished_run: Path) -> Path:
     try:
         shutil.copytree(finished_run, folder)
     except OSError:
-        pytest.skip("this file system takes no such names")
+        pytest.skip("this file system rejects names that are not UTF-8")
     return folder
 
 

@@ -165,7 +165,7 @@ print(loaded, _lib.status()["double_it"])
     ]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a card")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the message is that of a machine without a GPU")
 def test_status_names_the_reason_on_a_machine_without_a_card() -> None:
     reasons = {kernels["CUDA"] for kernels in status().values()}
     assert reasons <= {

@@ -247,7 +247,7 @@ def test_two_processes_train_and_validate_as_one(
     engine: str, tmp_path: Path, tuned: Words, undisturbed: Path, launch_world: Launch
 ) -> None:
     if engine.startswith("zero"):
-        pytest.importorskip("deepspeed")
+        pytest.importorskip("deepspeed", reason="the extra dmjd[scale] is not installed")
     run = tmp_path / "run"
     ranks = launch_world(2, ["finetune", *tuned(run, f"engine={engine}", "engine.grad_accum_steps=2")])
     for rank in ranks:

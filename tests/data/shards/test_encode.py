@@ -302,7 +302,7 @@ def test_an_image_that_lacks_what_its_header_says_is_bad_everywhere(name: str) -
     assert peak < 64 << 20
 
 
-@pytest.mark.skipif(decode.jpeg_decoder() != "dmjd._jpeg", reason="other decoders say nothing of it")
+@pytest.mark.skipif(decode.jpeg_decoder() != "dmjd._jpeg", reason="other decoders do not report it")
 @pytest.mark.parametrize("size", [(72, 64), (64, 72), (64, 640), (640, 64)])
 @pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
 def test_a_jpeg_that_lacks_a_block_is_bad(size: tuple[int, int], options: dict[str, Any]) -> None:
