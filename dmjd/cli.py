@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, FinetuneConfig, FinetunePlanConfig, PlanConfig, PretrainConfig, TrainConfig
+from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.files import at_home
@@ -79,7 +79,9 @@ def _demo(arguments: Sequence[str]) -> None:
 
 def _plan(arguments: Sequence[str]) -> None:
     """Estimate parameters, FLOPs, memory per GPU and GPU hours: dmjd plan [pretrain|finetune] key=value"""
-    config = _as_started(*_of_task("plan", arguments))
+    from dmjd.first_start import first_start
+
+    config = first_start(*_of_task("plan", arguments))
     from dmjd.cluster.plan import Plan
     from dmjd.cluster.plan_page import page
 
@@ -445,42 +447,10 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
 
 def _resolved(command: str, arguments: Sequence[str]) -> str:
     from dmjd.compose import to_yaml
+    from dmjd.first_start import first_start
 
     command, arguments = _of_task(command, arguments)
     if command not in SCHEMAS:
         configured = ", ".join(name for name in SCHEMAS if name in _names())
         raise ConfigError(f"dmjd {command} has no configuration; --cfg works with {configured}")
-    return to_yaml(_as_started(command, arguments))
-
-
-def _as_started(command: str, arguments: Sequence[str]) -> Any:
-    """The configuration of ``command`` with the values that its first start takes from ``init`` and from its recipe."""
-    from dmjd.compose import compose, with_first_key
-
-    config = compose(command, with_first_key(command, arguments))
-    if isinstance(config, FinetuneConfig) and config.init is not None:
-        from dmjd.runs.checkpoint import weights_at
-        from dmjd.train.finetuning import with_init
-
-        config = with_init(config, weights_at(config.init, "init"))
-    return _with_recipe(config)
-
-
-def _with_recipe(config: Any) -> Any:
-    """``config`` as its first start resolves it: with the values of its recipe, which follow the images of
-    ``data.root``. The batch of a plan is not limited by memory, which the plan itself reports."""
-    if not isinstance(config, TrainConfig) or config.recipe == "none":
-        return config
-    if config.data.root is None:
-        message = "recipe=%s sets keys at the first start, from the images; give data.root=FOLDER for these values"
-        logging.getLogger("dmjd").info(message, config.recipe)
-        return config
-    import torch
-
-    from dmjd.builders.recipe import apply_recipe
-
-    if isinstance(config, (PlanConfig, FinetunePlanConfig)):
-        return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
-    here = torch.cuda.is_available()
-    name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"
-    return apply_recipe(config, torch.device(name), fit_memory=here)
+    return to_yaml(first_start(command, arguments))
