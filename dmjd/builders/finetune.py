@@ -142,7 +142,9 @@ def build_finetune_step(
     return FinetuneStep(
         config=config,
         engine=engine,
-        prepare=_preparation(config, outputs, objective),
+        prepare=_preparation(
+            config, outputs, objective, config.engine.compile != "none" and engine.device.type == "cuda"
+        ),
         ema=ema,
         parameters=(parameters[0], parameters[1]),
         began_from=began_from,
@@ -182,10 +184,12 @@ def _objective(config: FinetuneConfig, classes: int) -> Classification:
     return objective
 
 
-def _preparation(config: FinetuneConfig, classes: int, objective: Classification) -> ClassifierPreparation:
+def _preparation(
+    config: FinetuneConfig, classes: int, objective: Classification, compiled: bool
+) -> ClassifierPreparation:
     encoder = objective.model.encoder
     return ClassifierPreparation(
-        Mixing(config.augment, config.data, classes, config.seed),
+        Mixing(config.augment, config.data, classes, config.seed, compiled),
         config.seed,
         len(encoder.blocks),
         config.backbone.drop_path,

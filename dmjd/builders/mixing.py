@@ -7,6 +7,7 @@ domains of masks, which fine-tuning does not draw: ``MASK`` for mixing, ``RECTAN
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dmjd.builders.augment import flip_by_coin, jitter_colours
+from dmjd.builders.preparation import one_graph
 from dmjd.config import AugmentConfig, DataConfig, FinetuneConfig
 from dmjd.data.augment import check_policy
 from dmjd.data.batch import Batch
@@ -68,6 +70,8 @@ class Mixing:
     data: DataConfig
     num_classes: int
     seed: int
+    compiled: bool = False
+    """Whether images are one graph of torch.compile; in eager mode they take about thirty passes over memory."""
 
     def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Images and targets of ``batch``, whose labels are in ``range(num_classes)``.
@@ -75,18 +79,27 @@ class Mixing:
         Returns:
             float32 ``[B, C, H, W]``, and float32 ``[B, num_classes]``, whose rows have the sum 1.
         """
-        augment, data, ids = self.augment, self.data, batch.sample_ids
-        key = make_key(self.seed, epoch)
-        crops = flip_by_coin(batch.images, ids, key) if data.flip else batch.images
-        if data.jitter:
-            crops = jitter_colours(crops, ids, key, data.jitter)
-        images = normalise(crops, data.mean, data.std)
-        if augment.erase_prob:
-            images = erase(images, ids, key, augment.erase_prob, augment.erase_count)
+        augment, ids, key = self.augment, batch.sample_ids, make_key(self.seed, epoch)
         targets = smoothed(batch.labels, self.num_classes, augment.smoothing)
+        shares = None
         if augment.mixup or augment.cutmix:
-            return mix_pairs(images, targets, ids, key, augment)
-        return images, targets
+            shares, share = draw_shares(ids, key, augment, batch.images.shape[1:3])
+            targets = _blend(targets, share[:, None, None])
+        images = one_graph(_images) if self.compiled else _images
+        return images(self, batch.images, ids, key, shares), targets
+
+
+def _images(mixing: Mixing, crops: Tensor, sample_ids: Tensor, key: Tensor, shares: Tensor | None) -> Tensor:
+    """The images of ``mixing``, with ``shares`` of :func:`draw_shares`."""
+    augment, data = mixing.augment, mixing.data
+    if data.flip:
+        crops = flip_by_coin(crops, sample_ids, key)
+    if data.jitter:
+        crops = jitter_colours(crops, sample_ids, key, data.jitter)
+    images = normalise(crops, data.mean, data.std)
+    if augment.erase_prob:
+        images = erase(images, sample_ids, key, augment.erase_prob, augment.erase_count)
+    return images if shares is None else _blend(images, shares[:, None, None])
 
 
 def smoothed(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
@@ -147,19 +160,14 @@ def box_mask(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, size: tup
     return inside_rows[..., :, None] & inside_columns[..., None, :]
 
 
-def mix_pairs(
-    images: Tensor, targets: Tensor, sample_ids: Tensor, key: Tensor, augment: AugmentConfig
-) -> tuple[Tensor, Tensor]:
-    """Mix each image with the other of its pair: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), as in timm.
-
-    Args:
-        images: float ``[B, C, H, W]``, B even.
-        targets: float ``[B, classes]``.
+def draw_shares(sample_ids: Tensor, key: Tensor, augment: AugmentConfig, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Draw mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019) of each pair, as in timm.
 
     Returns:
-        New tensors of the same shapes.
+        The share of its own pixels that an image of ``size`` (H, W) keeps, the other's being the rest, float32
+        ``[B / 2, H, W]``; and of its own target, float32 ``[B / 2]``.
     """
-    height, width = images.shape[-2:]
+    height, width = size
     uniform = keyed_uniform(sample_ids[::2], 5, key=key, domain=Domain.MASK)
     mixed, switch, chance, u_row, u_column = uniform.unbind(1)
     lam, cut = _draw_lambda(augment, chance, switch)
@@ -169,8 +177,7 @@ def mix_pairs(
     left, right = _span(u_column, ratio, width)
     lam = torch.where(cut, 1 - (bottom - top) * (right - left) / (height * width), lam)
     outside = ~box_mask(top, bottom, left, right, (height, width))
-    own = torch.where(cut[:, None, None], outside.to(lam.dtype), lam[:, None, None]).to(images.dtype)
-    return _blend(images, own[:, None, None]), _blend(targets, lam.to(targets.dtype)[:, None, None])
+    return torch.where(cut[:, None, None], outside.to(lam.dtype), lam[:, None, None]).float(), lam.float()
 
 
 def _blend(values: Tensor, own: Tensor) -> Tensor:

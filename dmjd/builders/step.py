@@ -27,7 +27,7 @@ from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import Engine, StepResult
 from dmjd.parallel.world import World, alone
-from dmjd.targets import TeacherTarget, Tokenizer
+from dmjd.targets import TARGETS, TeacherTarget, Tokenizer
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -133,7 +133,8 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay, ENCODER)
     if ema is not None and isinstance(tokenizer, TeacherTarget):
         tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-    prepare = _preparation(config, tokenizer, len(encoder.blocks))
+    compiled = config.engine.compile != "none" and engine.device.type == "cuda"
+    prepare = _preparation(config, tokenizer, len(encoder.blocks), compiled)
     return Step(config, engine, prepare, ema, (parameters[0], parameters[1]), began_from)
 
 
@@ -160,7 +161,7 @@ def flops_per_image(config: PretrainConfig) -> int:
         return count_flops(objective, prepared.inputs)
 
 
-def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Preparation:
+def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int, compiled: bool = False) -> Preparation:
     grid, data = token_grid(config), config.data
     return Preparation(
         build_mask_spec(config.mask, grid),
@@ -173,6 +174,8 @@ def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Pr
         depth=depth,
         drop_path=config.backbone.drop_path,
         jitter=data.jitter,
+        compiled=compiled,
+        compiled_target=compiled and TARGETS[config.target.name].one_graph,
     )
 
 

@@ -57,6 +57,7 @@ class TargetSpec:
     second_size: whether it may read the crop at ``data.second_size``; others read the student's crop.
     input_patch: pixels of its input per token side, where that is known without its weights.
     dim: :attr:`Tokenizer.dim` without weights; None if ``build`` reads none.
+    one_graph: whether torch.compile makes one graph of the tokenizer; networks are left as they are.
     average: whether it computes with the run's own average of the encoder (``ema_decay``).
     parameters: of the frozen network that it keeps on the GPU, without reading them; 0 for none.
     """
@@ -68,6 +69,7 @@ class TargetSpec:
     second_size: bool = False
     input_patch: int | None = None
     dim: Callable[[PretrainConfig], int] | None = None
+    one_graph: bool = False
     average: bool = False
     parameters: Callable[[PretrainConfig], int] = lambda config: 0
 
