@@ -17,7 +17,7 @@ from dmjd.builders.layer_decay import Group, group_table, set_layers
 from dmjd.builders.mixing import Mixing, check_augment
 from dmjd.builders.model import build_classification, materialised
 from dmjd.builders.preparation import draw_branch_scales, draw_dropout
-from dmjd.builders.step import TrainStep
+from dmjd.builders.step import TrainStep, compiles
 from dmjd.builders.weights import load_classifier
 from dmjd.config import FinetuneConfig, check_batch
 from dmjd.data.batch import Batch
@@ -142,9 +142,7 @@ def build_finetune_step(
     return FinetuneStep(
         config=config,
         engine=engine,
-        prepare=_preparation(
-            config, outputs, objective, config.engine.compile != "none" and engine.device.type == "cuda"
-        ),
+        prepare=_preparation(config, outputs, objective, compiles(config.engine, engine.device)),
         ema=ema,
         parameters=(parameters[0], parameters[1]),
         began_from=began_from,

@@ -87,7 +87,8 @@ class Preparation:
 @cache
 def one_graph(function: _Function) -> _Function:
     """``function`` under torch.compile, as one graph per shape of its tensors."""
-    return torch.compile(function, fullgraph=True, dynamic=False)
+    compiled: _Function = torch.compile(function, fullgraph=True, dynamic=False)  # type: ignore[assignment]
+    return compiled
 
 
 def _augmented(

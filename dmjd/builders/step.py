@@ -19,7 +19,7 @@ from dmjd.builders.data import image_size
 from dmjd.builders.model import materialised
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
-from dmjd.config import PretrainConfig, TrainConfig, check_batch
+from dmjd.config import EngineConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
@@ -133,9 +133,13 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay, ENCODER)
     if ema is not None and isinstance(tokenizer, TeacherTarget):
         tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-    compiled = config.engine.compile != "none" and engine.device.type == "cuda"
-    prepare = _preparation(config, tokenizer, len(encoder.blocks), compiled)
+    prepare = _preparation(config, tokenizer, len(encoder.blocks), compiles(config.engine, engine.device))
     return Step(config, engine, prepare, ema, (parameters[0], parameters[1]), began_from)
+
+
+def compiles(engine: EngineConfig, device: torch.device) -> bool:
+    """Whether to compile what a step computes besides the model: on the CPU compilation takes longer than it saves."""
+    return engine.compile != "none" and device.type == "cuda"
 
 
 def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
@@ -162,7 +166,10 @@ def flops_per_image(config: PretrainConfig) -> int:
 
 
 def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int, compiled: bool = False) -> Preparation:
-    grid, data = token_grid(config), config.data
+    grid, data, target = token_grid(config), config.data, TARGETS[config.target.name]
+    if compiled and target.blocks is not None:
+        for block in target.blocks(tokenizer):
+            block.forward = torch.compile(block.forward, dynamic=False)  # the forward: a teacher's hooks stay outside
     return Preparation(
         build_mask_spec(config.mask, grid),
         grid,
@@ -175,7 +182,7 @@ def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int, compi
         drop_path=config.backbone.drop_path,
         jitter=data.jitter,
         compiled=compiled,
-        compiled_target=compiled and TARGETS[config.target.name].one_graph,
+        compiled_target=compiled and target.one_graph,
     )
 
 
