@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import timing
 import torch
@@ -35,14 +35,14 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("ConvViT stage 1", 256, 76 * 16, 256),
-    Case("ConvViT stage 2", 256, 76 * 4, 384),
     Case("ConvViT stage 3", 256, 76, 768),
     Case("decoder", 256, 196, 512),
     Case("MAE encoder", 256, 50, 768),
-    Case("ViT-L encoder", 256, 50, 1024),
     Case("fine-tuning", 256, 197, 768, "rows"),
+    Case("ConvViT stage 1", 256, 76 * 16, 256),
+    Case("ConvViT stage 2", 256, 76 * 4, 384),
     Case("BEiT", 128, 197, 768, "channels"),
+    Case("ViT-L encoder", 256, 50, 1024),
 )
 
 Inputs = tuple[Tensor, ...]
@@ -60,15 +60,6 @@ def scaled(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, scale: Tenso
 
 def with_bias(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     return plain(x, branch + last.to(branch.dtype), weight, bias)
-
-
-# Options of inductor that choose between kernels of a LayerNorm's gradient.
-COMPILERS: dict[str, dict[str, Any]] = {
-    "torch.compile": {},
-    "mix_order_reduction on": {"triton.mix_order_reduction": True},
-    "mix_order_reduction off": {"triton.mix_order_reduction": False},
-    "coordinate descent": {"coordinate_descent_tuning": True},
-}
 
 
 def measure(case: Case, bytes_per_us: float, table: timing.Table) -> None:
@@ -111,13 +102,10 @@ def measure(case: Case, bytes_per_us: float, table: timing.Table) -> None:
     more = (scale,) if scaling else ()
     function = scaled if scaling else plain
     time("eager", function, *more)
-    for way, options in COMPILERS.items():
-        torch._dynamo.reset()
-        time(way, torch.compile(function, dynamic=False, options=options), *more)
+    torch._dynamo.reset()
+    time("torch.compile", torch.compile(function, dynamic=False), *more)
     if not scaling:
-        for way in ("torch.compile", "mix_order_reduction on"):
-            torch._dynamo.reset()
-            time(f"{way}, bias", torch.compile(with_bias, dynamic=False, options=COMPILERS[way]), last)
+        time("torch.compile, bias", torch.compile(with_bias, dynamic=False), last)
 
 
 def main() -> None:
@@ -132,7 +120,7 @@ def main() -> None:
     for case in CASES:
         measure(case, bytes_per_us, table)
         torch.cuda.empty_cache()
-    table.save(options.json)
+        table.save(options.json)
 
 
 if __name__ == "__main__":

@@ -23,17 +23,18 @@ WARMUP, STEPS = 5, 4
 
 # The first that a kernel's name matches.
 KINDS = {
-    "attention": r"attention|flash|fmha|softmax|short_",
+    "matrix products": r"^(nvjet|sm\d+_xmma_gemm|triton_tem)|^(?!.*cudnn).*(cutlass|gemm|splitK)",
+    "LayerNorm with residuals (torch.compile)": r"^triton.*layer_norm",
+    "GELU (torch.compile)": r"^triton.*(gelu|erf)",
+    "other reductions (torch.compile)": r"^triton_(red|per)",
+    "copies and other pointwise (torch.compile)": r"^triton",
+    "products with GELU": r"gelu_hidden",
+    "attention": r"attention|flash|fmha|sdpa|softmax",
+    "convolutions": r"cudnn",
     "masked convolution": r"depthwise",
     "HOG": r"\bhog",
     "gathers, scatters, masks": r"copy_rows|scatter_|gather_|add_parts|masks|philox",
     "optimizer": r"multi_tensor|adam|foreach",
-    "products with GELU": r"gelu_hidden|gelu_forward|gelu_backward|_hidden_kernel",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|triton_\w*mm",
-    "GELU (torch.compile)": r"triton.*(gelu|erf)",
-    "LayerNorm with residuals (torch.compile)": r"triton.*layer_norm",
-    "other reductions (torch.compile)": r"triton_(red|per)",
-    "copies and other pointwise (torch.compile)": r"triton_poi",
     "eager kernels of torch": r"at::native",
     "memory copies and sets": r"[Mm]em(cpy|set)",
 }
