@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from dmjd.models.attention import ShortBeitAttention, ShortBlock
 from dmjd.models.masked_image_model import Encoder, token_grid
+from dmjd.models.mlp import Gelu
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
@@ -42,7 +43,7 @@ class BeitBlock(beit.Block):
     """timm's block of BEiT (queries and values have a bias, keys have none; layer scale), scaled likewise."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{"act_layer": Gelu, **options})
         self.attn.__class__ = ShortBeitAttention  # timm's block takes no class; the parameters are drawn already
 
     def forward(self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None) -> Tensor:
