@@ -67,7 +67,7 @@ def main() -> None:
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             kernels[event.name].append(event.time_range.elapsed_us())
     kinds: dict[str, float] = defaultdict(float)
     for name, times in kernels.items():

@@ -50,7 +50,7 @@ def gelu(x: Tensor) -> Tensor:
     inductor's kernels of ``F.gelu`` are bound by the instructions of erf, not by memory.
     """
     if torch.compiler.is_compiling() and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
-        compiled: Tensor = ShortGelu.apply(x)  # type: ignore[no-untyped-call]
+        compiled: Tensor = ShortGelu.apply(x)
         return compiled
     return F.gelu(x)
 
