@@ -51,7 +51,8 @@ class Samples:
 
 def predict(objective: Trainable, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
     """Predict every token of the first images of ``batch``, which is on the device; of codes, the most likely one."""
-    prepared = prepare(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
+    eager = replace(prepare, compiled=False, compiled_target=False)  # no compilation for a few images
+    prepared = eager(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
     views, targets = prepared.masked_views.views, prepared.targets
     tokens = targets.shape[1]
     everywhere = torch.arange(tokens, device=targets.device).expand(*views.mask.shape[:2], tokens)
