@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from dmjd.ops.images import normalise
 
 AREA, ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 """Random erasing: area of all rectangles of an image, as a fraction; height / width; attempts to fit one."""
+
+_RECTANGLE = cast(Domain, int(Domain.RECTANGLE))
+"""A plain integer, as in :mod:`dmjd.builders.augment`."""
 
 _NOISE = 1
 """Lane of ``Domain.RECTANGLE`` for the noise; lane 0 draws the rectangles."""
@@ -122,7 +125,7 @@ def erase(images: Tensor, sample_ids: Tensor, key: Tensor, prob: float, count: i
         A new tensor.
     """
     height, width = images.shape[-2:]
-    uniform = keyed_uniform(sample_ids, 2 + count * (2 * ATTEMPTS + 2), key=key, domain=Domain.RECTANGLE)
+    uniform = keyed_uniform(sample_ids, 2 + count * (2 * ATTEMPTS + 2), key=key, domain=_RECTANGLE)
     number = 1 + (uniform[:, 1] * count).floor()
     place = uniform[:, 2:].unflatten(1, (count, 2 * ATTEMPTS + 2))
     share, shape, corner = place.split((ATTEMPTS, ATTEMPTS, 2), dim=2)
@@ -145,7 +148,7 @@ def pixel_noise(sample_ids: Tensor, key: Tensor, like: Tensor) -> Tensor:
     count = math.prod(like.shape[1:])
     halves = []
     for part in sample_ids.split(_NOISE_IMAGES):
-        bits = keyed_bits(part, -(-count // 2), key=key, domain=Domain.RECTANGLE, lane=_NOISE)
+        bits = keyed_bits(part, -(-count // 2), key=key, domain=_RECTANGLE, lane=_NOISE)
         first, second = (((half.float() + 0.5) / 65536) for half in (bits >> 16, bits & 0xFFFF))
         radius, angle = (-2 * first.log()).sqrt(), math.tau * second
         halves.append(torch.cat((radius * angle.cos(), radius * angle.sin()), dim=1)[:, :count])
