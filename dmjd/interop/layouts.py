@@ -59,6 +59,8 @@ class Layout:
         a ViT with relative position biases or layer scales, which is another class there.
     after_reading, before_writing: changes of shapes and places, on the state in its own names.
     head: whether the head of our weights belongs to this layout, apart from the decoder in front of it.
+    other_networks: a pattern of names of networks that train beside the encoder and have no place among our names, such
+        as CAE's regressor; they are left out.
     """
 
     name: str
@@ -68,10 +70,15 @@ class Layout:
     after_reading: Hook = _as_is
     before_writing: Hook = _as_is
     head: Callable[[State], bool] = lambda weights: True
+    other_networks: re.Pattern[str] | None = None
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
+
+    def left_out(self, state: State) -> list[str]:
+        """Names in ``state`` of :attr:`other_networks`."""
+        return [name for name in state if self.other_networks is not None and self.other_networks.match(name)]
 
     def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -89,6 +96,7 @@ class Layout:
                 unknown.append(name)
             else:
                 weights[ours] = value
+        _check_stem(unknown)
         absent = [self.names.theirs(name) or name for name in missing(weights)]
         faults = []
         if unknown and not drop_unknown:
@@ -142,7 +150,8 @@ class Layout:
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
-        weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
+        others = set(self.left_out(state))
+        weights = {name: value for name, value in state.items() if name not in others and not _BUFFERS.search(name)}
         return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
 
 
@@ -174,6 +183,7 @@ _FEATURES_DEPEND = re.compile(
     r"(^|\.)(blocks?\d?|layers?|resblocks|stages?)\.\d|"
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
+_STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
 _BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
 
 
@@ -183,6 +193,15 @@ def _advice(unknown: Sequence[str], argument: str) -> str:
     if needed:
         return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
     return f"{argument} leaves them out"
+
+
+def _check_stem(unknown: Sequence[str]) -> None:
+    stem = next(filter(_STEM.search, unknown), None)
+    if stem is not None:
+        raise CheckpointError(
+            f"it embeds patches by several convolutions ({stem}), as MoCo v3's vit_conv_small and vit_conv_base and XCiT "
+            "do, and the encoders of dmjd by one; use the model's own code"
+        )
 
 
 def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
@@ -323,6 +342,32 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
+_PROJECTION = re.compile(r"(base_encoder\.)?head\.\d+\.|predictor\.")
+"""MoCo v3's projection and prediction networks."""
+
+
+def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_encoder."): value for name, value in state.items()}
+
+
+def _to_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prefix that its main_lincls.py and convert_to_deit.py expect."""
+    return {f"module.base_encoder.{name}": value for name, value in state.items()}
+
+
+def _from_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A student's mask token ``[1, D]`` as ``[1, 1, D]``."""
+    return {name: value[None] if name == _IBOT_MASK and value.ndim == 2 else value for name, value in state.items()}
+
+
+def _to_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] if name == _IBOT_MASK else value for name, value in state.items()}
+
+
+_IBOT_MASK = "masked_embed"
+_PLAIN_VIT = [name for name in VIT if "mask_token" not in name and "fc_norm" not in name]
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -342,6 +387,22 @@ LAYOUTS = {
             "beit",
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
+        ),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None),
+        Layout(
+            "ibot",
+            _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
+            container="state_dict",
+            after_reading=_from_ibot,
+            before_writing=_to_ibot,
+        ),
+        Layout(
+            "mocov3",
+            _renamed(_PLAIN_VIT, _TOP),
+            container="state_dict",
+            after_reading=_from_mocov3,
+            before_writing=_to_mocov3,
+            other_networks=_PROJECTION,
         ),
         Layout(
             "maskfeat",
@@ -397,6 +458,7 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     if fitting:
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
+    _check_stem(unknown[nearest])
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
