@@ -199,7 +199,7 @@ def _check_stem(unknown: Sequence[str]) -> None:
     stem = next(filter(_STEM.search, unknown), None)
     if stem is not None:
         raise CheckpointError(
-            f"it embeds patches by several convolutions ({stem}), as MoCo v3's vit_conv_small and vit_conv_base and XCiT "
+            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and vit_conv_base "
             "do, and the encoders of dmjd by one; use the model's own code"
         )
 
