@@ -211,7 +211,7 @@ def _read(path: Path, average: bool = False) -> _File:
         hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
         raise CheckpointError(f"{path}: {error}{hint}") from error
     description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
-    if beside:
+    if beside := [*beside, *layout.left_out(state)]:
         description += f", without {summary(beside)}"
     try:
         return _File(description, layout.read(state), grid_noted(path))
