@@ -99,18 +99,8 @@ class ConsolidateConfig:
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
 _LAYOUTS = (
-    "timm",
-    "ours",
-    "mae",
-    "convmae",
-    "dmjd",
-    "simmim",
-    "beit",
-    "dino",
-    "ibot",
-    "mocov3",
-    "maskfeat",
-    "mmpretrain",
+    *("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain"),
+    *("cae", "dino", "ibot", "mocov3"),
 )
 
 

@@ -109,13 +109,14 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
         return _model_in(path, average), LAYOUTS["ours"], grid
     held, grid = read_state(path, average), grid or grid_noted(path)
     state, beside = peel(held.tensors)
-    if beside:
+    chosen = None if config.source == "auto" else LAYOUTS[config.source]
+    layout, fitting = (chosen, [chosen.name]) if chosen else detect(state)
+    if beside := [*beside, *layout.left_out(state)]:
         logger.info("%s: not of the encoder, and left out: %s", path, summary(beside))
-    if config.source != "auto":
+    if chosen:
         if held.note:
             logger.info("%s%s", path, held.note)
-        return state, LAYOUTS[config.source], grid
-    layout, fitting = detect(state)
+        return state, layout, grid
     same = f"; {', '.join(fitting[1:])} would give the same weights" if len(fitting) > 1 else ""
     logger.info("%s%s: layout %s, detected from all of its %d names%s", path, held.note, layout.name, len(state), same)
     return state, layout, grid

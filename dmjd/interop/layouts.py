@@ -77,8 +77,10 @@ class Layout:
         return [name for name in self._prepared(state) if self._ours(name) is None]
 
     def left_out(self, state: State) -> list[str]:
-        """Names in ``state`` of :attr:`other_networks`."""
-        return [name for name in state if self.other_networks is not None and self.other_networks.match(name)]
+        """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
+        found = [self.other_networks.match(name) for name in state] if self.other_networks else []
+        starts = [match[0] for match in found if match]
+        return [f"{start}*" if start.endswith(".") else start for start in dict.fromkeys(starts)]
 
     def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -150,8 +152,9 @@ class Layout:
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
-        others = set(self.left_out(state))
-        weights = {name: value for name, value in state.items() if name not in others and not _BUFFERS.search(name)}
+        others = self.other_networks
+        state = state if others is None else {name: value for name, value in state.items() if not others.match(name)}
+        weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
         return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
 
 
@@ -199,8 +202,8 @@ def _check_stem(unknown: Sequence[str]) -> None:
     stem = next(filter(_STEM.search, unknown), None)
     if stem is not None:
         raise CheckpointError(
-            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and vit_conv_base "
-            "do, and the encoders of dmjd by one; use the model's own code"
+            f"it embeds patches by several convolutions ({stem}), as XCiT and vit_conv_small and vit_conv_base of MoCo v3, "
+            "and the encoders of dmjd by one; use the model's own code"
         )
 
 
@@ -342,7 +345,7 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
-_PROJECTION = re.compile(r"(base_encoder\.)?head\.\d+\.|predictor\.")
+_PROJECTION = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
 """MoCo v3's projection and prediction networks."""
 
 
@@ -366,6 +369,14 @@ def _to_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 _IBOT_MASK = "masked_embed"
 _PLAIN_VIT = [name for name in VIT if "mask_token" not in name and "fc_norm" not in name]
+
+
+_OF_CAE = re.compile(
+    r"mask_token$|(pretext_neck|encoder_to_decoder(_norm)?|teacher)\.|"  # lxtGH/CAE
+    r"rd_pos_embed$|(regresser|encoder_to_regresser(_norm)?|alignment_encoder)\.|"  # Atten4Vis/CAE
+    r"decoder\.(?=(decoder_blocks|norm|head)\.)"
+)
+"""Networks of CAE's pre-training: regressor, decoder, and the encoder that sees the masked patches."""
 
 
 LAYOUTS = {
@@ -403,6 +414,12 @@ LAYOUTS = {
             after_reading=_from_mocov3,
             before_writing=_to_mocov3,
             other_networks=_PROJECTION,
+        ),
+        Layout(
+            "cae",
+            Names({name: name for name in [*VIT, *BEIT] if "mask_token" not in name and "fc_norm" not in name}),
+            qv_bias="always",
+            other_networks=_OF_CAE,
         ),
         Layout(
             "maskfeat",
