@@ -202,8 +202,8 @@ def _check_stem(unknown: Sequence[str]) -> None:
     stem = next(filter(_STEM.search, unknown), None)
     if stem is not None:
         raise CheckpointError(
-            f"it embeds patches by several convolutions ({stem}), as XCiT and vit_conv_small and vit_conv_base of MoCo v3, "
-            "and the encoders of dmjd by one; use the model's own code"
+            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and "
+            "vit_conv_base, and the encoders of dmjd by one; use the model's own code"
         )
 
 
