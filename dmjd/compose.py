@@ -90,7 +90,8 @@ def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
     """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
     names, options = dict[str, str](), groups_of(command)
-    for text in overrides:
+    known = {*fields_of(command), *options}
+    for text in (part for override in overrides for part in _unpacked(override, known)):
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
         if equals:
