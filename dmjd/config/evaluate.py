@@ -109,7 +109,7 @@ class ConsolidateConfig:
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
-_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
+_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "cae", "maskfeat", "mmpretrain")
 
 
 @dataclass

@@ -189,19 +189,16 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
     rows = weights.get(POSITIONS)
     prefix = int("encoder.cls_token" in weights)
     scaled = "encoder.blocks.0.gamma_1" in weights
-    positions = "sincos"
     if table is not None:
         grid = grid or grid_of_bias_table(table)
     elif rows is not None and rows.ndim == 3:
-        found = [grid] if grid else grids_of(rows.shape[1], prefix, None)
-        grid = found[0] if found else None
-        fixed = grid is not None and rows.shape[1] in (math.prod(grid), math.prod(grid) + 1) and _fixed(rows, grid)
-        positions = "sincos" if fixed else "learned"
+        grid = grid or next(iter(grids_of(rows.shape[1], prefix, None)), None)
+    kinds = ["learned"] * (rows is not None and not _is_fixed(rows, grid)) + ["relative"] * (table is not None)
     heads = noted.num_heads
     if heads is None and table is not None:
         heads = table.shape[1]
     if heads is None:
-        heads = (_HEADS_OF_MOCO if rows is not None and grid is not None and _of_moco(rows, grid) else HEADS).get(width)
+        heads = (_HEADS_OF_MOCO if rows is not None and _is_of_moco(rows, grid) else HEADS).get(width)
     backbone: dict[str, Any] = {
         "name": "vit",
         "patch_size": patch,
@@ -211,7 +208,7 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
         "mlp_ratio": _mlp_ratio(weights, "encoder.blocks.0"),
         "class_token": bool(prefix),
         "masked_tokens": "mask_token" if table is not None or "encoder.mask_token" in weights else "drop",
-        "positions": "relative" if table is not None else positions,
+        "positions": "_".join(kinds) or "sincos",
         "block": "beit" if table is not None or scaled or has_qv_bias else "plain",
     }
     if table is not None:
@@ -303,13 +300,16 @@ def _mlp_ratio(weights: Mapping[str, Tensor], block: str) -> float:
     return ratio if int(width * ratio) == hidden else math.nextafter(ratio, math.inf)
 
 
-def _fixed(rows: Tensor, grid: Grid) -> bool:
+def _is_fixed(rows: Tensor, grid: Grid | None) -> bool:
+    """Whether positions are sine-cosine ones of ``grid``."""
+    if rows.ndim != 3 or grid is None or rows.shape[1] - math.prod(grid) not in (0, 1):
+        return False
     return is_fixed(rows, grid, rows.shape[1] - math.prod(grid))
 
 
-def _of_moco(rows: Tensor, grid: Grid) -> bool:
-    """Whether positions are MoCo v3's: fixed, with the row in the first half of the channels."""
-    return rows.ndim == 3 and rows.shape[1] >= math.prod(grid) and _fixed(rows.roll(rows.shape[2] // 2, 2), grid)
+def _is_of_moco(rows: Tensor, grid: Grid | None) -> bool:
+    """Whether positions are MoCo v3's: sine-cosine ones with the row in the first half of the channels."""
+    return _is_fixed(rows.roll(rows.shape[-1] // 2, -1), grid)
 
 
 def _typed(value: Any) -> str:

@@ -59,6 +59,8 @@ class Layout:
         a ViT with relative position biases or layer scales, which is another class there.
     after_reading, before_writing: changes of shapes and places, on the state in its own names.
     head: whether the head of our weights belongs to this layout, apart from the decoder in front of it.
+    other_networks: a pattern of names of networks that train beside the encoder and have no place among our names, such
+        as CAE's regressor; they are left out.
     """
 
     name: str
@@ -68,10 +70,17 @@ class Layout:
     after_reading: Hook = _as_is
     before_writing: Hook = _as_is
     head: Callable[[State], bool] = lambda weights: True
+    other_networks: re.Pattern[str] | None = None
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
+
+    def left_out(self, state: State) -> list[str]:
+        """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
+        found = [self.other_networks.match(name) for name in state] if self.other_networks else []
+        starts = [match[0] for match in found if match]
+        return [f"{start}*" if start.endswith(".") else start for start in dict.fromkeys(starts)]
 
     def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -142,6 +151,8 @@ class Layout:
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
+        others = self.other_networks
+        state = state if others is None else {name: value for name, value in state.items() if not others.match(name)}
         weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
         return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
 
@@ -323,6 +334,14 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
+_OF_CAE = re.compile(
+    r"mask_token$|(pretext_neck|encoder_to_decoder(_norm)?|teacher)\.|"  # lxtGH/CAE
+    r"rd_pos_embed$|(regresser|encoder_to_regresser(_norm)?|alignment_encoder)\.|"  # Atten4Vis/CAE
+    r"decoder\.(?=(decoder_blocks|norm|head)\.)"
+)
+"""Networks of CAE's pre-training: regressor, decoder, and the encoder that sees the masked patches."""
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -342,6 +361,12 @@ LAYOUTS = {
             "beit",
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
+        ),
+        Layout(
+            "cae",
+            Names({name: name for name in [*VIT, *BEIT] if "mask_token" not in name and "fc_norm" not in name}),
+            qv_bias="always",
+            other_networks=_OF_CAE,
         ),
         Layout(
             "maskfeat",

@@ -56,7 +56,7 @@ def read_weights(
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
-    if beside:
+    if beside := [*beside, *layout.left_out(state)]:
         description += f", without {summary(beside)}"
     try:
         found = layout.read(state, drop_unknown=drop_unknown, keep_nonfinite=keep_nonfinite)
