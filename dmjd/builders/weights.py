@@ -253,7 +253,9 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
     try:
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
-        weights = with_positions(weights, {POSITIONS} & own.keys(), file.grid, encoder.grid, "this model")
+        # Fixed positions of a file are left out only for a model that computes them.
+        stored = {POSITIONS} & (own.keys() if encoder.positions is not None else own.keys() | weights.keys())
+        weights = with_positions(weights, stored, file.grid, encoder.grid, "this model")
         kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
         weights = with_bias_tables(weights, kind, file.grid, encoder.grid, geometric=geometric)
         weights = with_window_tables(weights, own)

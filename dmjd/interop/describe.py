@@ -193,7 +193,9 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
         grid = grid or grid_of_bias_table(table)
     elif rows is not None and rows.ndim == 3:
         grid = grid or next(iter(grids_of(rows.shape[1], prefix, None)), None)
-    kinds = ["learned"] * (rows is not None and not _is_fixed(rows, grid)) + ["relative"] * (table is not None)
+    kinds = ["relative"] * (table is not None)
+    if rows is not None and (kinds or not _is_fixed(rows, grid)):  # fixed ones have no name beside relative ones
+        kinds.insert(0, "learned")
     heads = noted.num_heads
     if heads is None and table is not None:
         heads = table.shape[1]
