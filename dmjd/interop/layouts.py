@@ -195,7 +195,7 @@ def _advice(unknown: Sequence[str], argument: str) -> str:
     needed = [name for name in unknown if _FEATURES_DEPEND.search(name) and not _BESIDE_ENCODER.match(name)]
     if needed:
         return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
-    return f"{argument} leaves them out"
+    return f"dmjd convert with {argument} leaves them out"
 
 
 def _check_stem(unknown: Sequence[str]) -> None:
