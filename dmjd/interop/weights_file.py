@@ -52,7 +52,7 @@ def read_weights(
     held = read_state(path, weights)
     state, beside = peel(held.tensors)
     try:
-        layout, fitting = detect(state) if source == "auto" else (LAYOUTS[source], [source])
+        layout, fitting = detect(state, beside) if source == "auto" else (LAYOUTS[source], [source])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
