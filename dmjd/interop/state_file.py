@@ -109,20 +109,31 @@ class State(NamedTuple):
     @property
     def note(self) -> str:
         """The kind that was read, where a file has two or only an average, for messages."""
+        if _is_distillation(self.other, self.key):
+            return f" ({self.key}, which its authors evaluate; weights=student reads {self.other})"
         if self.kind == "ema":
             return f" (the average {self.key})"
         return f" (the trained weights; weights=ema reads its average {self.other})" if self.other else ""
 
 
-def read_state(path: Path, average: bool = False) -> State:
-    """The trained weights in a file, or their average, on the CPU, without wrappers' parts in the names.
+def _is_distillation(trained: str, average: str) -> bool:
+    """Whether a file holds a student and its teacher, as of DINO and iBOT, whose authors evaluate the teacher."""
+    return "student" in trained and "teacher" in average
+
+
+def read_state(path: Path, weights: str = "trained") -> State:
+    """The weights in a file, on the CPU, without wrappers' parts in the names.
 
     Entries without a weight's name are ignored: many files hold options and counters too. A file that holds an average
-    alone gives it in both cases.
+    alone gives it for "trained" as well.
+
+    Args:
+        weights: "trained"; "ema", their average; or "student". Of a file with a student and a teacher "trained" is the
+            teacher, which the authors of such methods evaluate.
 
     Raises:
         CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight.
-        ConfigError: if ``average`` and there is none.
+        ConfigError: if the file does not have ``weights``.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
@@ -130,7 +141,7 @@ def read_state(path: Path, average: bool = False) -> State:
         with path.open("rb") as opened:
             if opened.read(len(_LFS)) == _LFS:
                 raise ValueError("it is a Git LFS pointer; fetch the weights with git lfs pull")
-        file: Any = load_file(path) if _is_safetensors(path) else load_torch(path, None, _inert)
+        file: Any = load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
     if not isinstance(file, Mapping):
@@ -147,10 +158,14 @@ def read_state(path: Path, average: bool = False) -> State:
         within, average_within = _split(average_key, averaged)
         if average_within[1] is not None:
             (key, entries), (average_key, averaged) = within, average_within
+    distilled = _is_distillation(key, average_key)
+    average = weights == "ema" or (weights == "trained" and distilled)
     if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+    if weights == "student" and not distilled:
+        raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
         found = summary(islice(_listing(file), _MOST_LISTED)) or "nothing by name"
         raise CheckpointError(
@@ -236,7 +251,7 @@ def _without_wrappers(names: Iterable[Any]) -> list[str]:
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
     """The token grid in the header of a .safetensors file of ``dmjd convert`` or ``dmjd export``; None without one."""
-    if not _is_safetensors(path):
+    if not is_safetensors(path):
         return None
     with safe_open(path, "pt") as file:
         header = file.metadata() or {}
@@ -273,7 +288,7 @@ def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
             yield str(name)
 
 
-def _is_safetensors(path: Path) -> bool:
+def is_safetensors(path: Path) -> bool:
     """Whether the file is .safetensors, by its first bytes (a size and a JSON object), else by its suffix."""
     with path.open("rb") as file:
         start = file.read(9)

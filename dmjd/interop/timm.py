@@ -151,7 +151,9 @@ def _vit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
         return TimmCall(nearest.name, arguments)
     arguments["init_values"] = scale
     if backbone.positions == "learned_relative":
-        raise ConfigError("backbone.positions=learned_relative without a cls token is none of timm; use format=onnx")
+        raise ConfigError(
+            "backbone.positions=learned_relative without a cls token is no model of timm; use format=onnx"
+        )
     if relative:
         arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": shared}
         return TimmCall("vit_relpos_base_patch16_224", arguments)

@@ -80,9 +80,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "nested": {"model": STATE, "ema": {"module": AVERAGE, "decay": 0.99}},
     "swa_utils": {"state_dict": STATE, "ema_state_dict": under("module.", AVERAGE) | COUNTERS},
     "ema-pytorch": {"ema": under("online_model.", STATE) | under("ema_model.", AVERAGE) | {"step": torch.tensor(1)}},
-    "DINO": {"student": under("module.", STATE), "teacher": AVERAGE},
     "Lightning": {"state_dict": under("model.", STATE) | under("model_ema.", AVERAGE)},
-    "other keys": {"student_state_dict": STATE, "teacher_state_dict": AVERAGE},
     "swa": {"model_state_dict": STATE, "swa_model": AVERAGE},
     "average inside": {**STATE, "model_ema": AVERAGE},
     "beside": STATE | under("teacher.", AVERAGE),
@@ -94,12 +92,35 @@ BOTH: dict[str, dict[str, Any]] = {
 def test_trained_weights_are_read_and_the_average_on_demand(tmp_path: Path, case: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save(BOTH[case] | {"optimizer": {"state": {}}, "args": argparse.Namespace(a=1)}, path)
-    trained, average = read_state(path), read_state(path, average=True)
+    trained, average = read_state(path), read_state(path, "ema")
     same_bits(trained.tensors, STATE)
     same_bits(average.tensors, AVERAGE)
     assert (trained.kind, average.kind) == ("trained", "ema")
     assert "weights=ema reads its average" in trained.note
     assert trained.other == average.key
+
+
+DISTILLED: dict[str, dict[str, Any]] = {
+    "DINO": {"student": under("module.", STATE), "teacher": AVERAGE},
+    "other keys": {"student_state_dict": STATE, "teacher_state_dict": AVERAGE},
+    "DINOv2": {"model": under("student.", STATE) | under("teacher.", AVERAGE)},
+    "of DDP": {"state_dict": under("module.student.", STATE) | under("module.teacher._orig_mod.", AVERAGE)},
+}
+
+
+@pytest.mark.parametrize("case", DISTILLED)
+def test_of_a_student_and_its_teacher_the_teacher_is_read_and_the_student_on_demand(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save(DISTILLED[case] | {"epoch": 3, "args": argparse.Namespace(a=1)}, path)
+    for weights, expected in (("trained", AVERAGE), ("ema", AVERAGE), ("student", STATE)):
+        same_bits(read_state(path, weights).tensors, expected)
+    assert "teacher" in read_state(path).note
+    assert "which its authors evaluate; weights=student reads " in read_state(path).note
+    torch.save(BOTH["Lightning"], path)
+    with pytest.raises(
+        ConfigError, match=r"weights=student, but .* has no student beside a teacher; use"
+    ):
+        read_state(path, "student")
 
 
 def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
@@ -111,10 +132,10 @@ def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
     torch.save({"model": STATE, "ema": {"shadow_params": [torch.ones(4)]}}, path)
     same_bits(read_state(path).tensors, STATE)
     with pytest.raises(CheckpointError, match=r"ema\.shadow_params is a list of 1 tensors whose shapes are not"):
-        read_state(path, average=True)
+        read_state(path, "ema")
     torch.save({"model": STATE}, path)
     with pytest.raises(ConfigError, match=r"weights=ema, but .* has no average"):
-        read_state(path, average=True)
+        read_state(path, "ema")
 
 
 @pytest.mark.parametrize("old", [False, True])
