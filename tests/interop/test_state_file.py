@@ -117,9 +117,7 @@ def test_of_a_student_and_its_teacher_the_teacher_is_read_and_the_student_on_dem
     assert "teacher" in read_state(path).note
     assert "which its authors evaluate; weights=student reads " in read_state(path).note
     torch.save(BOTH["Lightning"], path)
-    with pytest.raises(
-        ConfigError, match=r"weights=student, but .* has no student beside a teacher; use"
-    ):
+    with pytest.raises(ConfigError, match=r"weights=student, but .* has no student beside a teacher; use"):
         read_state(path, "student")
 
 
