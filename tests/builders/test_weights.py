@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dmjd.builders import build_objective
-from dmjd.builders.weights import load_weights
+from dmjd.builders.model import build_classification
+from dmjd.builders.weights import load_classifier, load_weights
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
@@ -29,6 +31,7 @@ from dmjd.models.objective import Objective
 from dmjd.positions import sincos_positions
 from dmjd.runs.consolidate import consolidate
 from dmjd.train import loop
+from dmjd.train.finetuning import with_init
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, Case
 from tests.interop.official_files import to_official
@@ -175,6 +178,30 @@ def test_a_file_describes_its_own_model(kind: str, tmp_path: Path) -> None:
         for each in (frozen.trained, described_by_hand)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("kind", ["learned", "beit", "simmim_swin"])
+def test_fine_tuning_takes_the_model_from_a_file(kind: str, tmp_path: Path) -> None:
+    """With and without a preset; its sizes are a warning away from those of the file, and its layout is compared."""
+    _, state = FILES[kind][0]()
+    path = stored(tmp_path / "theirs.pth", state)
+    words = [f"init={path}", *(["backbone.num_heads=3"] if kind == "learned" else []), "data=folder"]
+    expected = vars(encoder_of(path, *words[1:]).trained.backbone)
+    preset = {"learned": "mae_vit_base", "beit": "beit_vit_base", "simmim_swin": "simmim_swin_base"}[kind]
+    for more in ([], [f"preset={preset}", "data.image_size=64"]):
+        config = with_init(compose("finetune", [*words, *more]), path)
+        found = vars(config.backbone)
+        own = {"drop_path", *({"bias_tables", "windows"} if more else {})}
+        assert {key for key in found if found[key] != expected[key]} <= own
+        classifier = build_classification(replace(config, data=replace(config.data, image_size=[SIZE, SIZE])), 5)
+        assert load_classifier(classifier, path).endswith(
+            "fc_norm, head as initialised" if kind != "simmim_swin" or not more else "; head as initialised"
+        )
+    if kind == "beit":
+        with pytest.raises(
+            ConfigError, match=r"preset=simmim_swin_base is for backbone.name=swin, and the encoder of init"
+        ):
+            with_init(compose("finetune", [*words, "preset=simmim_swin_base"]), path)
 
 
 @pytest.mark.parametrize("kind", FILES)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import pickle
 import resource
@@ -245,7 +246,7 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint") as caught:
         read_state(path)
     assert "\n" not in str(caught.value)
-    assert suffix == ".safetensors" or str(caught.value).endswith("it is cut off")
+    assert str(caught.value).endswith("; download or copy it again" if kept == 0 or suffix == ".pth" else "again")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +254,17 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
     [
         ("a.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
         ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
-        ("a.pth", b"<!DOCTYPE html>\n<title>404</title>", r"torch\.save did not write it"),
+        (
+            "a.pth",
+            b"<!DOCTYPE html>\n<title>404</title>",
+            "it is a web page, as of a failed download; .* the file itself",
+        ),
+        ("a.safetensors", b"\n  <html lang=en>", "it is a web page, as of a failed download; .* the file itself"),
+        ("a.pth", b'{"data":{"error": "not found"}}', "it is JSON text, .*; name the file of weights"),
+        ("a.safetensors", b"", "it is empty; download or copy it again"),
+        ("a.pth", gzip.compress(b"abc"), "it is compressed with gzip; unpack it"),
+        ("a.pth", bytes(257) + b"ustar" + bytes(300), "it is a tar archive; unpack it"),
+        ("a.pth", b"what is this", r"torch\.save did not write it; name a \.safetensors file or one of torch\.save"),
     ],
 )
 def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, name: str, content: bytes, cause: str) -> None:
@@ -267,7 +278,7 @@ def test_other_archives_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     np.savez(tmp_path / "weights.npz", a=np.ones(3))
     (tmp_path / "weights.npz").rename(path)
-    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it$"):
+    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it; name"):
         read_state(path)
     with zipfile.ZipFile(path, "w") as archive:  # as torch.jit.save lays it out
         for part in ("data.pkl", "constants.pkl", "code/__torch__.py"):
