@@ -17,6 +17,7 @@ from dmjd.interop.names import (
     CONVIT,
     DECODER,
     HEAD,
+    POSITIONS,
     SHARED_TABLE,
     SWIN,
     TIMM_VIT,
@@ -99,7 +100,8 @@ class Layout:
             else:
                 weights[ours] = value
         _check_stem(unknown)
-        absent = [self.names.theirs(name) or name for name in missing(weights)]
+        lost = missing(weights) + [POSITIONS] * (self.name != "ours" and _lacks_positions(weights))
+        absent = [self.names.theirs(name) or name for name in lost]
         faults = []
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
@@ -165,6 +167,12 @@ def is_beit(weights: State) -> bool:
         or (name.startswith("encoder.blocks.") and (name.endswith(BIAS_TABLE) or name.endswith("gamma_1")))
         for name in weights
     )
+
+
+def _lacks_positions(weights: State) -> bool:
+    """Whether a ViT has neither positions nor relative position biases. Only ours leaves fixed ones out of its files."""
+    tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
+    return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
 
 
 def needed_by_encoder(name: str) -> bool:
