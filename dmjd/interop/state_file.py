@@ -17,13 +17,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dmjd.errors import CheckpointError, ConfigError
-from dmjd.files import replace_file
+from dmjd.files import read_file, replace_file
 from dmjd.interop.names import LEAVES, summary
 from dmjd.safe_load import load_torch, one_line, parse_json
 
 SAFETENSORS = ".safetensors"
+OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
+"""Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
 GRID = "dmjd.token_grid"
 """Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
+INDEX = ".index.json"
+"""End of the name of an index of sharded weights in a folder of Hugging Face."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
 CONTAINERS = (
@@ -138,8 +142,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        _check_start(path)
-        file: Any = load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
+        file = _parts(path) if path.name.endswith(INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:
         fault = one_line(error)
         cure = next((cure for end, cure in _CURES.items() if end in fault), "")
@@ -176,6 +179,29 @@ def read_state(path: Path, weights: str = "trained") -> State:
         return State(_clean(path, averaged), "ema", average_key, key)
     assert entries is not None
     return State(_clean(path, entries), "trained", key, average_key)
+
+
+def _content(path: Path) -> Any:
+    _check_start(path)
+    return load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
+
+
+def _parts(path: Path) -> dict[str, Tensor]:
+    """The tensors of all files that the index ``path`` of Hugging Face lists, which lie beside it."""
+    try:
+        listed: dict[str, str] = parse_json(read_file(path))["weight_map"]
+        files = sorted(set(listed.values()))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("it is no index of a sharded model, which has a weight_map of names and files") from error
+    found: dict[str, Tensor] = {}
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name or not (path.parent / name).is_file():
+            raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
+        content = _content(path.parent / name)
+        found |= {key: value for key, value in content.items() if listed.get(key) == name}
+    if absent := listed.keys() - found.keys():
+        raise ValueError(f"its parts lack {summary(absent)}; download the whole folder again")
+    return found
 
 
 _CURES = {
@@ -334,7 +360,7 @@ def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the file is .safetensors, by its first bytes, else by its suffix."""
+    """Whether the file is .safetensors, by its first bytes, else by its suffix; not an index of several."""
     with path.open("rb") as file:
         start = file.read(9)
     return _has_header(start) or (path.suffix == SAFETENSORS and start[:2] not in (_ZIP, _PICKLE))
