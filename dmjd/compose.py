@@ -45,7 +45,7 @@ from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-FEW = 12
+FEW = 24
 """Up to this many options are listed behind a suggestion."""
 
 
@@ -232,7 +232,8 @@ def _keys_of_backbones(described: Sequence[str]) -> list[str]:
     names = [unquoted(option) for key, _, option in pairs if key == "backbone"]
     files = [configs_dir() / "backbone" / f"{name}.yaml" for name in names if name in groups_of("pretrain")["backbone"]]
     found = [item for file in files for item in parse_yaml(file.read_text()).items()]
-    return [f"backbone.{key}={json.dumps(value)}" for key, value in found]
+    # A YAML 1.1 number without a dot, 1e-4, is text.
+    return [f"backbone.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found]
 
 
 def stored(config: Any) -> dict[str, Any]:

@@ -109,7 +109,10 @@ class ConsolidateConfig:
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
-_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "cae", "maskfeat", "mmpretrain")
+_LAYOUTS = (
+    *("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain"),
+    *("cae", "dino", "ibot", "mocov3"),
+)
 
 
 @dataclass

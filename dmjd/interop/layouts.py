@@ -17,6 +17,7 @@ from dmjd.interop.names import (
     CONVIT,
     DECODER,
     HEAD,
+    POSITIONS,
     SHARED_TABLE,
     SWIN,
     TIMM_VIT,
@@ -98,7 +99,9 @@ class Layout:
                 unknown.append(name)
             else:
                 weights[ours] = value
-        absent = [self.names.theirs(name) or name for name in missing(weights)]
+        _check_stem(unknown)
+        lost = missing(weights) + [POSITIONS] * (self.name != "ours" and _lacks_positions(weights))
+        absent = [self.names.theirs(name) or name for name in lost]
         faults = []
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
@@ -166,6 +169,12 @@ def is_beit(weights: State) -> bool:
     )
 
 
+def _lacks_positions(weights: State) -> bool:
+    """Whether a ViT has neither positions nor relative position biases. Only ours leaves fixed ones out of its files."""
+    tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
+    return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
+
+
 def needed_by_encoder(name: str) -> bool:
     """Whether features of whole images depend on this weight."""
     return name.startswith("encoder.") and not re.match(r"encoder\.(mask_token|stage\d_output_decode)", name)
@@ -185,6 +194,7 @@ _FEATURES_DEPEND = re.compile(
     r"(^|\.)(blocks?\d?|layers?|resblocks|stages?)\.\d|"
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
+_STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
 _BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
 
 
@@ -194,6 +204,15 @@ def _advice(unknown: Sequence[str], argument: str) -> str:
     if needed:
         return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
     return f"dmjd convert with {argument} leaves them out"
+
+
+def _check_stem(unknown: Sequence[str]) -> None:
+    stem = next(filter(_STEM.search, unknown), None)
+    if stem is not None:
+        raise CheckpointError(
+            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and "
+            "vit_conv_base, and the encoders of dmjd by one; use the model's own code"
+        )
 
 
 def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
@@ -334,6 +353,32 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
+_PROJECTION = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
+"""MoCo v3's projection and prediction networks."""
+
+
+def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_encoder."): value for name, value in state.items()}
+
+
+def _to_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prefix that its main_lincls.py and convert_to_deit.py expect."""
+    return {f"module.base_encoder.{name}": value for name, value in state.items()}
+
+
+def _from_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A student's mask token ``[1, D]`` as ``[1, 1, D]``."""
+    return {name: value[None] if name == _IBOT_MASK and value.ndim == 2 else value for name, value in state.items()}
+
+
+def _to_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] if name == _IBOT_MASK else value for name, value in state.items()}
+
+
+_IBOT_MASK = "masked_embed"
+_PLAIN_VIT = [name for name in VIT if "mask_token" not in name and "fc_norm" not in name]
+
+
 _OF_CAE = re.compile(
     r"mask_token$|(pretext_neck|encoder_to_decoder(_norm)?|teacher)\.|"  # lxtGH/CAE
     r"rd_pos_embed$|(regresser|encoder_to_regresser(_norm)?|alignment_encoder)\.|"  # Atten4Vis/CAE
@@ -361,6 +406,22 @@ LAYOUTS = {
             "beit",
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
+        ),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None),
+        Layout(
+            "ibot",
+            _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
+            container="state_dict",
+            after_reading=_from_ibot,
+            before_writing=_to_ibot,
+        ),
+        Layout(
+            "mocov3",
+            _renamed(_PLAIN_VIT, _TOP),
+            container="state_dict",
+            after_reading=_from_mocov3,
+            before_writing=_to_mocov3,
+            other_networks=_PROJECTION,
         ),
         Layout(
             "cae",
@@ -422,6 +483,7 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     if fitting:
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
+    _check_stem(unknown[nearest])
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
