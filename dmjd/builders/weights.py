@@ -259,6 +259,9 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
         weights = with_positions(weights, stored, file.grid, encoder.grid, "this model")
         kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
         weights = with_bias_tables(weights, kind, file.grid, encoder.grid, geometric=geometric)
+        if POSITIONS in own:  # biases beside learned positions begin at 0, as in CAE's fine-tuning: features stay equal
+            tables = {name: shape for name, shape in own.items() if name == SHARED_TABLE or name.endswith(BIAS_TABLE)}
+            weights = {name: torch.zeros(shape) for name, shape in tables.items()} | weights
         weights = with_window_tables(weights, own)
     except CheckpointError as error:
         hint = (

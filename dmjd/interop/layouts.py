@@ -361,8 +361,11 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
-_PROJECTION = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
-"""MoCo v3's projection and prediction networks."""
+_OF_DINO = re.compile(r"head\.(mlp|last_layer)\.")
+_OF_IBOT = re.compile(r"head\.(mlp|last_layer|last_norm)2?\.")
+"""Projection heads."""
+_OF_MOCOV3 = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
+"""Projection and prediction networks."""
 
 
 def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -417,13 +420,14 @@ LAYOUTS = {
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
         ),
-        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None, other_networks=_OF_DINO),
         Layout(
             "ibot",
             _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
             container="state_dict",
             after_reading=_from_ibot,
             before_writing=_to_ibot,
+            other_networks=_OF_IBOT,
         ),
         Layout(
             "mocov3",
@@ -431,7 +435,7 @@ LAYOUTS = {
             container="state_dict",
             after_reading=_from_mocov3,
             before_writing=_to_mocov3,
-            other_networks=_PROJECTION,
+            other_networks=_OF_MOCOV3,
         ),
         Layout(
             "cae",
@@ -480,10 +484,11 @@ LAYOUTS = {
 }
 
 
-def detect(state: State) -> tuple[Layout, list[str]]:
+def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]:
     """The first layout that has every name in ``state``, and the names of all layouts that do.
 
-    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes.
+    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes. Layouts whose
+    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head.
 
     Raises:
         CheckpointError: if there is none, with the names that the nearest layout does not have.
@@ -491,6 +496,9 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     unknown = {name: layout.unknown(state) for name, layout in LAYOUTS.items()}
     fitting = [name for name, rest in unknown.items() if not rest]
     if fitting:
+        networks = {name: LAYOUTS[name].other_networks for name in fitting if beside}
+        theirs = [name for name, found in networks.items() if found is not None and all(map(found.match, beside))]
+        fitting = theirs or fitting
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     _check_stem(unknown[nearest])
