@@ -100,6 +100,7 @@ def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfi
     Raises:
         CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given.
     """
+    _check_registers(file)
     try:
         described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
         config = PretrainConfig(backbone=described.backbone_config(given), data=described.data_config(data))
@@ -273,11 +274,7 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
 
 def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor], list[str]]:
     """The encoder's weights in ``file``, and the names that it lacks."""
-    if REGISTERS in file.weights:
-        raise CheckpointError(
-            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
-            "encoders of dmjd do not have; use the model's own code"
-        )
+    _check_registers(file)
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [
@@ -298,6 +295,14 @@ def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor],
             f"{_described(file, encoder)}"
         )
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
+
+
+def _check_registers(file: WeightsFile) -> None:
+    if REGISTERS in file.weights:
+        raise CheckpointError(
+            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
+            "encoders of dmjd do not have; use the model's own code"
+        )
 
 
 def _described(file: WeightsFile, encoder: Encoder) -> str:

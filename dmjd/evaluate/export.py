@@ -123,8 +123,6 @@ def sidecar(path: Path) -> Path:
 
 def _encoder(config: ExportConfig) -> _Encoder:
     """Load the encoder in the type of the export."""
-    if config.data is not None and Path(config.checkpoint).is_dir():
-        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     frozen = load_encoder(
         EvaluationConfig(
             checkpoint=config.checkpoint,
@@ -135,6 +133,8 @@ def _encoder(config: ExportConfig) -> _Encoder:
             device="cpu",
         )
     )
+    if config.data is not None and frozen.path.is_dir():
+        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     trained, classifier = frozen.trained, frozen.classifier
     head = trained.head if isinstance(trained, FinetuneConfig) else None
     if config.format == "huggingface":

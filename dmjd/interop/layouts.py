@@ -170,7 +170,7 @@ def is_beit(weights: State) -> bool:
 
 
 def _lacks_positions(weights: State) -> bool:
-    """Whether a ViT has neither positions nor relative position biases. Only ours leaves fixed ones out of its files."""
+    """Whether a ViT has neither positions nor relative position biases. Our own files alone leave fixed ones out."""
     tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
     return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
 
@@ -494,22 +494,34 @@ def detect(state: State) -> tuple[Layout, list[str]]:
 _PREFIXES = ("encoder.", "backbone.", "base_encoder.", "visual.", "vit.", "model.", "net.")
 
 
+_IN_FRONT = re.compile(r"([^.]+\.)(?:.*\.)?patch_embed")
+"""A prefix of an encoder."""
 _MOST_PREFIXES = 4
 
 
 def peel(state: State, most: int = _MOST_PREFIXES) -> tuple[dict[str, Tensor], list[str]]:
     """``state`` without a prefix such as ``backbone.`` in front of a layout's names, and the names beside it.
 
-    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged.
+    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged, as
+    is one with several encoders under prefixes that are not known.
     """
-    for prefix in _PREFIXES if most else ():
-        inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
-            continue
-        inner, left_out = peel(inner, most - 1)
-        if any(not layout.unknown(inner) for layout in LAYOUTS.values()):
-            return inner, left_out + [name for name in state if not name.startswith(prefix)]
+    others = dict.fromkeys(found[1] for name in state if (found := _IN_FRONT.match(name)) and found[1] not in _PREFIXES)
+    for prefixes in (_PREFIXES, others) if most else ():
+        fitting = [peeled for prefix in prefixes if (peeled := _without(state, prefix, most)) is not None]
+        if fitting and (prefixes is _PREFIXES or len(fitting) == 1):
+            return fitting[0]
     return dict(state), []
+
+
+def _without(state: State, prefix: str, most: int) -> tuple[dict[str, Tensor], list[str]] | None:
+    """``state`` as :func:`peel` gives it, if it is to be peeled of ``prefix``."""
+    inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
+        return None
+    inner, left_out = peel(inner, most - 1)
+    if all(layout.unknown(inner) for layout in LAYOUTS.values()):
+        return None
+    return inner, left_out + [name for name in state if not name.startswith(prefix)]
 
 
 def _prefixed(state: State, prefix: str) -> dict[str, Tensor]:

@@ -181,13 +181,23 @@ def test_a_name_on_which_features_depend_is_never_to_be_dropped(name: str) -> No
     assert "drop" not in str(caught.value)
 
 
-@pytest.mark.parametrize("prefix", ["backbone.", "encoder.model.", "encoder.encoder.", "visual.", "model.net.vit."])
+@pytest.mark.parametrize(
+    "prefix", ["backbone.", "encoder.model.", "encoder.encoder.", "visual.", "model.net.vit.", "trunk.f.", "encoder_q."]
+)
 def test_prefixes_that_no_layout_has_are_peeled(prefix: str) -> None:
     state = draw(states.timm_vit())
     beside = {"head.mlp.0.weight": torch.ones(1), "predictor.weight": torch.ones(1)}
     found, left_out = peel({prefix + name: value for name, value in state.items()} | beside)
     same_bits(LAYOUTS["ours" if "encoder" in prefix[8:] else "timm"].read(found), LAYOUTS["timm"].read(state))
     assert sorted(left_out) == sorted(beside)
+
+
+def test_of_two_encoders_under_unknown_prefixes_none_is_chosen() -> None:
+    state = draw(states.timm_vit())
+    two = {f"{part}.{name}": value for part in ("one", "two") for name, value in state.items()}
+    found, left_out = peel(two)
+    same_bits(found, two)
+    assert not left_out
 
 
 @EACH
