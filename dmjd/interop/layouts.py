@@ -245,7 +245,12 @@ def _official(vocabulary: Sequence[str]) -> Names:
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it."""
+    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it.
+
+    A fine-tuned Swin, as Swin's authors store theirs, has no prefix.
+    """
+    if "layers.0.downsample.reduction.weight" in state:
+        state = {name if name.startswith("head.") else f"encoder.{name}": value for name, value in state.items()}
     state = {_moved(name, +1): value for name, value in state.items()}
     return _reordered(
         state, lambda value, channels: channels_last(value.flatten(1) if value.ndim > 1 else value, channels)
@@ -257,7 +262,10 @@ def _to_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = channels_first(value, channels)
         return rows[:, :, None, None] if rows.ndim > 1 else rows
 
-    return _reordered({_moved(name, -1): value for name, value in state.items()}, convolution)
+    state = {_moved(name, -1): value for name, value in state.items()}
+    if "head.weight" in state:
+        return {name.removeprefix("encoder."): value for name, value in state.items()}
+    return _reordered(state, convolution)
 
 
 def _moved(name: str, by: int) -> str:
@@ -399,7 +407,9 @@ LAYOUTS = {
         Layout("dmjd", _official([*dict.fromkeys([*CONVIT, *VIT[:1], *VIT[2:]]), *DECODER, *HEAD, *VISIBLE_BRANCH])),
         Layout(
             "simmim",
-            _renamed([*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD], (r"^head\.", "decoder.0.")),
+            _renamed(
+                [*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD, *CLASSIFIER], (r"^head\.", "decoder.0."), _FINE_TUNED
+            ),
             qv_bias="always",
             after_reading=_from_simmim,
             before_writing=_to_simmim,

@@ -4,10 +4,12 @@ plain evaluation, which ``test_official.py`` tests for all systems."""
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import load_file
 
@@ -16,7 +18,9 @@ from dmjd.compose import compose
 from dmjd.errors import CheckpointError
 from dmjd.evaluate.convert import convert
 from dmjd.evaluate.encoder import load_encoder
+from dmjd.evaluate.export import export, sidecar
 from dmjd.evaluate.features import encode
+from dmjd.ops.images import normalise
 
 OFFICIAL = Path(__file__).parent / "official"
 TINY = ("backbone.patch_size=8", "backbone.embed_dim=24", "backbone.depth=2", "backbone.num_heads=2")
@@ -97,3 +101,14 @@ def test_backbones_have_as_many_parameters_as_in_their_code(backbone: str, value
     with torch.device("meta"):
         encoder = build_encoder(model)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == values
+
+
+@pytest.mark.parametrize("system", ["cae", "data2vec"])
+def test_the_export_of_a_fine_tuned_file_gives_the_features_that_its_head_reads(system: str, tmp_path: Path) -> None:
+    expected, path = load_file(OFFICIAL / system / "expected.safetensors"), tmp_path / "exported.safetensors"
+    export(compose("export", [f"checkpoint={OFFICIAL / system / 'finetuned.pth'}", f"output={path}", HEADS]))
+    card = json.loads(sidecar(path).read_text())
+    model = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
+    with torch.no_grad():
+        found = model(normalise(expected["images"], card["mean"], card["std"]))
+    torch.testing.assert_close(found, expected["pooled"], atol=1e-5, rtol=0)
