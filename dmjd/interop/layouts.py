@@ -504,7 +504,7 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
     _check_stem(unknown[nearest])
     if len(unknown[nearest]) == len(LAYOUTS[nearest]._prepared(state)):
         raise CheckpointError(
-            f"no layout has all of these names, nor any: {summary(state)}; the encoders here are ViT, ConvViT and Swin, "
+            f"no layout has all of these names, nor any: {summary(state)}; encoders here are ViT, ConvViT and Swin, "
             f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
         )
     raise CheckpointError(
