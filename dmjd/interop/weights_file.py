@@ -54,7 +54,7 @@ def read_weights(
     official = official_names(held.tensors)
     state, beside = peel(held.tensors if official is None else official)
     try:
-        layout, fitting = detect(state) if source == "auto" else (LAYOUTS[source], [source])
+        layout, fitting = detect(state, beside) if source == "auto" else (LAYOUTS[source], [source])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
     origin = "" if official is None else ", from transformers' names"

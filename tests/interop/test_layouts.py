@@ -217,13 +217,20 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
     assert not LAYOUTS["mae"].read(state, keep_nonfinite=True)["encoder.blocks.1.norm1.bias"].isfinite().all()
 
 
-def test_swins_own_merging_is_not_taken_for_timms() -> None:
-    bare = {
-        name.removeprefix("encoder."): value for name, value in draw(states.simmim_swin()).items() if "encoder." in name
-    }
-    del bare["mask_token"]
-    with pytest.raises(CheckpointError, match=r"does not know 3 .*layers\.0\.downsample"):
-        detect(bare)
+def test_a_fine_tuned_swin_of_its_authors_is_read_and_written() -> None:
+    """Its patch merging ends a layer, as in pre-training, and its names have no prefix."""
+    pretrained = draw(states.simmim_swin())
+    state = {name.removeprefix("encoder."): value for name, value in pretrained.items() if "encoder." in name}
+    del state["mask_token"]
+    state |= draw(states.layer("head", 5, 16))
+    found, fitting = detect(state)
+    assert fitting == ["simmim"]
+    weights = found.read(state)
+    expected = LAYOUTS["simmim"].read(pretrained)
+    of_encoder = {name: value for name, value in weights.items() if name.startswith("encoder.")}
+    same_bits(of_encoder, {name: expected[name] for name in of_encoder})
+    assert weights.keys() - of_encoder.keys() == {"classifier.weight", "classifier.bias"}
+    same_bits(LAYOUTS["simmim"].write(weights).state, state)
 
 
 def test_what_the_encoder_needs_is_not_left_out() -> None:

@@ -87,7 +87,6 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 COUNTERS = {"n_averaged": torch.tensor(3), "steps": torch.tensor(4)}
 BOTH: dict[str, dict[str, Any]] = {
     "deep": {"a": {"net": STATE, "net_ema": AVERAGE}},
-    "MoCo": {"state_dict": under("module.encoder_q.", STATE) | under("module.encoder_k.", AVERAGE)},
     "a list": {"state_dict": STATE, "ema_weights": list(AVERAGE.values())},
     "both in one": {"model": STATE, "ema": under("online_model.", STATE) | under("ema_model.", AVERAGE)},
     **{
