@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmjd.config.fields import choice, number, path, suggestion
 from dmjd.errors import ConfigError, DataError
+from dmjd.explore.registry import Tool
 from dmjd.files import printable, replace_file
 from dmjd.progress import Progress
+from dmjd.redact import redact
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +29,8 @@ ITERATIONS = (250, 500)
 EXACT = 10_000
 """Images up to which the nearest neighbours are exact; beyond, openTSNE's approximation (Annoy) is faster."""
 _EVERY = 25  # iterations between two updates of the progress bar
-_MOST_THUMBNAILS = 8_000_000  # bytes on a page; base64 adds a third
+_MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
+_LARGEST_THUMBNAIL = 1024  # pixels of a side
 
 
 @dataclass
@@ -194,10 +197,36 @@ def neighbour_agreement(features: NDArray[np.float32], labels: NDArray[np.int64]
     return k, table[k, 0.07].top1
 
 
+def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
+    """``thumbnails`` if they have at most ``limit`` bytes in all, else smaller ones: WebP files with fewer pixels. One
+    that cannot be decoded is an empty file then."""
+    size = sum(map(len, thumbnails))
+    if size <= limit:
+        return list(thumbnails)
+    import io
+
+    from PIL import Image
+
+    found = []
+    scale = min(1.0, (2 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
+    for content in thumbnails:
+        file = io.BytesIO()
+        try:
+            with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+                if max(image.size) > _LARGEST_THUMBNAIL:
+                    raise ValueError("no thumbnail")
+                sides = tuple(max(1, round(scale * side)) for side in image.size)
+                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=50)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            file = io.BytesIO()
+        found.append(file.getvalue())
+    return found
+
+
 def run(config: TsneConfig) -> Iterator[str]:
     """Compute the maps, and write the PNG and the page; returns the lines to print."""
     if find_spec("openTSNE") is None:
-        raise ConfigError("dmjd tsne needs openTSNE; pip install 'dmjd[explore]'")
+        raise ModuleNotFoundError(name="openTSNE")  # before the files are read; the command line names the extra
     import numpy as np
 
     from dmjd.explore.scatter import Panel, scatter_png
@@ -221,9 +250,14 @@ def run(config: TsneConfig) -> Iterator[str]:
             if len(classes) > 1:
                 k, top1 = neighbour_agreement(values, selection.labels, len(classes))
                 note = f"kNN top-1 {top1:.1f} %"
-                lines.append(f"{name}: {note} (leave-one-out, k {k}, on the features)")
+                lines.append(f"{name}: {note} (k {k}, leave-one-out)")
             panels.append(Panel(name, note, points))
-    about = [_about(config, selection), *_conditions(config, perplexity, count, lines)]
+    about = [images_line(config, selection), map_line(config, perplexity)]
+    if lines:
+        about.append(
+            f"kNN top-1: the share of images whose class their {k} nearest others have, by the cosine similarity of the "
+            "features, not by distance in the map."
+        )
     order = np.random.default_rng(0).permutation(count)  # else the last class would cover the others
     png = scatter_png(panels, selection.labels, classes, order, " ".join(about))
     thumbnails = embeddings.thumbnails
@@ -237,7 +271,7 @@ def run(config: TsneConfig) -> Iterator[str]:
         classes=classes,
         thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], _MOST_THUMBNAILS),
         order=order,
-        settings=_settings(config, embeddings, perplexity, count),
+        settings=_settings(config, embeddings),
         png=png,
     )
     try:
@@ -246,4 +280,51 @@ def run(config: TsneConfig) -> Iterator[str]:
         replace_file(folder / "tsne.html", page)
     except OSError as error:
         raise ConfigError(f"cannot write into {folder}: {error.strerror}; set another with output=FOLDER") from error
-    return iter([*about[:1], *about[2:], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+    return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+
+
+def images_line(config: TsneConfig, selection: Selection) -> str:
+    """The images of the maps, and how they were selected."""
+    import numpy as np
+
+    count, classes = len(selection.rows), selection.classes
+    images, all_classes = selection.of
+    text = f"{count:,} images" + (f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels")
+    if len(classes) < all_classes and (config.classes is None or len(config.classes) == 1):
+        text += f" drawn from {all_classes:,} (seed {config.seed})"
+    of_each = np.bincount(selection.labels)
+    if count < images:
+        least, most = int(of_each.min()), int(of_each.max())
+        each = f"{least:,} to {most:,}" if least < most else f"{most:,}"
+        text += f"; {each} of each class, evenly spaced" if classes else ", evenly spaced"
+        text += f", of {images:,} images"
+    return text + ("." if config.split == "all" else f"; split {config.split}.")
+
+
+def map_line(config: TsneConfig, perplexity: float) -> str:
+    """The settings of t-SNE."""
+    reduced = f" (the most for so few images; {config.perplexity:g} was set)" if perplexity < config.perplexity else ""
+    return (
+        f"t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity {perplexity:.3g}{reduced}, seed "
+        f"{config.seed}."
+    )
+
+
+def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:
+    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data."""
+    import openTSNE
+
+    rows = [("files", ", ".join(config.embeddings)), ("openTSNE", openTSNE.__version__)]
+    for key, value in embeddings.settings.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        rows += [(f"{key} {name}".strip(), _plain(each)) for name, each in inner]
+    return [(printable(key), redact(printable(value))) for key, value in rows]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
+    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)
