@@ -94,7 +94,9 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     else:
         groups, classes, of = [candidates], [], (len(candidates), 0)
     counts = shares([len(group) for group in groups], config.images)
-    spaced = [group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)]
+    spaced = [
+        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
+    ]
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
@@ -216,7 +218,7 @@ def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
                 if max(image.size) > _LARGEST_THUMBNAIL:
                     raise ValueError("no thumbnail")
                 sides = tuple(max(1, round(scale * side)) for side in image.size)
-                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=50)
+                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=60)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             file = io.BytesIO()
         found.append(file.getvalue())
@@ -255,8 +257,8 @@ def run(config: TsneConfig) -> Iterator[str]:
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
         about.append(
-            f"kNN top-1: the share of images whose class their {k} nearest others have, by the cosine similarity of the "
-            "features, not by distance in the map."
+            f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
+            "the features (not by distance in the map)."
         )
     order = np.random.default_rng(0).permutation(count)  # else the last class would cover the others
     png = scatter_png(panels, selection.labels, classes, order, " ".join(about))
@@ -289,7 +291,9 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
 
     count, classes = len(selection.rows), selection.classes
     images, all_classes = selection.of
-    text = f"{count:,} images" + (f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels")
+    text = f"{count:,} images" + (
+        f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels"
+    )
     if len(classes) < all_classes and (config.classes is None or len(config.classes) == 1):
         text += f" drawn from {all_classes:,} (seed {config.seed})"
     of_each = np.bincount(selection.labels)
