@@ -109,8 +109,8 @@ def _legend(labels: NDArray[np.int64], classes: Sequence[str]) -> str:
     ]
     both = '<button type="button" data-all="1">all</button> <button type="button" data-all="0">none</button>'
     return (
-        '<div class="live" role="group" aria-label="Classes that are shown"><p>Classes and their number of images; click '
-        f"one to hide or show it: {both}</p>\n"
+        '<div class="live" role="group" aria-label="Classes that are shown"><p>Classes and their number of images; '
+        f"click one to hide or show it: {both}</p>\n"
         '<ul class="key classes">' + "\n".join(items) + "</ul></div>"
     )
 
@@ -229,6 +229,7 @@ class Panel {
     this.all();
     this.pointers = new Map();
     this.listen(figure);
+    this.draw();
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 

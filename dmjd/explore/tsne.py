@@ -210,7 +210,7 @@ def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
     from PIL import Image
 
     found = []
-    scale = min(1.0, (2 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
+    scale = min(1.0, (1.5 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
     for content in thumbnails:
         file = io.BytesIO()
         try:
@@ -242,8 +242,12 @@ def run(config: TsneConfig) -> Iterator[str]:
     perplexity = perplexity_for(count, config.perplexity)
     chosen = {name: values[selection.rows] for name, values in embeddings.features.items()}
     for name, values in chosen.items():
-        if not np.ptp(values, axis=0).any():
-            raise DataError(f"the features of {name} are the same for all {count} images, and have no map")
+        lengths = np.linalg.norm(values, axis=1)
+        if not np.ptp(values, axis=0).any() or not (lengths > 0).all() or not np.isfinite(lengths).all():
+            raise DataError(
+                f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
+                "another checkpoint"
+            )
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
