@@ -100,7 +100,7 @@ def scatter_png(
     """
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    legend_columns = -(-len(classes) // 26)
+    legend_columns = -(-len(classes) // (21 * rows))
     width, height = columns * _PANEL + 1.7 * legend_columns, rows * (_PANEL + 0.5) + 0.5
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
     diameter = 2 * 0.8 * radius(len(labels)) * 72 / _DPI

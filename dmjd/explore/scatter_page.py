@@ -380,9 +380,10 @@ class Panel {
       if (known && !this.moved) { choose(index, this); if (index >= 0) pin(index); }
     });
     canvas.addEventListener("pointercancel", event => this.pointers.delete(event.pointerId));
-    canvas.addEventListener("pointerleave", () => choose(-1));
+    canvas.addEventListener("pointerleave", event => { if (event.pointerType !== "touch") choose(-1); });
     canvas.addEventListener("dblclick", () => { this.all(); this.draw(); });
     canvas.addEventListener("wheel", event => {
+      if (this.zoom === 1 && event.deltaY > 0) return;  // the page scrolls
       event.preventDefault();
       const lines = event.deltaMode ? 33 : 1;
       this.scaleAt(...at(event), Math.exp(-0.002 * lines * event.deltaY));

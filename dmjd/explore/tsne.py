@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmjd.config.fields import choice, number, path, suggestion
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, printable_message
 from dmjd.explore.registry import Tool
 from dmjd.files import printable, replace_file
 from dmjd.progress import Progress
-from dmjd.redact import redact
 
 if TYPE_CHECKING:
     import numpy as np
@@ -228,7 +228,7 @@ def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
 def run(config: TsneConfig) -> Iterator[str]:
     """Compute the maps, and write the PNG and the page; returns the lines to print."""
     if find_spec("openTSNE") is None:
-        raise ModuleNotFoundError(name="openTSNE")  # before the files are read; the command line names the extra
+        raise ModuleNotFoundError("dmjd tsne needs openTSNE", name="openTSNE")  # before the files are read
     import numpy as np
 
     from dmjd.explore.scatter import Panel, scatter_png
@@ -322,11 +322,12 @@ def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str
     """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data."""
     import openTSNE
 
-    rows = [("files", ", ".join(config.embeddings)), ("openTSNE", openTSNE.__version__)]
+    rows = [("files", ", ".join(Path(source).absolute().name for source in config.embeddings))]
+    rows.append(("openTSNE", openTSNE.__version__))
     for key, value in embeddings.settings.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
         rows += [(f"{key} {name}".strip(), _plain(each)) for name, each in inner]
-    return [(printable(key), redact(printable(value))) for key, value in rows]
+    return [(printable_message(key), printable_message(printable(value))) for key, value in rows]
 
 
 def _plain(value: Any) -> str:
