@@ -102,6 +102,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd embed runs/photos data.root=new output=new.parquet", "other images, as a table"),
         ("dmjd embed runs/a runs/b mae.pth experiment=mae_vit_base output=all.npz", "three encoders side by side"),
     ),
+    "tsne": (
+        ("dmjd tsne runs/photos", "the newest file of dmjd embed, as RUN/explore/tsne.png and tsne.html"),
+        ("dmjd tsne all.npz classes=20 split=test", "the encoders of a file side by side, test images of 20 classes"),
+        ("dmjd tsne runs/a runs/b classes=[cat,dog]", "the same images of two classes in two runs"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),
