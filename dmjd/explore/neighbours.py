@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import difflib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dmjd.config.fields import choice, number
+from dmjd.config.fields import choice, number, path
 from dmjd.errors import ConfigError, DataError
+from dmjd.explore.registry import Tool
 from dmjd.files import printable, replace_file
 from dmjd.progress import track
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from dmjd.explore.embeddings import Embeddings
+    from dmjd.explore.neighbours_page import Pictures, Section
 
 MOST_SEARCHED = 50_000
 """Images among which near duplicates are searched, at most: the similarities of all pairs are computed."""
@@ -33,26 +34,23 @@ _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 class NeighboursConfig:
     """A page of query images beside the images whose features have the highest cosine similarity to theirs.
 
-    embeddings: Files of dmjd embed, or run folders (the newest file of each). The encoders of several files, which must
-        hold the same images, are shown below each other.
+    embeddings: Files of dmjd embed, or run folders (the newest file of each). All their encoders are shown, for the
+        images that all files hold.
     output: Folder of neighbours.html, neighbours.csv and duplicates.csv. Default: RUN/explore; for a file, its folder.
     split: Images that are searched and from which the queries are chosen.
     queries: Number of query images, evenly spaced over the classes and within each.
     query: Names of the query images, in place of evenly spaced ones. The end of a name suffices.
     neighbours: Neighbours of each query.
     duplicates: Cosine similarity from which on two images are listed as near duplicates. null: not searched.
-    device: Device of the leave-one-out accuracy and of the search for near duplicates. auto: CUDA if available, else
-        CPU.
     """
 
-    embeddings: list[str]
-    output: str | None = None
+    embeddings: list[str] = path("???")
+    output: str | None = path()
     split: str = choice("all", "train", "test")
     queries: int = number(20, least=1, most=1000)
     query: list[str] | None = None
     neighbours: int = number(8, least=1, most=100)
     duplicates: float | None = number(0.99, above=0, most=1)
-    device: str = choice("auto", "cpu", "cuda")
 
 
 class Found(NamedTuple):
@@ -185,3 +183,153 @@ def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
             raise ConfigError(f"query={printable(text)} is the end of {len(matching)} names ({some}); give more of it")
         found.append(rows[matching[0]])
     return found
+
+
+def run(config: NeighboursConfig) -> Iterator[str]:
+    """Search, write the page and the tables; yields the lines to print."""
+    import numpy as np
+    import torch
+
+    from dmjd.explore.neighbours_page import Pictures, Section, page
+    from dmjd.explore.sources import output_folder, read_together
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    folder = output_folder(config.embeddings[0], config.output)
+    found = read_together(config.embeddings)
+    if found.thumbnails is None:
+        raise DataError(
+            f"{config.embeddings[0]} has no thumbnails, which the page shows; write it again with dmjd embed "
+            "thumbnail=64"
+        )
+    kept = np.arange(len(found))
+    if config.split != "all":
+        kept = np.flatnonzero(np.asarray(found.splits) == config.split)
+    if config.neighbours >= len(kept):
+        which = "" if config.split == "all" else f" of split={config.split}"
+        raise ConfigError(f"neighbours={config.neighbours} must be less than the number of images{which}, {len(kept)}")
+    names, labels = [found.names[row] for row in kept], found.labels[kept]
+    classes = [found.classes[label] if label >= 0 else "" for label in labels.tolist()]
+    pictures = Pictures(names, [found.thumbnails[row] for row in kept], classes)
+    queries = spaced_queries(labels, config.queries) if config.query is None else named_queries(names, config.query)
+    sections, searched = [], config.duplicates is not None and len(kept) <= MOST_SEARCHED
+    for name, every in found.features.items():
+        features = every if len(kept) == len(found) else every[kept]
+        pairs = near_duplicates(features, config.duplicates, device) if config.duplicates and searched else None
+        sections.append(
+            Section(
+                name,
+                _about(found, name),
+                _score(features, labels, len(found.classes), device),
+                nearest(features, queries, config.neighbours),
+                pairs,
+            )
+        )
+    notes = [_images_line(config, labels, len(queries))]
+    if config.duplicates is not None and not searched:
+        notes.append(f"Near duplicates are not searched among more than {MOST_SEARCHED:,} images.")
+    files = {
+        "neighbours.html": page("Nearest neighbours", notes, pictures, queries, sections, config.duplicates),
+        "neighbours.csv": _neighbours_csv(pictures, queries, sections),
+        **({"duplicates.csv": _duplicates_csv(pictures, sections)} if searched else {}),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            replace_file(folder / file, content)
+    except OSError as error:
+        raise ConfigError(f"cannot write into {folder}: {error.strerror}; set another with output=FOLDER") from error
+    yield from notes
+    for section in sections:
+        parts = [f"leave-one-out kNN top-1 {section.score}"]
+        if section.pairs is not None:
+            parts.append(f"{section.pairs.count} pairs of images with a cosine of at least {config.duplicates:g}")
+        yield f"{section.name}: {'; '.join(parts)}"
+    yield from (str(folder / file) for file in files)
+
+
+def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], queries: int) -> str:
+    present = len(set(labels[labels >= 0].tolist()))
+    of = f" of {present} class{'es' * (present != 1)}" if present else " without labels"
+    chosen = "named" if config.query is not None else "evenly spaced over the classes" if present else "evenly spaced"
+    which = "" if config.split == "all" else f" of the split {config.split}"
+    return (
+        f"{len(labels):,} images{of}{which}; {queries} queries, {chosen}, each with its {config.neighbours} nearest "
+        "neighbours by cosine similarity."
+    )
+
+
+def _about(found: Embeddings, name: str) -> str:
+    """Dimensions, and what the file records of an encoder."""
+    encoders = found.settings.get("encoders")
+    described = encoders.get(name) if isinstance(encoders, dict) else None
+    parts = [f"{found.features[name].shape[1]} dimensions"]
+    for key in ("weights", "step", "pooling", "checkpoint"):
+        value = described.get(key) if isinstance(described, dict) else None
+        if isinstance(value, (str, int)) and value != "":
+            parts.append(str(value) if key == "weights" else f"{key} {value}")
+    return ", ".join(parts)
+
+
+def _score(features: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], classes: int, device: torch.device) -> str:
+    """The leave-one-out accuracy as text, or why there is none."""
+    import torch
+
+    from dmjd.evaluate.features import Features
+    from dmjd.evaluate.knn import LEFT_OUT, leave_one_out
+
+    known = labels >= 0
+    if not known.any():
+        return "- (no labels)"
+    if len(set(labels[known].tolist())) < 2:
+        return "- (one class)"
+    bank = Features(torch.from_numpy(features if known.all() else features[known]), torch.from_numpy(labels[known]))
+    result, k = leave_one_out(bank, classes, device)
+    return f"{result.top1:.1f} % (k {k}, {min(len(bank), LEFT_OUT):,} images)"
+
+
+def _neighbours_csv(pictures: Pictures, queries: Sequence[int], sections: Sequence[Section]) -> str:
+    head = ["encoder", "query", "query_label", "rank", "name", "label", "similarity"]
+    names, classes = pictures.names, pictures.classes
+    return _csv(
+        head,
+        (
+            [section.name, names[query], classes[query], rank, names[row], classes[row], f"{similarity:.6f}"]
+            for section in sections
+            for query, rows, similarities in zip(
+                queries, section.found.rows.tolist(), section.found.similarities.tolist(), strict=True
+            )
+            for rank, (row, similarity) in enumerate(zip(rows, similarities, strict=True), 1)
+        ),
+    )
+
+
+def _duplicates_csv(pictures: Pictures, sections: Sequence[Section]) -> str:
+    names = pictures.names
+    return _csv(
+        ["encoder", "name", "other", "similarity"],
+        (
+            [section.name, names[one], names[other], f"{similarity:.6f}"]
+            for section in sections
+            if section.pairs is not None
+            for (one, other), similarity in zip(
+                section.pairs.rows.tolist(), section.pairs.similarities.tolist(), strict=True
+            )
+        ),
+    )
+
+
+def _csv(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """RFC 4180."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+TOOL = Tool(
+    "neighbours",
+    "Write a page of nearest neighbours and near duplicates: dmjd neighbours RUN|FILE [RUN|FILE ...]",
+    NeighboursConfig,
+    run,
+)

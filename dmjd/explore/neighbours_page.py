@@ -51,13 +51,15 @@ class Pictures:
     classes: Sequence[str]
 
     def tile(self, row: int, kind: str, *lines: str) -> str:
-        """An image with its class, its name and ``lines``, which are HTML. ``kind``: a class of the style."""
+        """An image with its class, the last part of its name and ``lines``, which are HTML. ``kind``: a class of the
+        style."""
         name, label = _text(self.names[row]), _text(self.classes[row])
+        last = _text(self.names[row].rpartition("/")[2])
         data = base64.b64encode(self.thumbnails[row]).decode("ascii")
         label = f'<span title="{label}">{label}</span>' if label else ""
         return (
             f'<figure class="tile {kind}"><img alt="{name}" src="data:image/jpeg;base64,{data}">'
-            f'{"".join(lines)}{label}<small title="{name}">{name}</small></figure>'
+            f'{"".join(lines)}{label}<small title="{name}">{last}</small></figure>'
         )
 
 
@@ -73,9 +75,17 @@ class Section:
 
 
 def page(
-    title: str, notes: Iterable[str], pictures: Pictures, queries: Sequence[int], sections: Sequence[Section]
+    title: str,
+    notes: Iterable[str],
+    pictures: Pictures,
+    queries: Sequence[int],
+    sections: Sequence[Section],
+    least: float | None,
 ) -> str:
-    """The page: encoders, then each query with a row of neighbours per encoder, then near duplicates by encoder."""
+    """The page: encoders, then each query with a row of neighbours per encoder, then near duplicates by encoder.
+
+    least: cosine similarity of near duplicates; None if they were not searched.
+    """
     head = ("Encoder", "Features", "Leave-one-out kNN top-1", "Agreeing neighbours")
     labelled = any(pictures.classes)
     rows = (
@@ -94,7 +104,7 @@ def page(
             + ("✓ and a solid frame: the query's class; ✗ and a dashed frame: another class." if labelled else "")
         ),
         *(_query(pictures, number, row, sections) for number, row in enumerate(queries)),
-        *_duplicates(pictures, sections),
+        *_duplicates(pictures, sections, least),
         style=_STYLE,
     )
 
@@ -136,8 +146,8 @@ def _strip(pictures: Pictures, query: int, number: int, section: Section) -> str
     return f"<h3>{_text(section.name)}{share}</h3><ol>{''.join(tiles)}</ol>"
 
 
-def _duplicates(pictures: Pictures, sections: Sequence[Section]) -> list[str]:
-    parts = []
+def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | None) -> list[str]:
+    parts: list[str] = []
     for section in sections:
         if section.pairs is None:
             continue
@@ -153,7 +163,8 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section]) -> list[str]:
             )
         )
         parts.append(f'<ul class="pairs-of-images">{items}</ul>' if items else "")
-    return [heading("Near duplicates"), *parts] if parts else []
+    note = paragraph(f"Pairs of images whose features have a cosine similarity of at least {least}.")
+    return [heading("Near duplicates"), note, *parts] if parts else []
 
 
 def _text(text: str) -> str:
