@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dmjd.config.fields import choice, number, path
 from dmjd.errors import ConfigError, DataError
 from dmjd.explore.registry import Tool
+from dmjd.explore.tsne import shares
 from dmjd.files import printable, replace_file
 from dmjd.progress import track
 
@@ -148,12 +149,9 @@ def spaced_queries(labels: npt.NDArray[np.int64], count: int) -> list[int]:
     present = np.unique(labels[labels >= 0])
     groups = [np.flatnonzero(labels == label) for label in present] or [np.arange(len(labels))]
     groups = [groups[place] for place in _middles(min(count, len(groups)), len(groups))]
-    shares = np.full(len(groups), count // len(groups))
-    shares[_middles(count % len(groups), len(groups))] += 1
+    of_each = shares([len(group) for group in groups], count)
     return [
-        int(row)
-        for group, share in zip(groups, shares, strict=True)
-        for row in group[_middles(min(share, len(group)), len(group))]
+        int(row) for group, share in zip(groups, of_each, strict=True) for row in group[_middles(share, len(group))]
     ]
 
 
@@ -161,7 +159,7 @@ def _middles(count: int, length: int) -> npt.NDArray[np.int64]:
     """The middles of ``count`` equal parts of ``range(length)``."""
     import numpy as np
 
-    return (2 * np.arange(count) + 1) * length // max(2 * count, 1)
+    return (2 * np.arange(count) + 1) * length // (2 * count)
 
 
 def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
@@ -170,7 +168,9 @@ def named_queries(names: Sequence[str], asked: Iterable[str]) -> list[int]:
     Raises:
         ConfigError: if there is none, with the closest name, or several.
     """
-    rows = {name: row for row, name in reversed(list(enumerate(names)))}
+    rows = dict[str, int]()
+    for row, name in enumerate(names):
+        rows.setdefault(name, row)
     found = []
     for text in asked:
         ends = [name for name in rows if f"/{name}".endswith(f"/{text}") or f"/{text}".endswith(f"/{name}")]
