@@ -21,40 +21,41 @@ COLOURS = (
 """Ten colours that remain distinct under colour-vision deficiencies (Petroff, arXiv:2107.02270)."""
 
 
-def _regular(corners: int, turn: float = 0.0, inner: float = 1.0) -> list[tuple[float, float]]:
-    """Corners of a polygon around 0, y upwards; every second one at radius ``inner``. ``turn``: degrees."""
-    angles = np.deg2rad(90 + turn + 360 / corners * np.arange(corners))
+def _polygon(*corners: tuple[float, float], turn: float = 0.0) -> list[tuple[float, float]]:
+    """``corners`` turned by ``turn`` degrees and scaled to the area of a circle of radius 0.85."""
+    x, y = np.array(corners).T
+    area = abs(float((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())) / 2
+    turned = 0.85 * np.sqrt(np.pi / area) * np.exp(1j * np.deg2rad(turn)) * (x + 1j * y)
+    return [(round(float(corner.real), 3), round(float(corner.imag), 3)) for corner in turned]
+
+
+def _star(corners: int, inner: float = 1.0) -> list[tuple[float, float]]:
+    """``corners`` at radius 1 from the top on, every second one at radius ``inner``."""
+    angles = 2 * np.pi / corners * np.arange(corners)
     radii = np.where(np.arange(corners) % 2, inner, 1.0)
-    return [(round(float(r * np.cos(a)), 3), round(float(r * np.sin(a)), 3)) for r, a in zip(radii, angles, strict=True)]
+    return [(float(r * np.sin(a)), float(r * np.cos(a))) for r, a in zip(radii, angles, strict=True)]
 
 
-def _cross(turn: float) -> list[tuple[float, float]]:
-    """Corners of a plus sign, turned by ``turn`` degrees."""
-    corners = [(0.33, 1.0), (0.33, 0.33), (1.0, 0.33)]
-    found = []
-    for quarter in range(4):
-        angle = np.deg2rad(turn - 90 * quarter)
-        cos, sin = np.cos(angle), np.sin(angle)
-        found += [(round(float(x * cos - y * sin), 3), round(float(x * sin + y * cos), 3)) for x, y in corners]
-    return found
-
+_QUARTER = [(1.0, 3.0), (1.0, 1.0), (3.0, 1.0)]
+_PLUS = [*_QUARTER, *[(y, -x) for x, y in _QUARTER], *[(-x, -y) for x, y in _QUARTER], *[(-y, x) for x, y in _QUARTER]]
 
 SHAPES = (
-    [(0.85 * x, 0.85 * y) for x, y in _regular(16)],
-    _regular(3),
-    _regular(4, 45),
-    _regular(4),
-    _cross(0),
-    _regular(3, 180),
-    _cross(45),
-    _regular(10, inner=0.45),
+    _polygon(*_star(16)),
+    _polygon(*_star(3)),
+    _polygon(*_star(4), turn=45),
+    _polygon(*_star(4)),
+    _polygon(*_PLUS),
+    _polygon(*_star(3), turn=180),
+    _polygon(*_PLUS, turn=45),
+    _polygon(*_star(10, inner=0.45)),
 )
-"""Corners of each mark in a circle of radius 1, y upwards: circle, triangle, square, diamond, plus, triangle pointing
-down, cross, star. Class number i has the colour i mod 10 and the shape i / 10."""
+"""Corners of each mark around 0, y upwards: circle, triangle, square, diamond, plus, triangle pointing down, cross,
+star. Class number i has the colour i mod 10 and the shape i / 10."""
 MAX_CLASSES = len(COLOURS) * len(SHAPES)
 COLUMNS = 4
 """Panels in a row, as in the paper's figure."""
 _PANEL = 3.1  # inches
+_DPI = 130
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,8 @@ def scatter_png(
     rows = -(-len(panels) // columns)
     legend_columns = -(-len(classes) // 26)
     width, height = columns * _PANEL + 1.7 * legend_columns, rows * (_PANEL + 0.5) + 0.5
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    size = (2 * 0.8 * radius(len(labels)) * 72 / 130) ** 2
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    diameter = 2 * 0.8 * radius(len(labels)) * 72 / _DPI
     colours, shapes = np.array([mark(int(label)) for label in labels]).T
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1, aspect="equal", xticks=[], yticks=[])
@@ -111,13 +112,13 @@ def scatter_png(
         axes.set_xlabel(panel.note, color=MUTED, fontsize=8.5, parse_math=False)
         axes.set(xlim=(-0.04, 1.04), ylim=(-0.04, 1.04))
         points = in_square(panel.points)[order]
-        for shape in np.unique(shapes):
+        for shape in map(int, np.unique(shapes)):
             own = shapes[order] == shape
             axes.scatter(
                 *points[own].T,
-                s=size,
+                s=(diameter * np.abs(SHAPES[shape]).max()) ** 2,  # matplotlib scales every outline to one size
                 c=np.array(COLOURS)[colours[order][own]],
-                marker=_outline(int(shape)),
+                marker=_outline(shape),
                 alpha=0.85,
                 linewidths=0,
             )
@@ -127,8 +128,14 @@ def scatter_png(
             for index in range(len(classes))
         ]
         legend = figure.legend(
-            handles, ["class"] * len(classes), loc="outside right upper", ncols=legend_columns, frameon=False,
-            fontsize=8, labelcolor=INK, handletextpad=0.2,
+            handles,
+            ["class"] * len(classes),
+            loc="outside right upper",
+            ncols=legend_columns,
+            frameon=False,
+            fontsize=8,
+            labelcolor=INK,
+            handletextpad=0.2,
         )
         for text, name in zip(legend.get_texts(), classes, strict=True):
             text.set_text(shortened(name, 22))
@@ -136,7 +143,9 @@ def scatter_png(
     lines = "\n".join(wrap(caption, int(width * 15)))
     figure.supxlabel(lines, color=MUTED, fontsize=8, x=0.01, ha="left", parse_math=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # names in scripts that the font lacks are boxes here, not in the page
+        warnings.filterwarnings(
+            "ignore", "Glyph"
+        )  # names in scripts that the font lacks are boxes here, not in the page
         return png(figure, caption)
 
 

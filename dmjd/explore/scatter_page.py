@@ -59,12 +59,11 @@ def scatter_page(
     return document(
         title,
         *map(paragraph, about),
+        _legend(labels, classes),
         '<div class="maps">' + "\n".join(_figure(index, panel) for index, panel in enumerate(panels)) + "</div>",
         f'<figure class="static"><img alt="{escape(alternative)}" src="data:image/png;base64,{_base64(png)}"></figure>',
-        _legend(labels, classes),
         '<section id="pinned" hidden>' + heading("Pinned images") + '<ul class="pins"></ul></section>',
-        '<div class="live">' + details([disclosure("Keys and pointer", _HELP)]) + "</div>",
-        details([disclosure("Settings", pairs("Settings", settings))]),
+        details([disclosure("Keys and pointer", _HELP), disclosure("Settings", pairs("Settings", settings))]),
         '<div id="card" aria-hidden="true" hidden></div><p id="announced" role="status"></p>',
         f'<script type="application/json" id="data">{script_json(data)}</script>',
         style=_STYLE + _palette(),
@@ -81,10 +80,16 @@ def script_json(value: Any) -> str:
 
 
 def _figure(index: int, panel: Panel) -> str:
-    label = escape(f"Map of {panel.title}. Arrow keys: next image in that direction. Enter: pin. + and -: zoom. 0: all.")
+    label = escape(
+        f"Map of {panel.title}. Arrow keys: next image in that direction. Enter: pin. + and -: zoom. 0: all."
+    )
     buttons = "".join(
         f'<button type="button" data-zoom="{step}" aria-label="{escape(f"{action} {panel.title}")}">{sign}</button>'
-        for step, action, sign in (("1", "Zoom into", "+"), ("-1", "Zoom out of", "&minus;"), ("0", "Show all of", "all"))
+        for step, action, sign in (
+            ("1", "Zoom into", "+"),
+            ("-1", "Zoom out of", "&minus;"),
+            ("0", "Show all of", "all"),
+        )
     )
     return (
         f'<figure class="map" data-panel="{index}"><figcaption>{escape(panel.title)}</figcaption>\n'
@@ -104,8 +109,8 @@ def _legend(labels: NDArray[np.int64], classes: Sequence[str]) -> str:
     ]
     both = '<button type="button" data-all="1">all</button> <button type="button" data-all="0">none</button>'
     return (
-        f'<div class="live" role="group" aria-label="Classes that are shown"><p>Classes, with their number of images. A '
-        f"click shows or hides one: {both}</p>\n"
+        '<div class="live" role="group" aria-label="Classes that are shown"><p>Classes and their number of images; '
+        f"click one to hide or show it: {both}</p>\n"
         '<ul class="key classes">' + "\n".join(items) + "</ul></div>"
     )
 
@@ -113,9 +118,8 @@ def _legend(labels: NDArray[np.int64], classes: Sequence[str]) -> str:
 def _swatch(index: int) -> str:
     colour, shape = mark(index)
     corners = " ".join(f"{x:g},{-y:g}" for x, y in SHAPES[shape])
-    return (
-        f'<svg viewBox="-1.1 -1.1 2.2 2.2" aria-hidden="true"><polygon points="{corners}" fill="var(--c{colour})"/></svg>'
-    )
+    polygon = f'<polygon points="{corners}" fill="var(--c{colour})"/>'
+    return f'<svg viewBox="-1.4 -1.4 2.8 2.8" aria-hidden="true">{polygon}</svg>'
 
 
 def _palette() -> str:
@@ -127,9 +131,7 @@ def _palette() -> str:
     light, dark_rules = (
         "; ".join(f"--c{index}: {colour}" for index, colour in enumerate(colours)) for colours in (COLOURS, dark)
     )
-    return (
-        f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark_rules} }} }}\n"
-    )
+    return f":root {{ {light} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {dark_rules} }} }}\n"
 
 
 def _base64(content: bytes) -> str:
@@ -149,7 +151,7 @@ body { max-width: 100rem }
 .live, .maps { display: none }
 .scripted .live { display: block } .scripted .maps { display: grid }
 .maps { grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; margin-top: 1rem }
-.map { max-width: 46rem }
+.map { max-width: max(20rem, min(46rem, 78vh)) }
 .map figcaption { overflow-wrap: anywhere }
 .plane { position: relative; aspect-ratio: 1; border: 1px solid var(--rule); border-radius: 6px; margin-top: .3rem }
 .plane canvas { position: absolute; inset: 0; width: 100%; height: 100%; touch-action: pan-y; border-radius: 6px;
@@ -162,14 +164,13 @@ button { font: inherit; font-size: .85rem; color: var(--ink); background: var(--
 .scripted .static { display: none }
 .classes { gap: .3rem .4rem; margin-top: .4rem }
 .classes button { display: flex; gap: .35rem; align-items: center; text-align: left; overflow-wrap: anywhere }
-.classes svg { width: .8rem; height: .8rem; overflow: visible }
+.classes svg { width: 1rem; height: 1rem }
 .classes small { color: var(--muted) }
 .classes button[aria-pressed=false] { opacity: .45; text-decoration: line-through }
 #card { position: fixed; z-index: 2; left: 0; top: 0; max-width: 16rem; pointer-events: none; background: var(--paper);
   border: 1px solid var(--rule); border-radius: 6px; padding: .4rem; box-shadow: 0 2px 8px #0004; font-size: .85rem }
 #card[hidden] { display: none }
-#card img, .pins img { display: block; min-width: 64px; max-width: 8rem; height: auto; margin-bottom: .3rem;
-  image-rendering: auto }
+#card img, .pins img { display: block; width: 7rem; height: 7rem; object-fit: contain; margin-bottom: .3rem }
 #card span, .pins span { display: block; overflow-wrap: anywhere }
 .kind { color: var(--muted) }
 .pins { display: flex; flex-wrap: wrap; gap: .6rem; list-style: none; padding: 0 }
@@ -220,13 +221,15 @@ class Panel {
     this.canvas = find("canvas", figure);
     this.context = this.canvas.getContext("2d");
     this.base = document.createElement("canvas");
-    const bytes = Uint8Array.from(atob(points), character => character.charCodeAt(0)), view = new DataView(bytes.buffer);
+    const bytes = Uint8Array.from(atob(points), character => character.charCodeAt(0));
+    const view = new DataView(bytes.buffer);
     const value = place => view.getUint16(place, true) / 65535;
     this.x = names.map((_, index) => value(4 * index));
     this.y = names.map((_, index) => 1 - value(4 * index + 2));
     this.all();
     this.pointers = new Map();
     this.listen(figure);
+    this.draw();
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
@@ -349,7 +352,10 @@ class Panel {
 
   listen(figure) {
     const canvas = this.canvas;
-    const at = event => { const box = canvas.getBoundingClientRect(); return [event.clientX - box.x, event.clientY - box.y]; };
+    const at = event => {
+      const box = canvas.getBoundingClientRect();
+      return [event.clientX - box.x, event.clientY - box.y];
+    };
     canvas.addEventListener("pointerdown", event => {
       canvas.setPointerCapture(event.pointerId);
       this.pointers.set(event.pointerId, at(event));

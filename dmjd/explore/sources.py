@@ -63,8 +63,8 @@ def read_together(sources: Sequence[str]) -> Embeddings:
     shared = [key for key in rows[0] if all(key in each for each in rows[1:])]
     if not shared:
         raise DataError(
-            f"{' and '.join(map(str, paths))} have no image of the same name and split in common; embed the same images "
-            "with each encoder"
+            f"{' and '.join(map(str, paths))} have no image of the same name and split in common; embed the same "
+            "images with each encoder"
         )
     features: dict[str, NDArray[np.float32]] = {}
     encoders: dict[str, Any] = {}

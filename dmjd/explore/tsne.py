@@ -94,7 +94,9 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     else:
         groups, classes, of = [candidates], [], (len(candidates), 0)
     counts = shares([len(group) for group in groups], config.images)
-    spaced = [group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)]
+    spaced = [
+        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
+    ]
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
@@ -208,7 +210,7 @@ def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
     from PIL import Image
 
     found = []
-    scale = min(1.0, (2 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
+    scale = min(1.0, (1.5 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
     for content in thumbnails:
         file = io.BytesIO()
         try:
@@ -216,7 +218,7 @@ def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
                 if max(image.size) > _LARGEST_THUMBNAIL:
                     raise ValueError("no thumbnail")
                 sides = tuple(max(1, round(scale * side)) for side in image.size)
-                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=50)
+                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=60)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
             file = io.BytesIO()
         found.append(file.getvalue())
@@ -240,8 +242,12 @@ def run(config: TsneConfig) -> Iterator[str]:
     perplexity = perplexity_for(count, config.perplexity)
     chosen = {name: values[selection.rows] for name, values in embeddings.features.items()}
     for name, values in chosen.items():
-        if not np.ptp(values, axis=0).any():
-            raise DataError(f"the features of {name} are the same for all {count} images, and have no map")
+        lengths = np.linalg.norm(values, axis=1)
+        if not np.ptp(values, axis=0).any() or not (lengths > 0).all() or not np.isfinite(lengths).all():
+            raise DataError(
+                f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
+                "another checkpoint"
+            )
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
@@ -255,8 +261,8 @@ def run(config: TsneConfig) -> Iterator[str]:
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
         about.append(
-            f"kNN top-1: the share of images whose class their {k} nearest others have, by the cosine similarity of the "
-            "features, not by distance in the map."
+            f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
+            "the features (not by distance in the map)."
         )
     order = np.random.default_rng(0).permutation(count)  # else the last class would cover the others
     png = scatter_png(panels, selection.labels, classes, order, " ".join(about))
@@ -289,7 +295,9 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
 
     count, classes = len(selection.rows), selection.classes
     images, all_classes = selection.of
-    text = f"{count:,} images" + (f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels")
+    text = f"{count:,} images" + (
+        f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels"
+    )
     if len(classes) < all_classes and (config.classes is None or len(config.classes) == 1):
         text += f" drawn from {all_classes:,} (seed {config.seed})"
     of_each = np.bincount(selection.labels)
