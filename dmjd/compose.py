@@ -39,7 +39,18 @@ from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
-from dmjd.keys import DESCRIBING, SEVERAL, fields_of, groups_of, key_of_first, keys_of, near, takes_data, takes_files
+from dmjd.keys import (
+    DESCRIBING,
+    IMAGES,
+    SEVERAL,
+    fields_of,
+    groups_of,
+    key_of_first,
+    keys_of,
+    near,
+    takes_data,
+    takes_files,
+)
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
@@ -76,16 +87,21 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
     """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
-    out (:func:`~dmjd.keys.key_of_first`). They may hold an equals sign, unless a key is before it."""
+    out (:func:`~dmjd.keys.key_of_first`); of a command with :data:`~dmjd.keys.IMAGES` also with that of those after the
+    first. They may hold an equals sign, unless a key is before it."""
     first = key_of_first(command)
     if first is None:
         return list(arguments)
-    most = len(arguments) if first in SEVERAL else 1
+    takes_images = any(field.name == IMAGES for field in fields(SCHEMAS[command]))
+    most = len(arguments) if first in SEVERAL or takes_images else 1
     paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
+    rest = list(arguments[len(paths) :])
     if not paths:
-        return list(arguments)
-    value = ",".join(map(quoted, paths)) if first in SEVERAL else paths[0]
-    return [f"{first}={value}", *arguments[len(paths) :]]
+        return rest
+    if first in SEVERAL:
+        return [f"{first}={','.join(map(quoted, paths))}", *rest]
+    images = [f"{IMAGES}={','.join(map(quoted, paths[1:]))}"] if paths[1:] else []
+    return [f"{first}={paths[0]}", *images, *rest]
 
 
 def _is_path(command: str, text: str) -> bool:

@@ -107,6 +107,22 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd tsne all.npz classes=20 split=test", "the encoders of a file side by side, test images of 20 classes"),
         ("dmjd tsne runs/a runs/b classes=[cat,dog]", "the same images of two classes in two runs"),
     ),
+    "neighbours": (
+        ("dmjd neighbours runs/photos", "the newest file of dmjd embed, as RUN/explore/neighbours.html and .csv"),
+        ("dmjd neighbours trained.npz untrained.npz queries=40", "the encoders of two files below each other"),
+        (
+            "dmjd neighbours runs/photos query=cat/001.jpg duplicates=0.999",
+            "one query; pairs of equal images",
+        ),
+    ),
+    "predict": (
+        ("dmjd predict runs/finetune new_photos", "all images of a folder, by the classifier of a fine-tuning"),
+        (
+            "dmjd predict runs/finetune a.jpg b.jpg probabilities=top5",
+            "two images, with five classes each",
+        ),
+        ("dmjd predict runs/photos new_photos labelled=labelled.npz", "by the nearest images of a file of dmjd embed"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),

@@ -299,7 +299,7 @@ def _model_of(path: Path, config: ImagesConfig) -> tuple[TrainConfig, str]:
     return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()
 
 
-_OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_percent", "val_seed")
+OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_percent", "val_seed")
 """Keys that describe a data set: another ``data.name`` sets them. The others are the run's unless they are given."""
 
 
@@ -338,7 +338,7 @@ def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None
         return other
     keys = set(keys)
     if "name" in keys and other.name != own.name:
-        keys |= {item.name for item in fields(other)} & {*_OF_DATA_SET}
+        keys |= {item.name for item in fields(other)} & {*OF_DATA_SET}
         keys |= {"channels"} if other.name not in ("folder", "shards") else set()  # which convert to the run's channels
     return replace(own, **{key: getattr(other, key) for key in keys})
 

@@ -290,7 +290,7 @@ class _Batches:
         views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
         arrived = progress_mark()
         for index in split.indices[start:stop].tolist():
-            name = _name(next(iter(split.datasets.values())).name(index), self._images.root)
+            name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
             try:
                 found, thumbnail = self._read(split, index)
             except BadImage as error:
@@ -321,7 +321,7 @@ class _Batches:
         return views, _jpeg(decoded[max(decoded)], self._thumbnail) if self._thumbnail else b""
 
 
-def _name(name: str, root: str | None) -> str:
+def name_below(name: str, root: str | None) -> str:
     """The name of an image without the folders above its data set."""
     if root is not None and os.path.isabs(root) == os.path.isabs(name):
         below = os.path.relpath(name, root)
@@ -433,7 +433,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "checkpoint": shown(str(frozen.path)),
             "step": frozen.step,
             "weights": frozen.weights,
-            "sha256": _digest_of(frozen.encoder),
+            "sha256": digest_of(frozen.encoder),
             "pooling": how,
             "dim": frozen.encoder.embed_dim,
             "image_size": list(frozen.size),
@@ -444,7 +444,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
-def _digest_of(encoder: Module) -> str:
+def digest_of(encoder: Module) -> str:
     """Hex SHA-256 of the names and values of the weights."""
     digest = hashlib.sha256()
     for name, value in encoder.state_dict().items():
