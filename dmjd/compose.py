@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -27,7 +28,6 @@ from dmjd.config import (
     FORMER_VALUES,
     RENAMED,
     SCHEMAS,
-    EvaluationConfig,
     FinetuneConfig,
     OptimConfig,
     PretrainConfig,
@@ -36,10 +36,10 @@ from dmjd.config import (
     expand_paths,
 )
 from dmjd.config.fields import suggestion
-from dmjd.config.parse import parse, unquoted
+from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
-from dmjd.keys import DESCRIBING, fields_of, groups_of, key_of_first, keys_of, near, takes_files
+from dmjd.keys import DESCRIBING, SEVERAL, fields_of, groups_of, key_of_first, keys_of, near, takes_data, takes_files
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
@@ -68,22 +68,30 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     if isinstance(config, TrainConfig):
         config.typed = typed_of(config.command, overrides)
     check_fields(config)
-    if isinstance(config, EvaluationConfig):
+    if takes_data(type(config)):
         config.data_keys = _data_keys(overrides)
         config.check()
     return config
 
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with the key of the first one, which may be left out (:func:`~dmjd.keys.key_of_first`). It may hold
-    an equals sign, unless a key is before it."""
+    """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
+    out (:func:`~dmjd.keys.key_of_first`). They may hold an equals sign, unless a key is before it."""
     first = key_of_first(command)
-    if first is None or not arguments:
+    if first is None:
         return list(arguments)
-    key, equals, _ = arguments[0].partition("=")
+    most = len(arguments) if first in SEVERAL else 1
+    paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
+    if not paths:
+        return list(arguments)
+    value = ",".join(map(quoted, paths)) if first in SEVERAL else paths[0]
+    return [f"{first}={value}", *arguments[len(paths) :]]
+
+
+def _is_path(command: str, text: str) -> bool:
+    key, equals, _ = text.partition("=")
     is_key = RENAMED.get(key, key) in keys_of(command)
-    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
-    return [f"{first}={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
+    return not equals or "/" in key or (not is_key and Path(at_home(text)).exists())
 
 
 def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
@@ -305,7 +313,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     known = fields_of(command)
     checked = _Checked([], {})
     overrides = [part for text in overrides for part in _unpacked(text, {*known, *available})]
-    if issubclass(schema, EvaluationConfig):
+    if takes_data(schema):
         overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
         if _data_keys(overrides) and "name" not in _data_keys(overrides):
             overrides = ["data=folder", *overrides]  # any option: only the keys that are given count
@@ -340,6 +348,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             raise ConfigError(f"{key} is not a key{near(key, command)}")
         item, annotation = known[key]
         value = parse(key, text if str in _kinds(annotation) else _filled(key, text), annotation, item.metadata)
+        if isinstance(value, list):
+            value = [_interpolated(key, each, known) if isinstance(each, str) else each for each in value]
         checked.given[key] = _interpolated(key, value, known) if isinstance(value, str) else value
     return checked
 

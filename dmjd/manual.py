@@ -97,6 +97,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd linprobe runs/photos protocol=dmjd", "a published protocol, on ImageNet"),
         ("dmjd linprobe runs/photos protocol=cached few_shot=10", "13 learning rates in one pass, 10 % of the labels"),
     ),
+    "embed": (
+        ("dmjd embed runs/photos", "all images of the run, as RUN/embeddings/trained-step########.npz"),
+        ("dmjd embed runs/photos data.root=new output=new.parquet", "other images, as a table"),
+        ("dmjd embed runs/a runs/b mae.pth experiment=mae_vit_base output=all.npz", "three encoders side by side"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),

@@ -148,16 +148,7 @@ def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.
     """
     import numpy as np
 
-    fixed = file.read(len(_NPY) + 2)
-    length = int.from_bytes(fixed[len(_NPY) :], "little")
-    if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
-        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
-    header = file.read(length)
-    shape = re.search(rb"'shape': \((\d{1,15}),\)", header)
-    count = int(shape[1]) if shape else -1
-    descr = np.lib.format.dtype_to_descr(dtype)
-    if header.split() != f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': ({count},), }}".encode().split():
-        raise ValueError(f"it is no one-dimensional array of {descr}")
+    _, (count,) = _npy_header(file, [dtype], 1)
     offset = file.tell()
     held = file.seek(0, os.SEEK_END) - offset
     if held != count * dtype.itemsize:
@@ -166,6 +157,80 @@ def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.
     if mapped and count:
         return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
     return np.frombuffer(file.read(held), dtype=dtype)
+
+
+def _npy_header(
+    file: IO[bytes], dtypes: Sequence[numpy.dtype[Any]], dimensions: int
+) -> tuple[numpy.dtype[Any], tuple[int, ...]]:
+    """Type and shape in the header of an array that ``numpy.save`` wrote. Raises ValueError for other types, another
+    number of dimensions and anything else."""
+    import numpy as np
+
+    fixed = file.read(len(_NPY) + 2)
+    length = int.from_bytes(fixed[len(_NPY) :], "little")
+    if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
+        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
+    header = file.read(length)
+    numbers = re.search(rb"'shape': \(([\d, ]{1,64})\)", header)
+    shape = tuple(map(int, re.findall(rb"\d{1,15}", numbers[1]))) if numbers else ()
+    for dtype in dtypes:
+        descr = np.lib.format.dtype_to_descr(dtype)
+        known = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
+        if header.split() == known.encode().split() and len(shape) == dimensions:
+            return dtype, shape
+    kinds = " or ".join(str(np.lib.format.dtype_to_descr(dtype)) for dtype in dtypes)
+    raise ValueError(f"it is no {'one' if dimensions == 1 else 'two'}-dimensional array of {kinds}")
+
+
+def read_npz(
+    file: BinaryIO, expected: Callable[[str], tuple[Sequence[str], int] | None]
+) -> dict[str, numpy.ndarray[Any, Any]]:
+    """Read the arrays of an archive that ``numpy.savez`` wrote, without compression.
+
+    The sizes in the archive and in the arrays' headers must agree with the size of the file before anything is read.
+
+    Args:
+        file: seekable.
+        expected: allowed types (as ``numpy.dtype`` takes them) and number of dimensions of the array of a name; None
+            rejects the name.
+
+    Raises:
+        ValueError: one line, if the file is anything else.
+    """
+    import numpy as np
+
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    found: dict[str, numpy.ndarray[Any, Any]] = {}
+    name = ""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if len({entry.filename for entry in entries}) != len(entries):
+                raise ValueError("it has an array twice")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError(f"it has {size} bytes and declares more content, or is compressed")
+            for entry in entries:
+                name = repr(entry.filename.removesuffix(".npy"))[1:41]
+                kinds = expected(entry.filename.removesuffix(".npy"))
+                if kinds is None:
+                    raise ValueError("it has an array of an unknown name")
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is compressed")
+                with archive.open(entry) as stream:
+                    dtype, shape = _npy_header(stream, [np.dtype(kind) for kind in kinds[0]], kinds[1])
+                    held = entry.file_size - stream.tell()
+                    if held != math.prod(shape) * dtype.itemsize:
+                        raise ValueError(f"it has {held} bytes for a shape of {list(shape)}")
+                    content = bytearray(held)
+                    if stream.readinto(content) != held:
+                        raise ValueError("it is cut off")
+                    if stream.read(1):
+                        raise ValueError("it is damaged")
+                found[entry.filename.removesuffix(".npy")] = np.frombuffer(content, dtype).reshape(shape)
+    except Exception as error:  # damaged bytes raise errors of any type
+        raise ValueError(f"{name}: {one_line(error)}" if name else one_line(error)) from error
+    return found
 
 
 # torch's files -------------------------------------------------------------------------------------------------------

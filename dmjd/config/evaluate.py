@@ -31,7 +31,27 @@ class EncoderConfig:
 
 
 @dataclass
-class EvaluationConfig(EncoderConfig):
+class ImagesConfig(EncoderConfig):
+    """A trained encoder and the images that it reads.
+
+    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
+    device: auto: CUDA if available, else CPU.
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
+        is another data set in the run's size and normalisation.
+    data_keys: The keys of data that are given; set by the command line. null: all of them.
+    """
+
+    workers: int | None = number(None, least=0)
+    device: str = choice("auto", "cpu", "cuda")
+    data: DataConfig | None = None
+    data_keys: list[str] | None = recorded()
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
+
+
+@dataclass
+class EvaluationConfig(ImagesConfig):
     """Evaluation of frozen features.
 
     output: Folder of the score's JSON file. Default: the run folder; for a file of weights, a folder named like the
@@ -44,11 +64,6 @@ class EvaluationConfig(EncoderConfig):
         published lists of 1 % and 10 %.
     untrained: Also evaluate the initial weights, as a baseline beside the score (doubles the time). null: if that is
         cheap (docs/evaluation.md).
-    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
-    device: auto: CUDA if available, else CPU.
-    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
-        is another data set in the run's size and normalisation.
-    data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
     pooling: str = choice("mean", "cls")
@@ -56,13 +71,6 @@ class EvaluationConfig(EncoderConfig):
     few_shot: float | None = number(None, above=0, below=100)
     labels: str | None = path()
     untrained: bool | None = None
-    workers: int | None = number(None, least=0)
-    device: str = choice("auto", "cpu", "cuda")
-    data: DataConfig | None = None
-    data_keys: list[str] | None = recorded()
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from dmjd.builders.average import ENCODER
 from dmjd.builders.model import build_classification
 from dmjd.builders.weights import check_described, classes_of, load_encoder_weights, load_weights
 from dmjd.compose import from_yaml_of_run, to_yaml
-from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, ImagesConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
@@ -149,7 +149,7 @@ def loader_workers(images: int, batch_size: int) -> int:
     return min(8, len(os.sched_getaffinity(0)), batches) if batches > 1 else 0
 
 
-def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
+def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average
     ("ema"; with "auto" that of a fine-tuned run, if it has one). Of a fine-tuned run its classifier, too.
 
@@ -183,7 +183,7 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         assert isinstance(trained, PretrainConfig)
         encoder = _of_file(path, trained, weights) if path.is_file() else _of_run(path, trained, weights)
         encoder.requires_grad_(False).to(device).eval()
-    if config.pooling == "cls" and not encoder.num_prefix_tokens:
+    if isinstance(config, EvaluationConfig) and config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
     size = data.image_size[0], data.image_size[1]
     with config_section("data.image_size"):
@@ -283,7 +283,7 @@ def _average(path: Path) -> dict[str, Tensor]:
     return average
 
 
-def _model_of(path: Path, config: EvaluationConfig) -> tuple[TrainConfig, str]:
+def _model_of(path: Path, config: ImagesConfig) -> tuple[TrainConfig, str]:
     """The configuration of the model at ``path``, as an object and as YAML."""
     if path.is_file():
         if config.model is None:
@@ -303,7 +303,7 @@ _OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_pe
 """Keys that describe a data set: another ``data.name`` sets them. The others are the run's unless they are given."""
 
 
-def _evaluation_data(path: Path, trained: TrainConfig, config: EvaluationConfig) -> DataConfig:
+def _evaluation_data(path: Path, trained: TrainConfig, config: ImagesConfig) -> DataConfig:
     """The data of pre-training with the keys that are given, on which the encoder can run."""
     other = config.data
     data = trained.data if other is None else _with_given(trained.data, other, config.data_keys)

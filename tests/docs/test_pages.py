@@ -15,7 +15,7 @@ from dmjd.cluster.submit import OPTIONS
 from dmjd.compose import compose
 from dmjd.config import SCHEMAS
 from dmjd.evaluate import EVALUATIONS
-from dmjd.keys import groups
+from dmjd.keys import groups, key_of_first
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -54,7 +54,7 @@ def test_commands_compose(page: Path) -> None:
         assert command in {*COMMANDS, *EVALUATIONS, "plan_finetune"}, command
         if command in SCHEMAS:
             of_command = {"convert": ("input=a.pth", "output=b.pth"), "finetune": ("init=x",)}
-            required = of_command.get(command, ("checkpoint=x",))
+            required = of_command.get(command, (f"{key_of_first(command)}=x",))
             needed = () if command in ("pretrain", "plan", "plan_finetune") else required
             compose(command, [*needed, *(text for text in overrides if text.partition("=")[0] not in of_jobs)])
 
