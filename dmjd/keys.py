@@ -67,6 +67,10 @@ def key_of_first(command: str) -> str | None:
     return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)
 
 
+PATHS = "paths"
+"""Key of the arguments after the first one, of a command that has it: `dmjd show RUN A B` is short for
+`dmjd show checkpoint=RUN paths=A,B`."""
+
 ELSEWHERE = {
     "arch": "backbone",
     "bs": "batch_size",

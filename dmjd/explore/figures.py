@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, cast
@@ -32,6 +31,7 @@ from dmjd.files import at_home
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.objective import Losses, Objective
 from dmjd.ops.images import normalise
+from dmjd.ops.views import Views
 from dmjd.parallel import store
 from dmjd.targets import HogTarget, PixelTarget, TeacherTarget, Tokenizer
 from dmjd.train.pictures import (
@@ -168,13 +168,14 @@ class Shown:
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
             return masked + self._resized({name: rendered[name] for name in names}, token)
 
+        view = "view 1" if len(mask) > 1 else "the view"
         branches = " = L_vis + lambda L_mim" if self._objective.model.visible_branch is not None else ""
         return Figure(
             columns,
-            f"{MASKED_TOKENS}{scale} The last column has the prediction on the masked patches of {_first(mask)} and "
-            f"the target on its visible ones. Loss of each image{branches}. {self._masks_text}",
+            f"{MASKED_TOKENS}{scale} The last column has the prediction on the masked patches of {view} and the target "
+            f"on its visible ones. Loss of each image{branches}. {self._masks_text}",
             summary,
-            f"Masked: {_first(mask)}; the prediction is that of its masked patches." if len(mask) > 1 else "",
+            "Masked: view 1; the prediction is that of its masked patches." if len(mask) > 1 else "",
             legend_of_views(1),
             [_loss_text(each) for each in losses],
         )
@@ -354,7 +355,7 @@ def losses_of_images(objective: Objective, prepared: Prepared) -> list[Losses]:
         for index in range(len(prepared.images)):
             one = slice(index, index + 1)
             views, predicted = prepared.masked_views
-            chosen = MaskedViews(views.map(lambda part: part[:, one]), predicted[:, one])
+            chosen = MaskedViews(Views(*(part[:, one] for part in views)), predicted[:, one])
             found.append(objective(prepared.images[one], chosen, prepared.targets[one]))
     return found
 
@@ -393,10 +394,9 @@ def smooth(colours: Tensor, size: tuple[int, int]) -> Picture:
 def framed(cell: Picture, place: tuple[int, int], token: int) -> Picture:
     """``cell`` with a frame around the token at ``place`` (row, column)."""
     out, (top, left) = cell.copy(), (place[0] * token, place[1] * token)
-    for width, colour in ((2, 255), (1, 0)):
-        inner = out[top + width : top + token - width, left + width : left + token - width].copy()
-        out[top : top + token, left : left + token] = colour
-        out[top + width : top + token - width, left + width : left + token - width] = inner
+    for inset, colour in ((0, 255), (1, 0)):
+        inner = out[top + inset : top + token - inset, left + inset : left + token - inset]
+        inner[[0, -1]] = inner[:, [0, -1]] = colour
     return out
 
 
@@ -415,8 +415,11 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
     split: Split = "test" if config.split == "test" else "train"
     dataset = None
     if config.split == "auto":
-        with suppress(DataError):
+        try:
             dataset, split = frozen.dataset("test"), "test"
+        except DataError as error:
+            if "has no test split" not in str(error):
+                raise
     dataset = frozen.dataset(split) if dataset is None else dataset
     ids = _evenly(len(dataset), config.images)
     return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"

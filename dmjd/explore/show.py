@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from dmjd.config import EvaluationConfig
+from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, recorded
 from dmjd.errors import ConfigError
+from dmjd.explore.registry import Tool
 
 KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
 
 
 @dataclass
-class ShowConfig(EvaluationConfig):
+class ShowConfig(ImagesConfig):
     """Pictures of a model for any images.
 
     paths: Image files and folders; of a folder, `images` evenly spaced ones. Default: images of the run's data.
@@ -36,7 +37,7 @@ class ShowConfig(EvaluationConfig):
     """
 
     weights: str = choice("auto", "trained", "untrained", "ema")
-    paths: list[str] = field(default_factory=list)
+    paths: list[str] | None = path()
     images: int = number(6, least=1, most=64)
     split: str = choice("auto", "train", "test")
     kinds: list[str] | None = None
@@ -46,11 +47,6 @@ class ShowConfig(EvaluationConfig):
     query: list[float] | None = None
     max_kb: int = number(300, least=20)
     output: str | None = path()
-    pooling: str = recorded("mean")
-    train_images: int | None = recorded()
-    few_shot: float | None = recorded()
-    labels: str | None = recorded()
-    untrained: bool | None = recorded(False)
     workers: int | None = recorded()
 
     def check(self) -> None:
@@ -85,3 +81,11 @@ def run(config: ShowConfig) -> list[str]:
             f"{folder} cannot be written to ({error.strerror}); name a folder for the pictures with output=FOLDER"
         ) from error
     return [*map(str, files), *lines]
+
+
+TOOL = Tool(
+    "show",
+    "Draw reconstructions, masks, HOG, attention maps and PCA as PNG: dmjd show RUN [IMAGE ...]",
+    ShowConfig,
+    run,
+)

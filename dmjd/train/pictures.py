@@ -132,6 +132,7 @@ def photos_of(images: Tensor) -> list[Picture]:
 
 
 def pixels_per_token(images: Tensor, grid: tuple[int, int]) -> int:
+    """Side of a token of ``images [B, H, W, C]`` in pixels."""
     return max(1, images.shape[1] // grid[0])
 
 
@@ -195,6 +196,7 @@ def _ruled(cell: Picture, token: int) -> Picture:
 
 
 def resize(picture: Picture, grid: tuple[int, int], token: int) -> Picture:
+    """``picture`` with ``token`` x ``token`` pixels per token of ``grid``."""
     height, width = grid[0] * token, grid[1] * token
     pixels = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float()
     if height > picture.shape[0]:  # small images keep their pixels
@@ -212,6 +214,7 @@ def _palette(views: int) -> list[Colour]:
 
 
 def legend_of_views(views: int) -> list[tuple[Colour, str]]:
+    """Colours of masked tokens and of the coverage by ``views``, with their labels."""
     if views == 1:
         return [(MASKED, "masked")]
     labels = ["coverage: masked in 0 views", "1 view", *(f"{k} views" for k in range(2, views + 1))]
@@ -285,5 +288,6 @@ def _sheet(
 
 
 def write_picture(path: str | Path, content: bytes) -> None:
+    """Replace the file ``path``, whose folder may be missing, atomically."""
     Path(path).parent.mkdir(exist_ok=True)  # without parents: a run folder that was removed is not created again
     replace_file(Path(path), content)
