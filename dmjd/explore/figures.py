@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -35,6 +35,7 @@ from dmjd.ops.views import Views
 from dmjd.parallel import store
 from dmjd.targets import HogTarget, PixelTarget, TeacherTarget, Tokenizer
 from dmjd.train.pictures import (
+    MAX_CELL,
     Colour,
     Column,
     Picture,
@@ -75,7 +76,7 @@ class Figure:
     summary_text: str = ""
     legend: list[tuple[Colour, str]] = field(default_factory=list)
     captions: Sequence[str] = ()
-    largest: int = 224
+    largest: int = MAX_CELL
 
 
 class Shown:
@@ -154,17 +155,16 @@ class Shown:
         )
         filled = first_prediction(predictions[: len(mask)], targets, mask)
         beside = torch.where(mask[0, :, :, None], predictions[0], targets)
-        rendered = {
-            "target": [render(tokens, self.grid) for tokens in targets],
-            "prediction": [render(tokens, self.grid) for tokens in filled],
-            "prediction + visible": [render(tokens, self.grid) for tokens in beside],
-        }
+        shown = {"target": targets, "prediction": filled, "+ visible": beside}
+        rendered = {name: [render(each, self.grid) for each in sets] for name, sets in shown.items()}
+        if isinstance(tokenizer, HogTarget):
+            rendered = {name: [_few_greys(each) for each in pictures] for name, pictures in rendered.items()}
 
         def columns(token: int) -> list[Column]:
             return view_columns(self._photos, mask, self.grid, token)[: 1 + len(mask)] + self._resized(rendered, token)
 
         def summary(token: int) -> list[Column]:
-            names = ("prediction + visible",) if isinstance(tokenizer, PixelTarget) else ("target", "prediction")
+            names = ("+ visible",) if isinstance(tokenizer, PixelTarget) else ("target", "prediction")
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
             return masked + self._resized({name: rendered[name] for name in names}, token)
 
@@ -191,26 +191,24 @@ class Shown:
     def hog(self) -> Figure:
         """Image and HOG; if that is the target, also the prediction."""
 
-        text = "Strokes run along edges; their brightness is the gradient's strength in the cell, per orientation."
-        trained = self._frozen.trained
+        text = "Strokes run along edges; their brightness is the strength of the gradient in a cell, per orientation."
+        trained, patch = self._frozen.trained, self._frozen.encoder.patch_size
+        target = HogTarget(patch, self.crops.shape[-1], patch // 2 if patch % 2 == 0 else patch)
+        shown = {}
         if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._predictable:
             samples, target, _ = self._predicted
             assert isinstance(target, HogTarget)
             mask = samples.views.mask[: self._config.views]
-            filled = first_prediction(samples.predictions[: len(mask)], samples.targets, mask)
-            shown = {"HOG (target)": samples.targets, "prediction": filled}
-            text += " The target is normalised per patch."
-        else:
-            patch = self._frozen.encoder.patch_size
-            cell = patch // 2 if patch % 2 == 0 else patch
-            target = HogTarget(patch, self.crops.shape[-1], cell, norm="none")
-            shown = {"HOG": target(self.crops)}
-        rendered = {name: [target.render(tokens, self.grid) for tokens in values] for name, values in shown.items()}
+            shown = {"target": samples.targets}
+            shown["prediction"] = first_prediction(samples.predictions[: len(mask)], samples.targets, mask)
+            text += f" The target has the norm {target.norm} per patch."
+        shown = {"HOG": replace(target, norm="none")(self.crops)} | shown
+        rendered = {name: [_few_greys(target.render(each, self.grid)) for each in sets] for name, sets in shown.items()}
 
         def columns(token: int) -> list[Column]:
             return self._image(token) + self._resized(rendered, token)
 
-        return Figure(columns, text, largest=448)
+        return Figure(columns, text, largest=max(rendered["HOG"][0].shape))
 
     def attention(self) -> Figure:
         """Image, attention of the last block as the mean of its heads, and of each head."""
@@ -229,9 +227,8 @@ class Shown:
         else:
             maps, of = weights.mean(2), "all patches (mean)"
         maps = maps[..., prefix:].unflatten(-1, self.grid)
-        size = self.crops.shape[1], self.crops.shape[2]
-        mean = {"attention": [heat(each, size) for each in maps.mean(1)]}
-        heads = {f"head {head + 1}": [heat(each, size) for each in maps[:, head]] for head in range(maps.shape[1])}
+        mean = {"attention": [heat(each) for each in maps.mean(1)]}
+        heads = {f"head {head + 1}": [heat(each) for each in maps[:, head]] for head in range(maps.shape[1])}
 
         def columns(token: int) -> list[Column]:
             (image,) = self._image(token)
@@ -248,9 +245,8 @@ class Shown:
         encoder = self._frozen.encoder
         with torch.no_grad():
             tokens = encoder(self._inputs)[:, encoder.num_prefix_tokens :].float().cpu()
-        colours = pca_colours(tokens).unflatten(1, self.grid)
-        size = self.crops.shape[1], self.crops.shape[2]
-        shown = {"PCA of patches": [smooth(each, size) for each in colours]}
+        colours = (255 * pca_colours(tokens)).round().to(torch.uint8).unflatten(1, self.grid)
+        shown = {"PCA of patches": list(colours.numpy())}
 
         def columns(token: int) -> list[Column]:
             return self._image(token) + self._resized(shown, token)
@@ -376,19 +372,17 @@ def pca_colours(tokens: Tensor) -> Tensor:
     return F.pad(scaled, (0, 3 - scaled.shape[1])).float().unflatten(0, tokens.shape[:2])
 
 
-def heat(values: Tensor, size: tuple[int, int]) -> Picture:
-    """A map ``[h, w]``, from its minimum to its maximum, in matplotlib's colours "inferno", uint8 ``[H, W, 3]``."""
+def heat(values: Tensor) -> Picture:
+    """A map ``[h, w]``, from its minimum to its maximum, in matplotlib's colours "inferno", uint8 ``[h, w, 3]``."""
     scaled = (values - values.min()) / (values.max() - values.min()).clamp_min(torch.finfo(torch.float32).tiny)
-    large = F.interpolate(scaled.float()[None, None], size, mode="bilinear")[0, 0]
-    coloured: Picture = colormaps["inferno"](large.numpy(), bytes=True)[..., :3]
+    coloured: Picture = colormaps["inferno"](scaled.numpy(), bytes=True)[..., :3]
     return coloured
 
 
-def smooth(colours: Tensor, size: tuple[int, int]) -> Picture:
-    """Colours ``[h, w, 3]`` in 0..1 as uint8 ``[H, W, 3]``, interpolated."""
-    large = F.interpolate(colours.permute(2, 0, 1)[None], size, mode="bilinear")[0].permute(1, 2, 0)
-    picture: Picture = (255 * large).round().to(torch.uint8).numpy()
-    return picture
+def _few_greys(picture: Picture) -> Picture:
+    """8 levels, which make a file half as large."""
+    levels: Picture = picture // 32 * 36
+    return levels
 
 
 def framed(cell: Picture, place: tuple[int, int], token: int) -> Picture:
