@@ -183,7 +183,7 @@ def _npy_header(
 
 
 def read_npz(
-    file: BinaryIO, expected: Callable[[str], tuple[Sequence[str], int] | None]
+    file: BinaryIO, expected: Callable[[str], tuple[Sequence[str], int] | None], only: str | None = None
 ) -> dict[str, numpy.ndarray[Any, Any]]:
     """Read the arrays of an archive that ``numpy.savez`` wrote, without compression.
 
@@ -193,6 +193,7 @@ def read_npz(
         file: seekable.
         expected: allowed types (as ``numpy.dtype`` takes them) and number of dimensions of the array of a name; None
             rejects the name.
+        only: read this array alone.
 
     Raises:
         ValueError: one line, if the file is anything else.
@@ -211,8 +212,10 @@ def read_npz(
             if sum(entry.file_size for entry in entries) > size:
                 raise ValueError(f"it has {size} bytes and declares more content, or is compressed")
             for entry in entries:
-                name = repr(entry.filename.removesuffix(".npy"))[1:41]
-                kinds = expected(entry.filename.removesuffix(".npy"))
+                key = entry.filename.removesuffix(".npy")
+                if only is not None and key != only:
+                    continue
+                name, kinds = ascii(key)[1:-1][:40], expected(key)
                 if kinds is None:
                     raise ValueError("it has an array of an unknown name")
                 if entry.compress_type != zipfile.ZIP_STORED:
@@ -227,10 +230,53 @@ def read_npz(
                         raise ValueError("it is cut off")
                     if stream.read(1):
                         raise ValueError("it is damaged")
-                found[entry.filename.removesuffix(".npy")] = np.frombuffer(content, dtype).reshape(shape)
+                found[key] = np.frombuffer(content, dtype).reshape(shape)
     except Exception as error:  # damaged bytes raise errors of any type
         raise ValueError(f"{name}: {one_line(error)}" if name else one_line(error)) from error
     return found
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def read_parquet(file: BinaryIO) -> Any:
+    """Read a table of integers, text, bytes and lists of floating-point numbers of a fixed length, without compression
+    and dictionaries, as a pyarrow.Table. Its sizes must agree with the size of the file before anything is read.
+
+    Raises:
+        ValueError: one line, if the file is anything else.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    try:
+        with pq.ParquetFile(file) as parsed:
+            metadata, declared = parsed.metadata, 0
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            rows = sum(group.num_rows for group in groups)
+            if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+                raise ValueError("the numbers of its rows do not agree")
+            for kind in parsed.schema_arrow:
+                if pa.types.is_fixed_size_list(kind.type) and pa.types.is_floating(kind.type.value_type):
+                    declared += kind.type.list_size * kind.type.value_type.bit_width // 8
+                elif kind.type in (pa.int64(), pa.string(), pa.binary()):
+                    declared += 4  # the length of a text
+                else:
+                    raise ValueError(f"its column {kind.name!r:.40} is of type {kind.type!s:.40}")
+            if rows * declared > size:
+                raise ValueError(f"it has {size} bytes and declares {rows} rows of {declared} or more")
+            for group in groups:
+                for number in range(group.num_columns):
+                    column = group.column(number)
+                    if column.compression != "UNCOMPRESSED" or set(column.encodings) - {"PLAIN", "RLE", "BIT_PACKED"}:
+                        raise ValueError(f"its column {column.path_in_schema!r:.40} is compressed")
+            return parsed.read(use_threads=False)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # damaged bytes raise errors of any type
+        raise ValueError(one_line(error)) from error
 
 
 # torch's files -------------------------------------------------------------------------------------------------------

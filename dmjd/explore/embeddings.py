@@ -9,22 +9,25 @@ import json
 import os
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
-from dmjd.errors import DataError
+from dmjd.errors import ConfigError, DataError
 from dmjd.files import open_regular
-from dmjd.safe_load import parse_json, read_npz
+from dmjd.safe_load import parse_json, read_npz, read_parquet
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+EMBEDDINGS = "embeddings"
+"""Folder of such files in a run folder."""
 SPLITS = ("train", "test")
 FORMATS = (".npz", ".parquet")
-DTYPES = ("float32", "float16")
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
@@ -58,6 +61,17 @@ class Embeddings:
         return len(self.names)
 
 
+def embeddings_at(path: str) -> Path:
+    """``path`` if it is a file; the newest file of embeddings of a run folder. Raises ConfigError if there is none."""
+    place = Path(path)
+    if not place.is_dir():
+        return place
+    found = [file for file in (place / EMBEDDINGS).glob("*") if file.suffix in FORMATS and file.is_file()]
+    if not found:
+        raise ConfigError(f"{place} has no embeddings; write them with dmjd embed {place}")
+    return max(found, key=lambda file: (file.stat().st_mtime_ns, file.name))
+
+
 def read_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     """Read a file that ``dmjd embed`` wrote; it may come from others.
 
@@ -67,23 +81,51 @@ def read_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     path = Path(path)
     try:
         with open_regular(path) as file:
-            return _from_arrays(read_npz(file, _expected))
+            return _checked(
+                _from_table(read_parquet(file))
+                if path.suffix == ".parquet"
+                else _from_arrays(read_npz(file, _expected))
+            )
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror or error}); dmjd embed RUN makes one") from error
+        raise DataError(f"{path} cannot be read ({error.strerror or error}); dmjd embed RUN writes one") from error
     except ValueError as error:
-        raise DataError(f"{path} is no file of embeddings: {error}; dmjd embed RUN makes one") from error
+        raise DataError(f"{path} is no file of embeddings: {error}; dmjd embed RUN writes one") from error
 
 
 def write_embeddings(path: str | os.PathLike[str], embeddings: Embeddings, dtype: str = "float32") -> None:
-    """Write a file atomically; the suffix of ``path`` chooses the format. ``dtype``: of the features."""
+    """Write a file atomically; the suffix of ``path`` sets the format. ``dtype``: of features, float32 or float16."""
     path = Path(path)
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with _replacing(path, path.with_name(f".{path.name}.{os.getpid()}.tmp")) as file:
+        if path.suffix == ".parquet":
+            _write_parquet(file, [embeddings], embeddings, dtype)
+        else:
+            arrays = _to_arrays(embeddings, dtype).items()
+            _write_npz(file, ((name, array.dtype, array.shape, [array]) for name, array in arrays))
+
+
+def write_parts(path: Path, parts: Sequence[Path], scratch: Path, settings: dict[str, Any]) -> None:
+    """Write a file atomically from ``parts``, .npz files of the same encoders and classes, one after the other; their
+    boundaries do not matter. It holds one part at a time in memory.
+
+    Args:
+        scratch: folder on the same file system for the unfinished file.
+        settings: of the file.
+    """
+    with _replacing(path, scratch / "unfinished") as file:
+        if path.suffix == ".parquet":
+            first = replace(read_embeddings(parts[0]), settings=settings)
+            dtype = str(_read(parts[0])[_keys(len(first.features))[0]].dtype)
+            _write_parquet(file, map(read_embeddings, parts), first, dtype)
+        else:
+            _write_npz(file, _joined(parts, settings))
+
+
+@contextmanager
+def _replacing(path: Path, draft: Path) -> Iterator[IO[bytes]]:
+    """A file that becomes ``path`` at the end of the block; ``draft``: its name until then."""
     try:
         with open(draft, "wb") as file:
-            _write_npz(
-                file,
-                ((name, array.dtype, array.shape, [array]) for name, array in _to_arrays(embeddings, dtype).items()),
-            )
+            yield file
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)
@@ -121,19 +163,23 @@ def _to_arrays(embeddings: Embeddings, dtype: str) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     for key, values in zip(_keys(len(embeddings.features)), embeddings.features.values(), strict=True):
         arrays[key] = values.astype(dtype)
-    settings = {"settings": embeddings.settings, "names": list(embeddings.features)}
     arrays |= {
         "ids": embeddings.ids.astype("<i8"),
         "labels": embeddings.labels.astype("<i8"),
         "splits": np.asarray(embeddings.splits, dtype="<U5"),
         "names": _lines(embeddings.names),
         "classes": _lines(embeddings.classes),
-        "settings": _bytes(json.dumps(settings, ensure_ascii=False, sort_keys=True)),
+        "settings": _bytes(_json(embeddings.settings, embeddings.features)),
     }
     if embeddings.thumbnails is not None:
         arrays["thumbnails"] = np.frombuffer(b"".join(embeddings.thumbnails), np.uint8)
         arrays["thumbnail_sizes"] = np.array([len(each) for each in embeddings.thumbnails], "<i8")
     return arrays
+
+
+def _json(settings: dict[str, Any], encoders: Iterable[str]) -> str:
+    """Settings of a file, with the names of the encoders in the order of their arrays as ``features``."""
+    return json.dumps({**settings, "features": list(encoders)}, ensure_ascii=False, sort_keys=True)
 
 
 def _bytes(text: str) -> Array:
@@ -160,33 +206,60 @@ def _write_npz(file: IO[bytes], entries: Iterable[tuple[str, Any, tuple[int, ...
                     entry.write(np.ascontiguousarray(piece).data if piece.size else b"")
 
 
+def _joined(
+    parts: Sequence[Path], settings: dict[str, Any]
+) -> Iterator[tuple[str, Any, tuple[int, ...], Iterable[Array]]]:
+    """The entries of :func:`_write_npz` of one file of all ``parts``."""
+    rows: Counter[str] = Counter()
+    for part in parts:
+        arrays = _read(part)
+        rows.update({key: len(array) for key, array in arrays.items()})
+    kinds = {key: (array.dtype, array.shape[1:]) for key, array in arrays.items()}
+    described = _bytes(_json(settings, parse_json(arrays["settings"].tobytes())["features"]))
+    shared = {"classes": arrays["classes"], "settings": described}
+    for key, (dtype, shape) in kinds.items():
+        if key in shared:
+            yield key, dtype, shared[key].shape, [shared[key]]
+        else:
+            yield key, dtype, (rows[key], *shape), (_read(part, key)[key] for part in parts)
+
+
+def _read(path: Path, only: str | None = None) -> dict[str, Array]:
+    with open_regular(path) as file:
+        return read_npz(file, _expected, only)
+
+
 def _from_arrays(arrays: Mapping[str, Array]) -> Embeddings:
     import numpy as np
 
     for key in _KINDS.keys() - {"thumbnails", "thumbnail_sizes"} - arrays.keys():
         raise ValueError(f"it has no {key}")
-    described = parse_json(arrays["settings"].tobytes())
+    found = [key for key in arrays if _FEATURES.fullmatch(key)]
+    names, settings = _described(arrays["settings"].tobytes(), found)
     thumbnails = None
     if "thumbnails" in arrays or "thumbnail_sizes" in arrays:
         thumbnails = _cut(arrays.get("thumbnails"), arrays.get("thumbnail_sizes"))
-    found = [key for key in arrays if _FEATURES.fullmatch(key)]
-    names = described.get("names") if isinstance(described, dict) else None
-    if not isinstance(names, list) or not found or sorted(found) != sorted(_keys(len(found))):
-        raise ValueError("it has no features of its encoders")
-    if len(names) != len(found) or len(set(map(str, names))) != len(names):
-        raise ValueError(f"its settings do not name the encoders of its {len(found)} arrays of features")
-    return _checked(
-        Embeddings(
-            _texts(arrays["names"]),
-            arrays["ids"],
-            arrays["splits"],
-            arrays["labels"],
-            _texts(arrays["classes"]),
-            {name: arrays[key].astype(np.float32) for name, key in zip(names, _keys(len(found)), strict=True)},
-            thumbnails,
-            described.get("settings"),
-        )
+    return Embeddings(
+        _texts(arrays["names"]),
+        arrays["ids"],
+        arrays["splits"],
+        arrays["labels"],
+        _texts(arrays["classes"]),
+        {name: arrays[key].astype(np.float32) for name, key in zip(names, _keys(len(found)), strict=True)},
+        thumbnails,
+        settings,
     )
+
+
+def _described(content: bytes, keys: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The names of the encoders and the settings, from the JSON of a file with the arrays ``keys`` of features."""
+    settings = parse_json(content)
+    names = settings.pop("features", None) if isinstance(settings, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("its settings do not name its encoders")
+    if not keys or sorted(keys) != sorted(_keys(len(names))) or len(set(names)) < len(names):
+        raise ValueError(f"its settings name {len(names)} encoders, and it has the features of {len(keys)}")
+    return names, settings
 
 
 def _texts(lines: Array) -> list[str]:
@@ -202,6 +275,87 @@ def _cut(content: Array | None, sizes: Array | None) -> list[bytes]:
     ends = sizes.cumsum().tolist()
     joined = content.tobytes()
     return [joined[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+# Parquet --------------------------------------------------------------------------------------------------------------
+
+_GROUP = 4096
+"""Images of a row group."""
+
+
+def _write_parquet(file: IO[bytes], pieces: Iterable[Embeddings], first: Embeddings, dtype: str) -> None:
+    """One row per image of ``pieces``, with the settings of ``first``. Row groups do not depend on the pieces."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    described = {**json.loads(_json(first.settings, first.features)), "classes": first.classes}
+    metadata = {"dmjd": json.dumps(described, ensure_ascii=False, sort_keys=True)}
+    schema = _table(first, dtype, slice(0, 0)).schema.with_metadata(metadata)
+    rest = schema.empty_table()
+    # Without compression and dictionaries a reader can bound the memory of an untrusted file by its size.
+    with pq.ParquetWriter(file, schema, compression="none", use_dictionary=False) as writer:
+        for piece in pieces:
+            rest = pa.concat_tables([rest, _table(piece, dtype).replace_schema_metadata(metadata)])
+            while len(rest) >= _GROUP:
+                writer.write_table(rest.slice(0, _GROUP).combine_chunks())
+                rest = rest.slice(_GROUP)
+        if len(rest):
+            writer.write_table(rest.combine_chunks())
+
+
+def _table(embeddings: Embeddings, dtype: str, rows: slice = slice(None)) -> Any:
+    import numpy as np
+    import pyarrow as pa
+
+    names = [*embeddings.classes, None]
+    columns = {
+        "id": pa.array(embeddings.ids[rows], pa.int64()),
+        "name": pa.array(embeddings.names[rows], pa.string()),
+        "split": pa.array(embeddings.splits[rows].tolist(), pa.string()),
+        "label": pa.array(embeddings.labels[rows], pa.int64()),
+        "class": pa.array([names[label] for label in embeddings.labels[rows].tolist()], pa.string()),
+    }
+    for key, values in zip(_keys(len(embeddings.features)), embeddings.features.values(), strict=True):
+        flat = pa.array(np.ascontiguousarray(values[rows], dtype).reshape(-1))
+        columns[key] = pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+    if embeddings.thumbnails is not None:
+        columns["thumbnail"] = pa.array(embeddings.thumbnails[rows], pa.binary())
+    return pa.table(columns)
+
+
+def _from_table(table: Any) -> Embeddings:
+    import numpy as np
+
+    columns = dict(zip(table.column_names, table.itercolumns(), strict=True))
+    found = [key for key in columns if _FEATURES.fullmatch(key)]
+    types = {"id": "int64", "name": "string", "split": "string", "label": "int64", "class": "string"}
+    types |= {"thumbnail": "binary"} if "thumbnail" in columns else {}
+    if sorted(columns) != sorted([*types, *found]):
+        raise ValueError(f"its columns are {', '.join(map(repr, columns))[:200]}")
+    for key, column in columns.items():
+        kind = str(column.type)
+        wanted = types.get(key) or r"fixed_size_list<\w+: (float|halffloat)>\[\d+\]"
+        if not re.fullmatch(wanted, kind) or (column.null_count and key != "class"):
+            raise ValueError(f"its column {key} is of type {kind:.60} with {column.null_count} nulls")
+    names, settings = _described((table.schema.metadata or {}).get(b"dmjd", b"null"), found)
+    classes = settings.pop("classes", None)
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError("its settings do not list its classes")
+    features = {}
+    for name, key in zip(names, _keys(len(found)), strict=True):
+        rows = columns[key].combine_chunks()
+        values = rows.flatten().to_numpy(zero_copy_only=True)
+        features[name] = values.reshape(len(table), rows.type.list_size).astype(np.float32)
+    return Embeddings(
+        columns["name"].to_pylist(),
+        columns["id"].to_numpy(),
+        np.array(columns["split"].to_pylist(), dtype=np.str_),
+        columns["label"].to_numpy(),
+        classes,
+        features,
+        columns["thumbnail"].to_pylist() if "thumbnail" in columns else None,
+        settings,
+    )
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -223,10 +377,8 @@ def _checked(embeddings: Embeddings) -> Embeddings:
     if not count:
         raise ValueError("it holds no images")
     for text in (*embeddings.names, *embeddings.classes, *embeddings.features):
-        if not isinstance(text, str) or not text or _CONTROL.search(text):
+        if not text or _CONTROL.search(text):
             raise ValueError(f"{text!r:.80} is no name: it is empty or has control characters")
-    if not isinstance(embeddings.settings, dict):
-        raise ValueError("its settings are no mapping")
     low, high = int(embeddings.labels.min()), int(embeddings.labels.max())
     if low < -1 or high >= len(embeddings.classes):
         raise ValueError(f"its labels are from {low} to {high}, and it has {len(embeddings.classes)} classes")
