@@ -102,6 +102,11 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd embed runs/photos data.root=new output=new.parquet", "other images, as a table"),
         ("dmjd embed runs/a runs/b mae.pth experiment=mae_vit_base output=all.npz", "three encoders side by side"),
     ),
+    "show": (
+        ("dmjd show runs/photos", "test images of a run, as RUN/pictures/show*.png, which dmjd report includes"),
+        ("dmjd show runs/photos a.jpg new/ kinds=attention,pca data.image_size=384", "other images, finer maps"),
+        ("dmjd show mae.pth a.jpg experiment=mae_vit_base output=pictures", "a file with encoder and decoder"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),

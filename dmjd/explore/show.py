@@ -32,7 +32,7 @@ class ShowConfig(ImagesConfig):
     weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
         weights of the last step. untrained: weights at initialisation. ema: exponential moving average of the encoder.
     device: auto: CUDA if available, else CPU.
-    data: Data of the training, of which only the keys that are given differ: data.root=DIR moves the images,
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
         data.image_size=448 gives finer maps of attention and PCA.
     """
 
