@@ -122,6 +122,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "two images, with five classes each",
         ),
         ("dmjd predict runs/photos new_photos labelled=labelled.npz", "by the nearest images of a file of dmjd embed"),
+    ),
     "show": (
         ("dmjd show runs/photos", "test images of a run, as RUN/pictures/show*.png, which dmjd report includes"),
         ("dmjd show runs/photos a.jpg new/ kinds=attention,pca data.image_size=384", "other images, finer maps"),
