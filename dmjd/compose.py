@@ -6,6 +6,7 @@ Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -39,12 +40,23 @@ from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
-from dmjd.keys import DESCRIBING, SEVERAL, fields_of, groups_of, key_of_first, keys_of, near, takes_data, takes_files
+from dmjd.keys import (
+    DESCRIBING,
+    PATHS,
+    SEVERAL,
+    fields_of,
+    groups_of,
+    key_of_first,
+    keys_of,
+    near,
+    takes_data,
+    takes_files,
+)
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-FEW = 12
+FEW = 24
 """Up to this many options are listed behind a suggestion."""
 
 
@@ -64,7 +76,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(_reason(error)) from error
     if described:
-        config.model = compose("pretrain", described)
+        config.model = compose("pretrain", [*_keys_of_backbones(described), *described])
     if isinstance(config, TrainConfig):
         config.typed = typed_of(config.command, overrides)
     check_fields(config)
@@ -76,16 +88,19 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
     """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
-    out (:func:`~dmjd.keys.key_of_first`). They may hold an equals sign, unless a key is before it."""
+    out (:func:`~dmjd.keys.key_of_first`); also :data:`~dmjd.keys.PATHS`. They may hold an equals sign, unless a key is
+    before it."""
     first = key_of_first(command)
     if first is None:
         return list(arguments)
-    most = len(arguments) if first in SEVERAL else 1
+    more = first if first in SEVERAL else PATHS if PATHS in keys_of(command) else None
+    most = len(arguments) if more else 1
     paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
     if not paths:
         return list(arguments)
-    value = ",".join(map(quoted, paths)) if first in SEVERAL else paths[0]
-    return [f"{first}={value}", *arguments[len(paths) :]]
+    single = [] if first in SEVERAL else [f"{first}={paths.pop(0)}"]
+    several = [f"{more}={','.join(map(quoted, paths))}"] if paths else []
+    return [*single, *several, *arguments[len(single) + len(paths) :]]
 
 
 def _is_path(command: str, text: str) -> bool:
@@ -98,7 +113,8 @@ def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
     """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
     names, options = dict[str, str](), groups_of(command)
-    for text in overrides:
+    known = {*fields_of(command), *options}
+    for text in (part for override in overrides for part in _unpacked(override, known)):
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
         if equals:
@@ -221,6 +237,17 @@ def _resolvable(values: Any) -> Any:
 def _describing(overrides: Sequence[str]) -> list[str]:
     """The overrides that describe the model of a file of weights."""
     return [override for override in overrides if override.partition("=")[0].partition(".")[0] in DESCRIBING]
+
+
+def _keys_of_backbones(described: Sequence[str]) -> list[str]:
+    """The keys in the files of the backbones among ``described``, which describe a file of weights; in pre-training the
+    keys of a method replace them."""
+    pairs = [text.partition("=") for text in described]
+    names = [unquoted(option) for key, _, option in pairs if key == "backbone"]
+    files = [configs_dir() / "backbone" / f"{name}.yaml" for name in names if name in groups_of("pretrain")["backbone"]]
+    found = [item for file in files for item in parse_yaml(file.read_text()).items()]
+    # A YAML 1.1 number without a dot, 1e-4, is text.
+    return [f"backbone.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found]
 
 
 def stored(config: Any) -> dict[str, Any]:
