@@ -198,9 +198,9 @@ class Shown:
         target = HogTarget(patch, self.crops.shape[-1], patch // 2 if patch % 2 == 0 else patch)
         shown = {}
         if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._predictable:
-            samples, target, _ = self._predicted
-            assert isinstance(target, HogTarget)
-            mask = samples.views.mask[: self._config.views]
+            samples, own, _ = self._predicted
+            assert isinstance(own, HogTarget)
+            target, mask = own, samples.views.mask[: self._config.views]
             shown = {"target": samples.targets}
             shown["prediction"] = first_prediction(samples.predictions[: len(mask)], samples.predictions[0], mask)
             text += f" The target has the norm {target.norm} per patch."
