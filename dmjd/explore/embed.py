@@ -68,7 +68,8 @@ class EmbedConfig:
     output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
-    model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
+    model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
+        backbone=NAME set it, backbone.KEY=VALUE single values.
     weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
         (needs a run with ema_decay).
     pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
@@ -291,7 +292,7 @@ class _Batches:
         views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
         arrived = progress_mark()
         for index in split.indices[start:stop].tolist():
-            name = _name(next(iter(split.datasets.values())).name(index), self._images.root)
+            name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
             try:
                 found, thumbnail = self._read(split, index)
             except BadImage as error:
@@ -322,7 +323,7 @@ class _Batches:
         return views, _jpeg(decoded[max(decoded)], self._thumbnail) if self._thumbnail else b""
 
 
-def _name(name: str, root: str | None) -> str:
+def name_below(name: str, root: str | None) -> str:
     """The name of an image without the folders above its data set."""
     if root is not None and os.path.isabs(root) == os.path.isabs(name):
         below = os.path.relpath(name, root)
@@ -434,7 +435,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "checkpoint": shown(str(frozen.path)),
             "step": frozen.step,
             "weights": frozen.weights,
-            "sha256": _digest_of(frozen.encoder),
+            "sha256": digest_of(frozen.encoder),
             "pooling": how,
             "dim": frozen.encoder.embed_dim,
             "image_size": list(frozen.size),
@@ -445,7 +446,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
-def _digest_of(encoder: Module) -> str:
+def digest_of(encoder: Module) -> str:
     """Hex SHA-256 of the names and values of the weights."""
     digest = hashlib.sha256()
     for name, value in encoder.state_dict().items():

@@ -17,6 +17,7 @@ from dmjd.interop.names import (
     CONVIT,
     DECODER,
     HEAD,
+    POSITIONS,
     SHARED_TABLE,
     SWIN,
     TIMM_VIT,
@@ -59,6 +60,8 @@ class Layout:
         a ViT with relative position biases or layer scales, which is another class there.
     after_reading, before_writing: changes of shapes and places, on the state in its own names.
     head: whether the head of our weights belongs to this layout, apart from the decoder in front of it.
+    other_networks: a pattern of names of networks that train beside the encoder and have no place among our names, such
+        as CAE's regressor; they are left out.
     """
 
     name: str
@@ -68,10 +71,17 @@ class Layout:
     after_reading: Hook = _as_is
     before_writing: Hook = _as_is
     head: Callable[[State], bool] = lambda weights: True
+    other_networks: re.Pattern[str] | None = None
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
+
+    def left_out(self, state: State) -> list[str]:
+        """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
+        found = [self.other_networks.match(name) for name in state] if self.other_networks else []
+        starts = [match[0] for match in found if match]
+        return [f"{start}*" if start.endswith(".") else start for start in dict.fromkeys(starts)]
 
     def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -89,7 +99,9 @@ class Layout:
                 unknown.append(name)
             else:
                 weights[ours] = value
-        absent = [self.names.theirs(name) or name for name in missing(weights)]
+        _check_stem(unknown)
+        lost = missing(weights) + [POSITIONS] * (self.name != "ours" and _lacks_positions(weights))
+        absent = [self.names.theirs(name) or name for name in lost]
         faults = []
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
@@ -142,6 +154,8 @@ class Layout:
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
+        others = self.other_networks
+        state = state if others is None else {name: value for name, value in state.items() if not others.match(name)}
         weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
         return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
 
@@ -153,6 +167,12 @@ def is_beit(weights: State) -> bool:
         or (name.startswith("encoder.blocks.") and (name.endswith(BIAS_TABLE) or name.endswith("gamma_1")))
         for name in weights
     )
+
+
+def _lacks_positions(weights: State) -> bool:
+    """Whether a ViT has neither positions nor relative position biases. Only ours leaves fixed ones out of its files."""
+    tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
+    return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
 
 
 def needed_by_encoder(name: str) -> bool:
@@ -174,6 +194,7 @@ _FEATURES_DEPEND = re.compile(
     r"(^|\.)(blocks?\d?|layers?|resblocks|stages?)\.\d|"
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
+_STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
 _BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
 
 
@@ -182,7 +203,16 @@ def _advice(unknown: Sequence[str], argument: str) -> str:
     needed = [name for name in unknown if _FEATURES_DEPEND.search(name) and not _BESIDE_ENCODER.match(name)]
     if needed:
         return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
-    return f"{argument} leaves them out"
+    return f"dmjd convert with {argument} leaves them out"
+
+
+def _check_stem(unknown: Sequence[str]) -> None:
+    stem = next(filter(_STEM.search, unknown), None)
+    if stem is not None:
+        raise CheckpointError(
+            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and "
+            "vit_conv_base, and the encoders of dmjd by one; use the model's own code"
+        )
 
 
 def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
@@ -323,6 +353,40 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
+_PROJECTION = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
+"""MoCo v3's projection and prediction networks."""
+
+
+def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_encoder."): value for name, value in state.items()}
+
+
+def _to_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prefix that its main_lincls.py and convert_to_deit.py expect."""
+    return {f"module.base_encoder.{name}": value for name, value in state.items()}
+
+
+def _from_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A student's mask token ``[1, D]`` as ``[1, 1, D]``."""
+    return {name: value[None] if name == _IBOT_MASK and value.ndim == 2 else value for name, value in state.items()}
+
+
+def _to_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] if name == _IBOT_MASK else value for name, value in state.items()}
+
+
+_IBOT_MASK = "masked_embed"
+_PLAIN_VIT = [name for name in VIT if "mask_token" not in name and "fc_norm" not in name]
+
+
+_OF_CAE = re.compile(
+    r"mask_token$|(pretext_neck|encoder_to_decoder(_norm)?|teacher)\.|"  # lxtGH/CAE
+    r"rd_pos_embed$|(regresser|encoder_to_regresser(_norm)?|alignment_encoder)\.|"  # Atten4Vis/CAE
+    r"decoder\.(?=(decoder_blocks|norm|head)\.)"
+)
+"""Networks of CAE's pre-training: regressor, decoder, and the encoder that sees the masked patches."""
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -342,6 +406,28 @@ LAYOUTS = {
             "beit",
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
+        ),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None),
+        Layout(
+            "ibot",
+            _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
+            container="state_dict",
+            after_reading=_from_ibot,
+            before_writing=_to_ibot,
+        ),
+        Layout(
+            "mocov3",
+            _renamed(_PLAIN_VIT, _TOP),
+            container="state_dict",
+            after_reading=_from_mocov3,
+            before_writing=_to_mocov3,
+            other_networks=_PROJECTION,
+        ),
+        Layout(
+            "cae",
+            Names({name: name for name in [*VIT, *BEIT] if "mask_token" not in name and "fc_norm" not in name}),
+            qv_bias="always",
+            other_networks=_OF_CAE,
         ),
         Layout(
             "maskfeat",
@@ -397,6 +483,7 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     if fitting:
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
+    _check_stem(unknown[nearest])
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "

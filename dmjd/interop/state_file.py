@@ -61,11 +61,11 @@ _MOST_OUTER = 4
 _MOST_LISTED = 50
 """Names that an error takes from a file without weights."""
 
-_LFS = b"version https://git-lfs.github.com/spec/"
-"""The start of a pointer of Git LFS."""
-
 _COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
 """Names of counters that averages keep beside the weights."""
+
+_MOST_HEADER = 100_000_000
+"""Bytes of a header that the safetensors library reads."""
 
 _ZIP, _PICKLE = b"PK", b"\x80\x02"
 """First bytes of torch's files, since version 1.6 and before."""
@@ -109,30 +109,41 @@ class State(NamedTuple):
     @property
     def note(self) -> str:
         """The kind that was read, where a file has two or only an average, for messages."""
+        if _is_distillation(self.other, self.key):
+            return f" ({self.key}, which its authors evaluate; weights=student reads {self.other})"
         if self.kind == "ema":
             return f" (the average {self.key})"
         return f" (the trained weights; weights=ema reads its average {self.other})" if self.other else ""
 
 
-def read_state(path: Path, average: bool = False) -> State:
-    """The trained weights in a file, or their average, on the CPU, without wrappers' parts in the names.
+def _is_distillation(trained: str, average: str) -> bool:
+    """Whether a file holds a student and its teacher, as of DINO and iBOT, whose authors evaluate the teacher."""
+    return "student" in trained and "teacher" in average
+
+
+def read_state(path: Path, weights: str = "trained") -> State:
+    """The weights in a file, on the CPU, without wrappers' parts in the names.
 
     Entries without a weight's name are ignored: many files hold options and counters too. A file that holds an average
-    alone gives it in both cases.
+    alone gives it for "trained" as well.
+
+    Args:
+        weights: "trained"; "ema", their average; or "student". Of a file with a student and a teacher "trained" is the
+            teacher, which the authors of such methods evaluate.
 
     Raises:
         CheckpointError: if the file cannot be read or holds no state, or an entry with a weight's name is not a weight.
-        ConfigError: if ``average`` and there is none.
+        ConfigError: if the file does not have ``weights``.
     """
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        with path.open("rb") as opened:
-            if opened.read(len(_LFS)) == _LFS:
-                raise ValueError("it is a Git LFS pointer; fetch the weights with git lfs pull")
-        file: Any = load_file(path) if _is_safetensors(path) else load_torch(path, None, _inert)
+        _check_start(path)
+        file: Any = load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {one_line(error)}") from error
+        fault = one_line(error)
+        cure = next((cure for end, cure in _CURES.items() if end in fault), "")
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}{cure}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name")
     keys = [key for key in file if isinstance(key, str)]
@@ -147,10 +158,14 @@ def read_state(path: Path, average: bool = False) -> State:
         within, average_within = _split(average_key, averaged)
         if average_within[1] is not None:
             (key, entries), (average_key, averaged) = within, average_within
+    distilled = _is_distillation(key, average_key)
+    average = weights == "ema" or (weights == "trained" and distilled)
     if isinstance(averaged, Sequence) and (average or entries is None):
         averaged = _named(path, average_key, averaged, entries)
     if average and averaged is None:
         raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
+    if weights == "student" and not distilled:
+        raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
         found = summary(islice(_listing(file), _MOST_LISTED)) or "nothing by name"
         raise CheckpointError(
@@ -161,6 +176,51 @@ def read_state(path: Path, average: bool = False) -> State:
         return State(_clean(path, averaged), "ema", average_key, key)
     assert entries is not None
     return State(_clean(path, entries), "trained", key, average_key)
+
+
+_CURES = {
+    "it is cut off": "; download or copy it again",
+    "it is damaged": "; download or copy it again",
+    "torch.save did not write it": "; name a .safetensors file or one of torch.save",
+    "header": "; it is cut off or no .safetensors file: download or copy it again",
+    "incomplete": "; it is cut off: download or copy it again",
+}
+"""Parts of the messages of readers -> what to do."""
+_STARTS = {
+    b"version https://git-lfs.github.com/spec/": "it is a Git LFS pointer; fetch the weights with git lfs pull",
+    b"\x1f\x8b": "it is compressed with gzip; unpack it",
+    b"BZh": "it is compressed with bzip2; unpack it",
+    b"\xfd7zXZ": "it is compressed with xz; unpack it",
+    b"(\xb5/\xfd": "it is compressed with zstd; unpack it",
+    b"7z\xbc\xaf": "it is a 7z archive; unpack it",
+    b"Rar!": "it is a RAR archive; unpack it",
+    b"\x89HDF": "it is an HDF5 file of Keras; convert it with its own code to .safetensors",
+    b"GGUF": "it is a GGUF file; convert it with its own code to .safetensors",
+    b"\x93NUMPY": "it is an array of numpy; save named tensors as .safetensors",
+}
+"""First bytes of other files -> the fault and its cure."""
+_TAR = 257
+"""Offset of a tar's magic number."""
+
+
+def _check_start(path: Path) -> None:
+    """Raise ValueError if the first bytes are those of a file that holds no tensors."""
+    with path.open("rb") as file:
+        start = file.read(512)
+    if not start:
+        raise ValueError("it is empty; download or copy it again")
+    if _has_header(start):
+        return
+    for magic, fault in _STARTS.items():
+        if start.startswith(magic):
+            raise ValueError(fault)
+    if start[_TAR : _TAR + 5] == b"ustar":
+        raise ValueError("it is a tar archive; unpack it")
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if text.startswith((b"<!doctype", b"<html", b"<?xml", b"<head", b"<script")):
+        raise ValueError("it is a web page, as of a failed download; download the file itself")
+    if text.startswith((b"{", b"[")):
+        raise ValueError("it is JSON text, as of a failed download or a configuration; name the file of weights")
 
 
 def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> tuple[str, Any]:
@@ -236,7 +296,7 @@ def _without_wrappers(names: Iterable[Any]) -> list[str]:
 
 def grid_noted(path: Path) -> tuple[int, int] | None:
     """The token grid in the header of a .safetensors file of ``dmjd convert`` or ``dmjd export``; None without one."""
-    if not _is_safetensors(path):
+    if not is_safetensors(path):
         return None
     with safe_open(path, "pt") as file:
         header = file.metadata() or {}
@@ -273,13 +333,16 @@ def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
             yield str(name)
 
 
-def _is_safetensors(path: Path) -> bool:
-    """Whether the file is .safetensors, by its first bytes (a size and a JSON object), else by its suffix."""
+def is_safetensors(path: Path) -> bool:
+    """Whether the file is .safetensors, by its first bytes, else by its suffix."""
     with path.open("rb") as file:
         start = file.read(9)
-    if start[:2] in (_ZIP, _PICKLE) and start[8:] != b"{":
-        return False
-    return start[8:] == b"{" or path.suffix == SAFETENSORS
+    return _has_header(start) or (path.suffix == SAFETENSORS and start[:2] not in (_ZIP, _PICKLE))
+
+
+def _has_header(start: bytes) -> bool:
+    """Whether a file that begins with ``start`` has the header of .safetensors: a size and a JSON object."""
+    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= _MOST_HEADER
 
 
 def _is_weight(name: str) -> bool:

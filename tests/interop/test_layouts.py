@@ -162,7 +162,9 @@ def test_digits_that_are_no_numbers_are_part_of_a_name(name: str) -> None:
 
 
 def test_no_layout_fits_and_the_nearest_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"nearest is beit, .* 1 of \d+: odd; source=beit unknown=drop"):
+    with pytest.raises(
+        CheckpointError, match=r"nearest is beit, .* 1 of \d+: odd; dmjd convert with source=beit unknown=drop"
+    ):
         detect(draw(states.beit()) | {"odd": torch.ones(1)})
 
 
