@@ -24,7 +24,7 @@ from dmjd.data.crops import evaluation_view
 from dmjd.data.dataset import OpenImage, Split
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import ConfigError, DataError, UserError, printable_message
+from dmjd.errors import CheckpointError, ConfigError, DataError, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
@@ -197,7 +197,7 @@ class Shown:
         trained, patch = self._frozen.trained, self._frozen.encoder.patch_size
         target = HogTarget(patch, self.crops.shape[-1], patch // 2 if patch % 2 == 0 else patch)
         shown = {}
-        if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._predictable:
+        if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._is_predictable:
             samples, own, _ = self._predicted
             assert isinstance(own, HogTarget)
             target, mask = own, samples.views.mask[: self._config.views]
@@ -263,6 +263,10 @@ class Shown:
     def _trained(self) -> PretrainConfig:
         if not isinstance(self._frozen.trained, PretrainConfig):
             raise Missing("this is a classifier, without masks and decoder; show its pre-training run")
+        model = self._config.model
+        described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
+        if self._frozen.path.is_file() and not described:
+            raise Missing("the file does not describe its pre-training; add experiment=NAME, such as mae_vit_base")
         return self._frozen.trained
 
     @property
@@ -278,7 +282,7 @@ class Shown:
         return f"Masks of epoch {self._config.epoch}, seed {self._seed}."
 
     @property
-    def _predictable(self) -> bool:
+    def _is_predictable(self) -> bool:
         try:
             return self._predicted is not None
         except Missing:
@@ -314,7 +318,10 @@ def objective_of(frozen: FrozenEncoder, trained: PretrainConfig) -> Objective:
         if frozen.path.is_file():
             for parameter in objective.parameters():  # those that the file lacks stay NaN
                 parameter.data.fill_(torch.nan)
-        load_weights(objective, frozen.path)
+        try:
+            load_weights(objective, frozen.path)
+        except CheckpointError as error:  # such as a fine-tuned file, whose encoder is another one
+            raise Missing(str(error)) from error
     model = objective.model
     lacking = [name for name, each in model.named_parameters() if not bool(each.isfinite().all())]
     if needed := [name for name in lacking if not name.startswith("visible_branch.")]:
