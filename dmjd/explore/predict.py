@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
-from dmjd.errors import BadImage, ConfigError, DataError
-from dmjd.explore.embeddings import plain_name
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.explore.embed import digest_of, name_below, preparation
+from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
 from dmjd.explore.registry import Tool
 from dmjd.files import drafted, standing_place
 from dmjd.progress import Progress
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Split
     from dmjd.evaluate.encoder import FrozenEncoder
     from dmjd.evaluate.features import Features
+    from dmjd.explore.embeddings import Embeddings
 
 RANKS = 5
 """Classes of the columns of probabilities=top5."""
@@ -54,8 +56,8 @@ class PredictConfig(ImagesConfig):
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
-    labelled: File of dmjd embed with labelled features of this encoder, whose images vote. null: the training images of
-        the run.
+    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder: the images that
+        vote. null: the training images of the run.
     neighbours: Number of neighbours that vote. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
@@ -240,8 +242,45 @@ def _bank_of_run(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features
 
 
 def _bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features, list[str]]:
-    """Features of the labelled images of a file of embeddings, and the names of their classes."""
-    raise NotImplementedError
+    """Features of the labelled images of a file of embeddings, and the names of their classes.
+
+    Raises:
+        ConfigError: if no encoder of the file is this one, with the same preparation of images; it names what differs.
+        DataError: if the file has no labels.
+    """
+    import torch
+
+    from dmjd.evaluate.features import Features
+
+    path = embeddings_at(config.labelled or "")
+    file = read_embeddings(path)
+    values = file.features[_same_encoder(file, frozen, config, path)]
+    known = torch.from_numpy(file.labels >= 0)
+    if not known.any():
+        raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
+    return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
+
+
+def _same_encoder(file: Embeddings, frozen: FrozenEncoder, config: PredictConfig, path: Path) -> str:
+    """The name in ``file`` of the encoder with the weights of ``frozen`` and its preparation of images."""
+    own = {"sha256": digest_of(frozen.encoder), **preparation(frozen, config.pooling)}
+    recorded = file.settings.get("encoders")
+    differences = dict[str, list[str]]()
+    for name in file.features:
+        other = recorded.get(name) if isinstance(recorded, dict) else None
+        found = other if isinstance(other, dict) else {}
+        differences[name] = [
+            "other weights" if key == "sha256" else f"{key} {str(found.get(key))[:40]}, not {value}"
+            for key, value in own.items()
+            if found.get(key) != value
+        ]
+    name, unlike = min(differences.items(), key=lambda item: len(item[1]))
+    if unlike:
+        raise ConfigError(
+            f"labelled={path} was not made with this encoder: it has {'; '.join(unlike)}; embed the labelled images "
+            f"with dmjd embed {config.checkpoint}"
+        )
+    return name
 
 
 def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str]) -> list[Part]:
@@ -290,6 +329,8 @@ def _predictions(
     with Progress("images", len(images), images=1) as bar:
         for batch in loader:
             probabilities = predict(batch.images.to(frozen.device, non_blocking=True)).cpu()
+            if not bool(probabilities.isfinite().all()):
+                raise BadFeatures(f"the predictions of {frozen.path} hold NaN or infinity; use an earlier checkpoint")
             highest, order = probabilities.sort(dim=1, descending=True, stable=True)
             rows = zip(
                 *(batch.sample_ids.tolist(), batch.labels.tolist(), probabilities.tolist()),
@@ -297,7 +338,8 @@ def _predictions(
                 strict=True,
             )
             for index, label, every, best, ranks in rows:
-                name = plain_name(images.name(index))
+                name = images.name(index)
+                name = plain_name(name) if config.paths else name_below(name, data.root)
                 own = images.label(index)
                 known = part.classes[own] if own >= 0 and part.classes else ""
                 if label == UNREADABLE:
