@@ -38,8 +38,12 @@ PRINTED = 10
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
 
-Predictor: TypeAlias = "Callable[[Tensor], Tensor]"
-"""uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``."""
+EQUAL = 1 - 1e-6
+"""Cosine similarity from which on an image equals one of those that vote."""
+
+Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+"""uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
+those that vote, bool ``[B]``."""
 
 
 @dataclass
@@ -56,8 +60,8 @@ class PredictConfig(ImagesConfig):
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
-    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder: the images that
-        vote. null: the training images of the run.
+    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder: the images
+        that vote. null: the training images of the run.
     neighbours: Number of neighbours that vote. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
@@ -90,13 +94,15 @@ class Part(NamedTuple):
 
 class Prediction(NamedTuple):
     """Of one image. label: its class, empty if it is not known. ranked: the most probable classes with their
-    probabilities, the first one first. probabilities: of all classes. fault: why there are none."""
+    probabilities, the first one first. probabilities: of all classes. fault: why there are none. votes: whether it is
+    one of the images that vote."""
 
     name: str
     label: str
     ranked: Sequence[tuple[str, float]] = ()
     probabilities: Sequence[float] = ()
     fault: str = ""
+    votes: bool = False
 
 
 class Tolerant:
@@ -141,11 +147,12 @@ class Tally:
     labelled: int = 0
     correct: int = 0
     unreadable: int = 0
+    voting: int = 0
     first_fault: str = ""
     predicted: Counter[str] = field(default_factory=Counter)
 
     def add(self, found: Prediction, classes: Collection[str]) -> None:
-        """Count an image; its label counts if it is one of ``classes``."""
+        """Count an image; its label counts if it is one of ``classes``, and if the image does not vote for itself."""
         self.images += 1
         if found.fault:
             self.unreadable += 1
@@ -153,8 +160,10 @@ class Tally:
             return
         best, _ = found.ranked[0]
         self.predicted[best] += 1
-        self.labelled += found.label in classes
-        self.correct += found.label == best
+        self.voting += found.votes
+        if not found.votes:
+            self.labelled += found.label in classes
+            self.correct += found.label == best
 
 
 def run(config: PredictConfig) -> Iterator[str]:
@@ -188,10 +197,17 @@ def run(config: PredictConfig) -> Iterator[str]:
 
 
 def _by_classifier(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[str], Predictor]:
+    import torch
+
     given = [key for key in ("labelled", "neighbours") if getattr(config, key) is not None]
     if given:
         raise ConfigError(f"{given[0]} is for encoders, and checkpoint={config.checkpoint} has a classifier; remove it")
-    return frozen.class_labels, lambda images: frozen.logits(images).softmax(dim=1)
+
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
+        found = frozen.logits(images).softmax(dim=1)
+        return found, found.new_zeros(len(found), dtype=torch.bool)
+
+    return frozen.class_labels, predict
 
 
 def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[str], Predictor]:
@@ -208,11 +224,11 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
         raise ConfigError(f"neighbours={k} must be at most the number of labelled images, {len(bank)}")
     values, labels = F.normalize(bank.values.to(frozen.device), dim=1), bank.labels.to(frozen.device)
 
-    def predict(images: Tensor) -> Tensor:
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
         features = encode(frozen.encoder, images, mean=frozen.data.mean, std=frozen.data.std, pooling=config.pooling)
         similarity, nearest = (F.normalize(features, dim=1) @ values.T).topk(k, dim=1)
         found = votes(similarity, labels[nearest], len(classes), config.temperature)
-        return found / found.sum(dim=1, keepdim=True)
+        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= EQUAL
 
     return classes, predict
 
@@ -328,16 +344,17 @@ def _predictions(
     loader = evaluation_loader(Tolerant(images), config.batch_size, frozen.size, workers, data.crop_pct, data.timeout)
     with Progress("images", len(images), images=1) as bar:
         for batch in loader:
-            probabilities = predict(batch.images.to(frozen.device, non_blocking=True)).cpu()
+            probabilities, votes = predict(batch.images.to(frozen.device, non_blocking=True))
+            probabilities = probabilities.cpu()
             if not bool(probabilities.isfinite().all()):
                 raise BadFeatures(f"the predictions of {frozen.path} hold NaN or infinity; use an earlier checkpoint")
             highest, order = probabilities.sort(dim=1, descending=True, stable=True)
             rows = zip(
                 *(batch.sample_ids.tolist(), batch.labels.tolist(), probabilities.tolist()),
-                *(highest[:, :RANKS].tolist(), order[:, :RANKS].tolist()),
+                *(highest[:, :RANKS].tolist(), order[:, :RANKS].tolist(), votes.tolist()),
                 strict=True,
             )
-            for index, label, every, best, ranks in rows:
+            for index, label, every, best, ranks, own_vote in rows:
                 name = images.name(index)
                 name = plain_name(name) if config.paths else name_below(name, data.root)
                 own = images.label(index)
@@ -346,7 +363,7 @@ def _predictions(
                     yield Prediction(name, known, fault=_fault(images, index))
                 else:
                     ranked = [(classes[rank], value) for rank, value in zip(ranks, best, strict=True)]
-                    yield Prediction(name, known, ranked, every)
+                    yield Prediction(name, known, ranked, every, votes=own_vote)
             bar.advance(len(batch.labels))
 
 
@@ -395,6 +412,8 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
             parts.append(f"{tally.unreadable} of them cannot be read, the first: {tally.first_fault}")
         if tally.labelled:
             parts.append(f"top-1 {100 * tally.correct / tally.labelled:.2f} % of {tally.labelled} labelled ones")
+        if tally.voting:
+            parts.append(f"{tally.voting} of them are among the images that vote, and not counted in an accuracy")
         yield f"{name}: " * bool(name) + "; ".join(parts)
         if tally.predicted:
             most = tally.predicted.most_common(MOST_CLASSES)
