@@ -41,7 +41,7 @@ from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
 from dmjd.keys import (
     DESCRIBING,
-    IMAGES,
+    PATHS,
     SEVERAL,
     fields_of,
     groups_of,
@@ -87,21 +87,19 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
     """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
-    out (:func:`~dmjd.keys.key_of_first`); of a command with :data:`~dmjd.keys.IMAGES` also with that of those after the
-    first. They may hold an equals sign, unless a key is before it."""
+    out (:func:`~dmjd.keys.key_of_first`); also :data:`~dmjd.keys.PATHS`. They may hold an equals sign, unless a key is
+    before it."""
     first = key_of_first(command)
     if first is None:
         return list(arguments)
-    takes_images = any(field.name == IMAGES for field in fields(SCHEMAS[command]))
-    most = len(arguments) if first in SEVERAL or takes_images else 1
+    more = first if first in SEVERAL else PATHS if PATHS in keys_of(command) else None
+    most = len(arguments) if more else 1
     paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
-    rest = list(arguments[len(paths) :])
     if not paths:
-        return rest
-    if first in SEVERAL:
-        return [f"{first}={','.join(map(quoted, paths))}", *rest]
-    images = [f"{IMAGES}={','.join(map(quoted, paths[1:]))}"] if paths[1:] else []
-    return [f"{first}={paths[0]}", *images, *rest]
+        return list(arguments)
+    single = [] if first in SEVERAL else [f"{first}={paths.pop(0)}"]
+    several = [f"{more}=[{','.join(map(quoted, paths))}]"] if paths else []
+    return [*single, *several, *arguments[len(single) + len(paths) :]]
 
 
 def _is_path(command: str, text: str) -> bool:

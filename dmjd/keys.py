@@ -58,10 +58,6 @@ def keys_of(command: str) -> set[str]:
 SEVERAL = ("checkpoints", "embeddings")
 """Keys of a first argument that take a list: `dmjd embed RUN RUN` is short for `dmjd embed checkpoints=[RUN,RUN]`."""
 
-IMAGES = "paths"
-"""Key of the arguments after the first one: `dmjd predict RUN A B` is short for `dmjd predict checkpoint=RUN
-paths=A,B`."""
-
 
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
@@ -70,6 +66,10 @@ def key_of_first(command: str) -> str | None:
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
     return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)
 
+
+PATHS = "paths"
+"""Key of the arguments after the first one, of a command that has it: `dmjd show RUN A B` is short for
+`dmjd show checkpoint=RUN paths=A,B`."""
 
 ELSEWHERE = {
     "arch": "backbone",
