@@ -263,7 +263,7 @@ def _about(found: Embeddings, name: str) -> str:
     encoders = found.settings.get("encoders")
     described = encoders.get(name) if isinstance(encoders, dict) else None
     parts = [f"{found.features[name].shape[1]} dimensions"]
-    for key in ("weights", "step", "pooling", "checkpoint"):
+    for key in ("weights", "step", "pooling"):
         value = described.get(key) if isinstance(described, dict) else None
         if isinstance(value, (str, int)) and value != "":
             parts.append(str(value) if key == "weights" else f"{key} {value}")

@@ -20,6 +20,7 @@ SAME = 1 - 1e-6
 """Cosine similarity from which on two images are marked as duplicates of each other."""
 
 _STYLE = """
+.encoders td:nth-child(n + 3) { white-space: nowrap }
 .neighbours { display: grid; grid-template-columns: 8.5rem minmax(0, 1fr); gap: .4rem 1.2rem; margin: 0;
   padding: .9rem 0; border-bottom: 1px solid var(--rule) }
 .neighbours h3 { font-size: .85rem; font-weight: 600; margin: 0 0 .3rem }

@@ -22,7 +22,17 @@ from dmjd.explore import neighbours
 from dmjd.explore.embeddings import Embeddings, write_embeddings
 from dmjd.explore.neighbours import named_queries, near_duplicates, nearest, spaced_queries
 from tests.report.html_page import Page
-from tests.report.test_pages import BLACK, CHROMIUM, COLLECT, MEASURE, WHITE, assert_accessible, chromium, stands_alone
+from tests.report.test_pages import (
+    BLACK,
+    CHROMIUM,
+    COLLECT,
+    MEASURE,
+    WHITE,
+    assert_accessible,
+    chromium,
+    page_texts,
+    stands_alone,
+)
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -246,3 +256,8 @@ def test_a_browser_shows_the_page_at_two_widths_in_two_schemes(file: Path, dmjd:
         assert len(found) == 2
         for each in found:
             assert (each["overflow"], each["cut"], each["empty"], each["paper"]) == (0, 0, 0, paper)
+    printed = tmp_path / "page.pdf"
+    chromium("--force-dark-mode", f"--print-to-pdf={printed}", (tmp_path / "neighbours.html").as_uri(), folder=tmp_path)
+    drawn = page_texts(printed.read_bytes())
+    assert len(drawn) > 1
+    assert all(b"TJ" in page or b"Tj" in page for page in drawn)  # no blank page
