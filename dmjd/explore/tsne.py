@@ -252,12 +252,12 @@ def run(config: TsneConfig) -> Iterator[str]:
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
             points = tsne(values, perplexity, config.seed, bar.advance)
-            note = ""
+            notes = [_origin(embeddings, name)]
             if len(classes) > 1:
                 k, top1 = neighbour_agreement(values, selection.labels, len(classes))
-                note = f"kNN top-1 {top1:.1f} %"
-                lines.append(f"{name}: {note} (k {k}, leave-one-out)")
-            panels.append(Panel(name, note, points))
+                notes.append(f"kNN top-1 {top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
+            panels.append(Panel(name, ": ".join(filter(None, notes)), points))
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
         about.append(
@@ -316,6 +316,15 @@ def map_line(config: TsneConfig, perplexity: float) -> str:
         f"t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity {perplexity:.3g}{reduced}, seed "
         f"{config.seed}."
     )
+
+
+def _origin(embeddings: Embeddings, encoder: str) -> str:
+    """Weights and step of an encoder, as far as the file has them."""
+    encoders = embeddings.settings.get("encoders")
+    described = encoders.get(encoder) if isinstance(encoders, dict) else None
+    weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
+    parts = [weights] if isinstance(weights, str) else []
+    return printable_message(", ".join(parts + ([f"step {step}"] if isinstance(step, int) and step else [])))
 
 
 def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ def made(images: int = 40, classes: int = 4, **changes: Any) -> Embeddings:
         "classes": [f"class {label}" for label in range(classes)],
         "features": {"encoder": features.astype(np.float32)},
         "thumbnails": [jpeg(index) for index in range(images)],
-        "settings": {"encoders": {"encoder": {"step": 7}}, "data": "photos"},
+        "settings": {"encoders": {"encoder": {"weights": "ema", "step": 7}}, "data": "photos"},
     }
     return Embeddings(**{**content, **changes})
 
@@ -254,6 +254,7 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert printed[2] == f"encoder: kNN top-1 {top1:.1f} % (k {k}, leave-one-out)"
     assert printed[3:] == [str(tmp_path / "tsne.png"), str(tmp_path / "tsne.html")]
     source = (tmp_path / "tsne.html").read_text()
+    assert f"<p>ema, step 7: kNN top-1 {top1:.1f} %</p>" in source
     page, data = Page(source), page_data(source)
     assert not re.search(r"://|@import|url\(", source)
     assert all(link.startswith(("data:", "#")) for link in page.links)
