@@ -131,7 +131,10 @@ def test_the_images_are_those_of_a_plain_loop() -> None:
         own = [row for row in range(1000) if labels[row] == label and embeddings.splits[row] == "test"]
         expected += [(own[int(place * len(own) / 5)], index) for place in range(5)]
     assert list(zip(chosen.rows, chosen.labels, strict=True)) == sorted(expected)
-    assert chosen.of == (int(((labels >= 0) & (embeddings.splits == "test")).sum()), 30)
+    test = embeddings.splits == "test"
+    kept = [embeddings.classes.index(name) for name in chosen.classes]
+    assert chosen.available == (test & np.isin(labels, kept)).sum()
+    assert (chosen.present, chosen.unlabelled) == (30, (test & (labels < 0)).sum())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     write_embeddings(tmp_path / "x.npz", hostile)
     assert main(["tsne", str(tmp_path / "x.npz"), "classes=3", "images=24"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 40 images."
+    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images."
     assert printed[1].startswith(
         "t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity 7.67 (the most for"
     )
@@ -298,10 +301,13 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     same = np.ones((40, 8), np.float32)
     write_embeddings(tmp_path / "same.npz", replace(made(), features={"encoder": same}))
     (tmp_path / "file").touch()
+    write_embeddings(tmp_path / "x.npz", made())
     for arguments, message in (
         (["same.npz"], "the features of encoder are equal, zero or too large"),
         (["missing.npz"], "missing.npz cannot be read"),
-        (["same.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
+        (["x.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
+        (["x.npz", f"output={tmp_path / 'file' / 'in'}"], "cannot write into"),
+        (["x.npz", "embeddings=[]"], "embeddings must name at least one file or run folder"),
     ):
         assert main(["tsne", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         error = capsys.readouterr().err
