@@ -100,7 +100,7 @@ def scatter_png(
     """
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    legend_columns = -(-len(classes) // 26)
+    legend_columns = -(-len(classes) // (21 * rows))
     width, height = columns * _PANEL + 1.7 * legend_columns, rows * (_PANEL + 0.5) + 0.5
     figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
     diameter = 2 * 0.8 * radius(len(labels)) * 72 / _DPI
@@ -114,8 +114,10 @@ def scatter_png(
         points = in_square(panel.points)[order]
         for shape in map(int, np.unique(shapes)):
             own = shapes[order] == shape
+            x, y = points[own].T
             axes.scatter(
-                *points[own].T,
+                x,
+                y,
                 s=(diameter * np.abs(SHAPES[shape]).max()) ** 2,  # matplotlib scales every outline to one size
                 c=np.array(COLOURS)[colours[order][own]],
                 marker=_outline(shape),
