@@ -64,11 +64,11 @@ class Found(NamedTuple):
 
 class Pairs(NamedTuple):
     """Near duplicates, the most similar first, of equal ones those of the first rows. rows: int64 ``[P, 2]``, ascending
-    in each pair; similarities: float32 ``[P]``; count: of all found, of which at most :data:`MOST_PAIRS` are kept."""
+    in each pair; similarities: float32 ``[P]``; total: number of all found, of which at most :data:`MOST_PAIRS` are kept."""
 
     rows: npt.NDArray[np.int64]
     similarities: npt.NDArray[np.float32]
-    count: int
+    total: int
 
 
 def nearest(features: npt.NDArray[np.float32], queries: Sequence[int], k: int) -> Found:
@@ -242,7 +242,7 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     for section in sections:
         parts = [f"leave-one-out kNN top-1 {section.score}"]
         if section.pairs is not None:
-            parts.append(f"{section.pairs.count} pairs of images with a cosine of at least {config.duplicates:g}")
+            parts.append(f"{section.pairs.total} pairs of images with a cosine of at least {config.duplicates:g}")
         yield f"{section.name}: {'; '.join(parts)}"
     yield from (str(folder / file) for file in files)
 

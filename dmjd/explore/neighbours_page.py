@@ -152,10 +152,10 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
     for section in sections:
         if section.pairs is None:
             continue
-        rows, similarities, count = section.pairs
-        shown = f"; the {SHOWN_PAIRS} most similar are shown" if count > SHOWN_PAIRS else ""
+        rows, similarities, total = section.pairs
+        shown = f"; the {SHOWN_PAIRS} most similar are shown" if total > SHOWN_PAIRS else ""
         parts.append(f"<h3>{_text(section.name)}</h3>")
-        parts.append(paragraph(f"{count} pairs{shown}" if count else "none"))
+        parts.append(paragraph(f"{total} pairs{shown}" if total else "none"))
         items = "".join(
             f"<li><div>{pictures.tile(one, '')}{pictures.tile(other, '')}</div>"
             f"<p>{similarity:.4f}{' duplicate' if similarity >= SAME else ''}</p></li>"

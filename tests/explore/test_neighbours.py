@@ -87,10 +87,10 @@ def test_near_duplicates_are_all_pairs_of_a_loop() -> None:
     found = near_duplicates(values, 0.95, CPU)
     assert found.rows[:3].tolist() == [[3, 60], [3, 149], [60, 149]]
     assert sorted(map(tuple, found.rows.tolist())) == sorted((one, other) for _, one, other in expected)
-    assert found.count == len(expected) > 50
+    assert found.total == len(expected) > 50
     np.testing.assert_allclose(found.similarities, [-value for value, _, _ in expected], atol=2e-6)
     few = near_duplicates(values, 0.95, CPU, most=20)
-    assert (few.rows.tolist(), few.count) == (found.rows[:20].tolist(), found.count)
+    assert (few.rows.tolist(), few.total) == (found.rows[:20].tolist(), found.total)
     assert len(near_duplicates(values[:3], 0.9999, CPU).rows) == 0
 
 
