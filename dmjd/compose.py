@@ -99,7 +99,7 @@ def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
     if not paths:
         return list(arguments)
     single = [] if first in SEVERAL else [f"{first}={paths.pop(0)}"]
-    several = [f"{more}={','.join(map(quoted, paths))}"] if paths else []
+    several = [f"{more}=[{','.join(map(quoted, paths))}]"] if paths else []
     return [*single, *several, *arguments[len(single) + len(paths) :]]
 
 

@@ -436,14 +436,22 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "step": frozen.step,
             "weights": frozen.weights,
             "sha256": digest_of(frozen.encoder),
-            "pooling": how,
             "dim": frozen.encoder.embed_dim,
-            "image_size": list(frozen.size),
-            "crop_pct": frozen.data.crop_pct,
-            "mean": list(frozen.data.mean),
-            "std": list(frozen.data.std),
+            **preparation(frozen, how),
         }
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
+
+
+def preparation(frozen: FrozenEncoder, pooling: str) -> dict[str, Any]:
+    """Settings of an encoder that its features depend on, beside the weights."""
+    data = frozen.data
+    return {
+        "pooling": pooling,
+        "image_size": list(frozen.size),
+        "crop_pct": data.crop_pct,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
 
 
 def digest_of(encoder: Module) -> str:

@@ -24,10 +24,11 @@ from dmjd.data.crops import evaluation_view
 from dmjd.data.dataset import OpenImage, Split
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import ConfigError, DataError, UserError, printable_message
+from dmjd.errors import CheckpointError, ConfigError, DataError, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
+from dmjd.interop.names import summary
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.objective import Losses, Objective
 from dmjd.ops.images import normalise
@@ -48,13 +49,15 @@ from dmjd.train.pictures import (
     resize,
     view_columns,
 )
-from dmjd.train.preview import MASKED_TOKENS, Samples, in_scale_of_images, predict_prepared
+from dmjd.train.preview import Samples, in_scale_of_images, predict_prepared
 
 if TYPE_CHECKING:
     from dmjd.explore.show import ShowConfig
 
 MOST_IMAGES = 64
 """Images of one figure."""
+WIDEST = 1600
+"""Pixels of the columns of all heads."""
 
 
 class Missing(UserError):
@@ -96,7 +99,8 @@ class Shown:
         self.grid = frozen.encoder.grid_of(self._inputs)
         self._no_masks = torch.zeros(1, len(ids), self.grid[0] * self.grid[1], dtype=torch.bool)
         where = frozen.path.name if frozen.path.is_file() else f"step {frozen.step}"
-        self._origin = f"{frozen.weights.capitalize()} weights, {where}; {source}."
+        classes = " Below each row: the most probable class." if frozen.classifier is not None else ""
+        self._origin = f"{frozen.weights.capitalize()} weights, {where}; {source}.{classes}"
 
     def figures(self, kinds: Sequence[str], given: bool) -> tuple[dict[str, Figure], list[str]]:
         """The figures by kind, "" for the one that has columns of all of them, and a line for each kind that the model
@@ -111,11 +115,11 @@ class Shown:
                 lines.append(f"no {kind}: {error}")
         parts = [each for each in figures.values() if each.summary]
 
-        def summary(token: int) -> list[Column]:
+        def all_of_them(token: int) -> list[Column]:
             return [*self._image(token), *(column for each in parts if each.summary for column in each.summary(token))]
 
         text = " ".join(each.summary_text for each in parts)
-        return ({"": Figure(summary, text)} if parts else {}) | figures, lines
+        return ({"": Figure(all_of_them, text)} if parts else {}) | figures, lines
 
     def png(self, figure: Figure, max_bytes: int) -> bytes:
         """The figure as a file of at most about ``max_bytes``."""
@@ -147,13 +151,12 @@ class Shown:
 
     def reconstruction(self) -> Figure:
         """Image, its views, the target, the prediction, and that of view 1 beside its visible patches."""
-
         samples, tokenizer, losses = self._predicted
         mask = samples.views.mask[: self._config.views]
         targets, predictions, render, scale = in_scale_of_images(
             tokenizer, samples.crops, samples.targets.float(), samples.predictions.float()
         )
-        filled = first_prediction(predictions[: len(mask)], targets, mask)
+        filled = first_prediction(predictions[: len(mask)], predictions[0], mask)
         beside = torch.where(mask[0, :, :, None], predictions[0], targets)
         shown = {"target": targets, "prediction": filled, "+ visible": beside}
         rendered = {name: [render(each, self.grid) for each in sets] for name, sets in shown.items()}
@@ -163,26 +166,26 @@ class Shown:
         def columns(token: int) -> list[Column]:
             return view_columns(self._photos, mask, self.grid, token)[: 1 + len(mask)] + self._resized(rendered, token)
 
-        def summary(token: int) -> list[Column]:
-            names = ("+ visible",) if isinstance(tokenizer, PixelTarget) else ("target", "prediction")
+        def in_short(token: int) -> list[Column]:
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
-            return masked + self._resized({name: rendered[name] for name in names}, token)
+            target = {} if isinstance(tokenizer, PixelTarget) else {"target": rendered["target"]}
+            return masked + self._resized(target | {"reconstruction": rendered["+ visible"]}, token)
 
         view = "view 1" if len(mask) > 1 else "the view"
         branches = " = L_vis + lambda L_mim" if self._objective.model.visible_branch is not None else ""
         return Figure(
             columns,
-            f"{MASKED_TOKENS}{scale} The last column has the prediction on the masked patches of {view} and the target "
-            f"on its visible ones. Loss of each image{branches}. {self._masks_text}",
-            summary,
-            "Masked: view 1; the prediction is that of its masked patches." if len(mask) > 1 else "",
+            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. + visible: the "
+            f"prediction on the masked patches of {view}, the target on its visible ones.{scale} Loss of each "
+            f"image{branches}. {self._masks_text}",
+            in_short,
+            f"Reconstruction: the prediction on the masked patches of {view}, the target on its visible ones.",
             legend_of_views(1),
             [_loss_text(each) for each in losses],
         )
 
     def masks(self) -> Figure:
         """Image, its views and their coverage."""
-
         mask = self._spec.draw(self._ids, self.grid, seed=self._seed, epoch=self._config.epoch).views.mask
         mask = mask[: self._config.views]
         columns = partial(mask_columns, self._photos, mask, self.grid)
@@ -190,17 +193,16 @@ class Shown:
 
     def hog(self) -> Figure:
         """Image and HOG; if that is the target, also the prediction."""
-
         text = "Strokes run along edges; their brightness is the strength of the gradient in a cell, per orientation."
         trained, patch = self._frozen.trained, self._frozen.encoder.patch_size
         target = HogTarget(patch, self.crops.shape[-1], patch // 2 if patch % 2 == 0 else patch)
         shown = {}
-        if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._predictable:
-            samples, target, _ = self._predicted
-            assert isinstance(target, HogTarget)
-            mask = samples.views.mask[: self._config.views]
+        if isinstance(trained, PretrainConfig) and trained.target.name == "hog" and self._is_predictable:
+            samples, own, _ = self._predicted
+            assert isinstance(own, HogTarget)
+            target, mask = own, samples.views.mask[: self._config.views]
             shown = {"target": samples.targets}
-            shown["prediction"] = first_prediction(samples.predictions[: len(mask)], samples.targets, mask)
+            shown["prediction"] = first_prediction(samples.predictions[: len(mask)], samples.predictions[0], mask)
             text += f" The target has the norm {target.norm} per patch."
         shown = {"HOG": replace(target, norm="none")(self.crops)} | shown
         rendered = {name: [_few_greys(target.render(each, self.grid)) for each in sets] for name, sets in shown.items()}
@@ -212,7 +214,6 @@ class Shown:
 
     def attention(self) -> Figure:
         """Image, attention of the last block as the mean of its heads, and of each head."""
-
         encoder = self._frozen.encoder
         if attention_of(encoder) is None:
             raise Missing("its last block attends within windows, so there is no map of the whole image")
@@ -237,11 +238,12 @@ class Shown:
             return [image, *self._resized({"mean of heads": mean["attention"]} | heads, token)]
 
         text = f"Attention of {of} to the patches in the last block; brighter is higher, each map in its own range."
-        return Figure(columns, text, partial(self._resized, mean), f"Attention: of {of}, mean of heads.")
+        largest = min(MAX_CELL, WIDEST // (2 + len(heads)))
+        in_short = partial(self._resized, mean)
+        return Figure(columns, text, in_short, f"Attention: of {of}, mean of heads.", largest=largest)
 
     def pca(self) -> Figure:
         """Image, and the first three principal components of its patch tokens as colours."""
-
         encoder = self._frozen.encoder
         with torch.no_grad():
             tokens = encoder(self._inputs)[:, encoder.num_prefix_tokens :].float().cpu()
@@ -255,13 +257,16 @@ class Shown:
         return Figure(columns, text, partial(self._resized, shown), text)
 
     def _resized(self, pictures: Mapping[str, list[Picture]], token: int) -> list[Column]:
-
         return [Column(name, [resize(each, self.grid, token) for each in cells]) for name, cells in pictures.items()]
 
     @property
     def _trained(self) -> PretrainConfig:
         if not isinstance(self._frozen.trained, PretrainConfig):
             raise Missing("this is a classifier, without masks and decoder; show its pre-training run")
+        model = self._config.model
+        described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
+        if self._frozen.path.is_file() and not described:
+            raise Missing("the file does not describe its pre-training; add experiment=NAME, such as mae_vit_base")
         return self._frozen.trained
 
     @property
@@ -270,7 +275,6 @@ class Shown:
 
     @property
     def _spec(self) -> MaskSpec:
-
         return build_mask_spec(self._trained.mask, self.grid)
 
     @property
@@ -278,7 +282,7 @@ class Shown:
         return f"Masks of epoch {self._config.epoch}, seed {self._seed}."
 
     @property
-    def _predictable(self) -> bool:
+    def _is_predictable(self) -> bool:
         try:
             return self._predicted is not None
         except Missing:
@@ -294,7 +298,6 @@ class Shown:
     @cached_property
     def _predicted(self) -> tuple[Samples, Tokenizer, list[Losses]]:
         """A forward pass of pre-training without flip, jitter and drop path, and the losses of each image."""
-
         objective, tokenizer, data = self._objective, tokenizer_of(self._frozen, self._trained), self._frozen.data
         second = []
         if (other := self._trained.data.second_size) is not None:
@@ -308,20 +311,22 @@ class Shown:
 
 
 def objective_of(frozen: FrozenEncoder, trained: PretrainConfig) -> Objective:
-    """Encoder, decoder and losses of pre-training, with the weights of ``frozen``. Raises Missing if there are no
-    weights of the decoder."""
-
+    """The model of pre-training with its losses and the weights of ``frozen``; without visible branch if a file lacks
+    it. Raises Missing if a file lacks other weights, such as the decoder."""
     objective = build_objective(trained, target_dim(trained))
     if frozen.weights != "untrained":
         if frozen.path.is_file():
             for parameter in objective.parameters():  # those that the file lacks stay NaN
                 parameter.data.fill_(torch.nan)
-        load_weights(objective, frozen.path)
+        try:
+            load_weights(objective, frozen.path)
+        except CheckpointError as error:  # such as a fine-tuned file, whose encoder is another one
+            raise Missing(str(error)) from error
     model = objective.model
-    needed = [model.encoder.mask_token, *model.head.parameters(), *(model.decoder or model.head).parameters()]
-    if not all(bool(each.isfinite().all()) for each in needed if each is not None):
-        raise Missing(f"{frozen.path.name} has no {'decoder' if model.decoder else 'head and mask token'}")
-    if any(not bool(each.isfinite().all()) for each in (model.visible_branch or model.head).parameters()):
+    lacking = [name for name, each in model.named_parameters() if not bool(each.isfinite().all())]
+    if needed := [name for name in lacking if not name.startswith("visible_branch.")]:
+        raise Missing(f"{frozen.path.name} has no {summary(needed)}")
+    if lacking:
         model.visible_branch = None
     model.encoder = frozen.encoder
     return objective.requires_grad_(False).to(frozen.device).eval()
@@ -329,7 +334,6 @@ def objective_of(frozen: FrozenEncoder, trained: PretrainConfig) -> Objective:
 
 def tokenizer_of(frozen: FrozenEncoder, trained: PretrainConfig) -> Tokenizer:
     """The target of pre-training. Raises Missing if its own weights are not there."""
-
     try:
         tokenizer = build_tokenizer(trained)
     except ConfigError as error:
@@ -345,7 +349,6 @@ def tokenizer_of(frozen: FrozenEncoder, trained: PretrainConfig) -> Tokenizer:
 
 def losses_of_images(objective: Objective, prepared: Prepared) -> list[Losses]:
     """The objective's losses of each image alone, over all its views."""
-
     found = []
     with torch.inference_mode():
         for index in range(len(prepared.images)):
@@ -361,7 +364,6 @@ def pca_colours(tokens: Tensor) -> Tensor:
 
     The 1st and 99th percentile of each component become 0 and 1. A component's sign is that of its largest coefficient.
     """
-
     flat = tokens.flatten(0, 1).double()
     flat = flat - flat.mean(0)
     directions = torch.linalg.eigh(flat.T @ flat).eigenvectors.flip(-1)[:, :3]

@@ -64,11 +64,11 @@ class Found(NamedTuple):
 
 class Pairs(NamedTuple):
     """Near duplicates, the most similar first, of equal ones those of the first rows. rows: int64 ``[P, 2]``, ascending
-    in each pair; similarities: float32 ``[P]``; count: of all found, of which at most :data:`MOST_PAIRS` are kept."""
+    in each pair; similarities: float32 ``[P]``; total: number of pairs, of which at most :data:`MOST_PAIRS` are kept."""
 
     rows: npt.NDArray[np.int64]
     similarities: npt.NDArray[np.float32]
-    count: int
+    total: int
 
 
 def nearest(features: npt.NDArray[np.float32], queries: Sequence[int], k: int) -> Found:
@@ -242,7 +242,7 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     for section in sections:
         parts = [f"leave-one-out kNN top-1 {section.score}"]
         if section.pairs is not None:
-            parts.append(f"{section.pairs.count} pairs of images with a cosine of at least {config.duplicates:g}")
+            parts.append(f"{section.pairs.total} pairs of images with a cosine of at least {config.duplicates:g}")
         yield f"{section.name}: {'; '.join(parts)}"
     yield from (str(folder / file) for file in files)
 
@@ -263,7 +263,7 @@ def _about(found: Embeddings, name: str) -> str:
     encoders = found.settings.get("encoders")
     described = encoders.get(name) if isinstance(encoders, dict) else None
     parts = [f"{found.features[name].shape[1]} dimensions"]
-    for key in ("weights", "step", "pooling", "checkpoint"):
+    for key in ("weights", "step", "pooling"):
         value = described.get(key) if isinstance(described, dict) else None
         if isinstance(value, (str, int)) and value != "":
             parts.append(str(value) if key == "weights" else f"{key} {value}")

@@ -20,6 +20,7 @@ SAME = 1 - 1e-6
 """Cosine similarity from which on two images are marked as duplicates of each other."""
 
 _STYLE = """
+.encoders td:nth-child(n + 3) { white-space: nowrap }
 .neighbours { display: grid; grid-template-columns: 8.5rem minmax(0, 1fr); gap: .4rem 1.2rem; margin: 0;
   padding: .9rem 0; border-bottom: 1px solid var(--rule) }
 .neighbours h3 { font-size: .85rem; font-weight: 600; margin: 0 0 .3rem }
@@ -151,10 +152,10 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
     for section in sections:
         if section.pairs is None:
             continue
-        rows, similarities, count = section.pairs
-        shown = f"; the {SHOWN_PAIRS} most similar are shown" if count > SHOWN_PAIRS else ""
+        rows, similarities, total = section.pairs
+        shown = f"; the {SHOWN_PAIRS} most similar are shown" if total > SHOWN_PAIRS else ""
         parts.append(f"<h3>{_text(section.name)}</h3>")
-        parts.append(paragraph(f"{count} pairs{shown}" if count else "none"))
+        parts.append(paragraph(f"{total} pairs{shown}" if total else "none"))
         items = "".join(
             f"<li><div>{pictures.tile(one, '')}{pictures.tile(other, '')}</div>"
             f"<p>{similarity:.4f}{' duplicate' if similarity >= SAME else ''}</p></li>"

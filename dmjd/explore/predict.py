@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
-from dmjd.errors import BadImage, ConfigError, DataError
-from dmjd.explore.embeddings import plain_name
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.explore.embed import digest_of, name_below, preparation
+from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
 from dmjd.explore.registry import Tool
 from dmjd.files import drafted, standing_place
 from dmjd.progress import Progress
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Split
     from dmjd.evaluate.encoder import FrozenEncoder
     from dmjd.evaluate.features import Features
+    from dmjd.explore.embeddings import Embeddings
 
 RANKS = 5
 """Classes of the columns of probabilities=top5."""
@@ -36,8 +38,12 @@ PRINTED = 10
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
 
-Predictor: TypeAlias = "Callable[[Tensor], Tensor]"
-"""uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``."""
+EQUAL = 1 - 1e-6
+"""Cosine similarity from which on an image equals one of those that vote."""
+
+Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
+"""uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
+those that vote, bool ``[B]``."""
 
 
 @dataclass
@@ -54,8 +60,8 @@ class PredictConfig(ImagesConfig):
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
-    labelled: File of dmjd embed with labelled features of this encoder, whose images vote. null: the training images of
-        the run.
+    labelled: File of dmjd embed, or run folder (its newest file), with labelled features of this encoder: the images
+        that vote. null: the training images of the run.
     neighbours: Number of neighbours that vote. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
@@ -88,13 +94,15 @@ class Part(NamedTuple):
 
 class Prediction(NamedTuple):
     """Of one image. label: its class, empty if it is not known. ranked: the most probable classes with their
-    probabilities, the first one first. probabilities: of all classes. fault: why there are none."""
+    probabilities, the first one first. probabilities: of all classes. fault: why there are none. votes: whether it is
+    one of the images that vote."""
 
     name: str
     label: str
     ranked: Sequence[tuple[str, float]] = ()
     probabilities: Sequence[float] = ()
     fault: str = ""
+    votes: bool = False
 
 
 class Tolerant:
@@ -139,11 +147,12 @@ class Tally:
     labelled: int = 0
     correct: int = 0
     unreadable: int = 0
+    voting: int = 0
     first_fault: str = ""
     predicted: Counter[str] = field(default_factory=Counter)
 
     def add(self, found: Prediction, classes: Collection[str]) -> None:
-        """Count an image; its label counts if it is one of ``classes``."""
+        """Count an image; its label counts if it is one of ``classes``, and if the image does not vote for itself."""
         self.images += 1
         if found.fault:
             self.unreadable += 1
@@ -151,8 +160,10 @@ class Tally:
             return
         best, _ = found.ranked[0]
         self.predicted[best] += 1
-        self.labelled += found.label in classes
-        self.correct += found.label == best
+        self.voting += found.votes
+        if not found.votes:
+            self.labelled += found.label in classes
+            self.correct += found.label == best
 
 
 def run(config: PredictConfig) -> Iterator[str]:
@@ -186,10 +197,17 @@ def run(config: PredictConfig) -> Iterator[str]:
 
 
 def _by_classifier(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[str], Predictor]:
+    import torch
+
     given = [key for key in ("labelled", "neighbours") if getattr(config, key) is not None]
     if given:
         raise ConfigError(f"{given[0]} is for encoders, and checkpoint={config.checkpoint} has a classifier; remove it")
-    return frozen.class_labels, lambda images: frozen.logits(images).softmax(dim=1)
+
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
+        found = frozen.logits(images).softmax(dim=1)
+        return found, found.new_zeros(len(found), dtype=torch.bool)
+
+    return frozen.class_labels, predict
 
 
 def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[str], Predictor]:
@@ -206,11 +224,11 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
         raise ConfigError(f"neighbours={k} must be at most the number of labelled images, {len(bank)}")
     values, labels = F.normalize(bank.values.to(frozen.device), dim=1), bank.labels.to(frozen.device)
 
-    def predict(images: Tensor) -> Tensor:
+    def predict(images: Tensor) -> tuple[Tensor, Tensor]:
         features = encode(frozen.encoder, images, mean=frozen.data.mean, std=frozen.data.std, pooling=config.pooling)
         similarity, nearest = (F.normalize(features, dim=1) @ values.T).topk(k, dim=1)
         found = votes(similarity, labels[nearest], len(classes), config.temperature)
-        return found / found.sum(dim=1, keepdim=True)
+        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= EQUAL
 
     return classes, predict
 
@@ -240,8 +258,45 @@ def _bank_of_run(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features
 
 
 def _bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features, list[str]]:
-    """Features of the labelled images of a file of embeddings, and the names of their classes."""
-    raise NotImplementedError
+    """Features of the labelled images of a file of embeddings, and the names of their classes.
+
+    Raises:
+        ConfigError: if no encoder of the file is this one, with the same preparation of images; it names what differs.
+        DataError: if the file has no labels.
+    """
+    import torch
+
+    from dmjd.evaluate.features import Features
+
+    path = embeddings_at(config.labelled or "")
+    file = read_embeddings(path)
+    values = file.features[_same_encoder(file, frozen, config, path)]
+    known = torch.from_numpy(file.labels >= 0)
+    if not known.any():
+        raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
+    return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
+
+
+def _same_encoder(file: Embeddings, frozen: FrozenEncoder, config: PredictConfig, path: Path) -> str:
+    """The name in ``file`` of the encoder with the weights of ``frozen`` and its preparation of images."""
+    own = {"sha256": digest_of(frozen.encoder), **preparation(frozen, config.pooling)}
+    recorded = file.settings.get("encoders")
+    differences = dict[str, list[str]]()
+    for name in file.features:
+        other = recorded.get(name) if isinstance(recorded, dict) else None
+        found = other if isinstance(other, dict) else {}
+        differences[name] = [
+            "other weights" if key == "sha256" else f"{key} {str(found.get(key))[:40]}, not {value}"
+            for key, value in own.items()
+            if found.get(key) != value
+        ]
+    name, unlike = min(differences.items(), key=lambda item: len(item[1]))
+    if unlike:
+        raise ConfigError(
+            f"labelled={path} was not made with this encoder: it has {'; '.join(unlike)}; embed the labelled images "
+            f"with dmjd embed {config.checkpoint}"
+        )
+    return name
 
 
 def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str]) -> list[Part]:
@@ -289,22 +344,26 @@ def _predictions(
     loader = evaluation_loader(Tolerant(images), config.batch_size, frozen.size, workers, data.crop_pct, data.timeout)
     with Progress("images", len(images), images=1) as bar:
         for batch in loader:
-            probabilities = predict(batch.images.to(frozen.device, non_blocking=True)).cpu()
+            probabilities, votes = predict(batch.images.to(frozen.device, non_blocking=True))
+            probabilities = probabilities.cpu()
+            if not bool(probabilities.isfinite().all()):
+                raise BadFeatures(f"the predictions of {frozen.path} hold NaN or infinity; use an earlier checkpoint")
             highest, order = probabilities.sort(dim=1, descending=True, stable=True)
             rows = zip(
                 *(batch.sample_ids.tolist(), batch.labels.tolist(), probabilities.tolist()),
-                *(highest[:, :RANKS].tolist(), order[:, :RANKS].tolist()),
+                *(highest[:, :RANKS].tolist(), order[:, :RANKS].tolist(), votes.tolist()),
                 strict=True,
             )
-            for index, label, every, best, ranks in rows:
-                name = plain_name(images.name(index))
+            for index, label, every, best, ranks, own_vote in rows:
+                name = images.name(index)
+                name = plain_name(name) if config.paths else name_below(name, data.root)
                 own = images.label(index)
                 known = part.classes[own] if own >= 0 and part.classes else ""
                 if label == UNREADABLE:
                     yield Prediction(name, known, fault=_fault(images, index))
                 else:
                     ranked = [(classes[rank], value) for rank, value in zip(ranks, best, strict=True)]
-                    yield Prediction(name, known, ranked, every)
+                    yield Prediction(name, known, ranked, every, votes=own_vote)
             bar.advance(len(batch.labels))
 
 
@@ -353,6 +412,8 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
             parts.append(f"{tally.unreadable} of them cannot be read, the first: {tally.first_fault}")
         if tally.labelled:
             parts.append(f"top-1 {100 * tally.correct / tally.labelled:.2f} % of {tally.labelled} labelled ones")
+        if tally.voting:
+            parts.append(f"{tally.voting} of them are among the images that vote, and not counted in an accuracy")
         yield f"{name}: " * bool(name) + "; ".join(parts)
         if tally.predicted:
             most = tally.predicted.most_common(MOST_CLASSES)

@@ -114,8 +114,10 @@ def scatter_png(
         points = in_square(panel.points)[order]
         for shape in map(int, np.unique(shapes)):
             own = shapes[order] == shape
+            x, y = points[own].T
             axes.scatter(
-                *points[own].T,
+                x,
+                y,
                 s=(diameter * np.abs(SHAPES[shape]).max()) ** 2,  # matplotlib scales every outline to one size
                 c=np.array(COLOURS)[colours[order][own]],
                 marker=_outline(shape),

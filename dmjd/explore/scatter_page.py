@@ -149,9 +149,8 @@ Escape ends.</li>
 _STYLE = """
 body { max-width: 100rem }
 .live, .maps { display: none }
-.scripted .live { display: block } .scripted .maps { display: grid }
-.maps { grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 1rem; margin-top: 1rem }
-.map { max-width: max(20rem, min(46rem, 78vh)) }
+.scripted .live { display: block } .scripted .maps { display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 1rem }
+.map { flex: 1 1 20rem; max-width: max(20rem, min(46rem, 66vh)) }
 .map figcaption { overflow-wrap: anywhere }
 .plane { position: relative; aspect-ratio: 1; border: 1px solid var(--rule); border-radius: 6px; margin-top: .3rem }
 .plane canvas { position: absolute; inset: 0; width: 100%; height: 100%; touch-action: pan-y; border-radius: 6px;

@@ -30,13 +30,14 @@ class ShowConfig(ImagesConfig):
     output: Folder of the pictures. Default: RUN/pictures, which dmjd report includes; for a file of weights the folder
         pictures in a folder named like the file without its suffix.
     weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
-        weights of the last step. untrained: weights at initialisation. ema: exponential moving average of the encoder.
+        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
+        initialisation. ema: exponential moving average of the encoder. student: the student of a file with a teacher.
     device: auto: CUDA if available, else CPU.
     data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
         data.image_size=448 gives finer maps of attention and PCA.
     """
 
-    weights: str = choice("auto", "trained", "untrained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     paths: list[str] | None = path()
     images: int = number(6, least=1, most=64)
     split: str = choice("auto", "train", "test")

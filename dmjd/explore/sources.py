@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -44,6 +45,21 @@ def output_folder(source: str, output: str | None) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"output={folder} is a file; set a folder")
     return folder
+
+
+def make_writable(folder: Path) -> None:
+    """Create ``folder`` if it does not exist; before the work whose results it gets.
+
+    Raises:
+        ConfigError: if it cannot be written to.
+    """
+    reason = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+    if reason or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write into {folder}: {reason or 'it is read-only'}; set another with output=FOLDER")
 
 
 def read_together(sources: Sequence[str]) -> Embeddings:

@@ -58,13 +58,19 @@ class TsneConfig:
 
 
 class Selection(NamedTuple):
-    """Images of a map. rows: int64 ``[N]``, ascending, of the embeddings; labels: int64 ``[N]``, indices of
-    ``classes``; classes: names, none without labels; of: images and classes that they were selected from."""
+    """Images of a map, and the numbers that they were selected from.
+
+    rows: int64 ``[N]``, ascending, of the embeddings. labels: int64 ``[N]``, indices of ``classes``, which are names,
+    none without labels. available: images of the split and these classes. present: classes of all images of the split.
+    unlabelled: images that were left out, since others have labels.
+    """
 
     rows: NDArray[np.int64]
     labels: NDArray[np.int64]
     classes: list[str]
-    of: tuple[int, int]
+    available: int
+    present: int
+    unlabelled: int
 
 
 def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
@@ -81,18 +87,17 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     if config.split != "all":
         candidates = candidates[np.asarray(embeddings.splits) == config.split]
     labels = embeddings.labels[candidates]
+    unlabelled = int((labels < 0).sum()) if (labels >= 0).any() else 0
     if (labels >= 0).any():
-        candidates = candidates[labels >= 0]
-        labels = embeddings.labels[candidates]
-        present = np.unique(labels)
+        present = np.unique(labels[labels >= 0])
         chosen = _chosen_classes(config, [embeddings.classes[label] for label in present])
         kept = present[chosen]
         groups = [candidates[labels == label] for label in kept]
-        classes, of = [embeddings.classes[label] for label in kept], (len(candidates), len(present))
+        classes, of = [embeddings.classes[label] for label in kept], len(present)
     elif config.classes is not None:
         raise ConfigError(f"classes={','.join(config.classes)}: these images have no labels; leave classes out")
     else:
-        groups, classes, of = [candidates], [], (len(candidates), 0)
+        groups, classes, of = [candidates], [], 0
     counts = shares([len(group) for group in groups], config.images)
     spaced = [
         group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
@@ -102,7 +107,7 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
         which = "" if config.split == "all" else f" with split={config.split}"
         raise DataError(f"there are {len(rows)} images{which}, and a t-SNE map needs at least {FEWEST}; embed more")
     order = rows.argsort()
-    return Selection(rows[order], labels[order], classes, of)
+    return Selection(rows[order], labels[order], classes, sum(map(len, groups)), of, unlabelled)
 
 
 def _chosen_classes(config: TsneConfig, present: Sequence[str]) -> list[int]:
@@ -229,11 +234,13 @@ def run(config: TsneConfig) -> Iterator[str]:
     """Compute the maps, and write the PNG and the page; returns the lines to print."""
     if find_spec("openTSNE") is None:
         raise ModuleNotFoundError("dmjd tsne needs openTSNE", name="openTSNE")  # before the files are read
+    if not config.embeddings:
+        raise ConfigError("embeddings must name at least one file or run folder, got []")
     import numpy as np
 
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
-    from dmjd.explore.sources import output_folder, read_together
+    from dmjd.explore.sources import make_writable, output_folder, read_together
 
     folder = output_folder(config.embeddings[0], config.output)
     embeddings = read_together(config.embeddings)
@@ -248,16 +255,17 @@ def run(config: TsneConfig) -> Iterator[str]:
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
                 "another checkpoint"
             )
+    make_writable(folder)
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
             points = tsne(values, perplexity, config.seed, bar.advance)
-            note = ""
+            notes = [_origin(embeddings, name)]
             if len(classes) > 1:
                 k, top1 = neighbour_agreement(values, selection.labels, len(classes))
-                note = f"kNN top-1 {top1:.1f} %"
-                lines.append(f"{name}: {note} (k {k}, leave-one-out)")
-            panels.append(Panel(name, note, points))
+                notes.append(f"kNN top-1 {top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
+            panels.append(Panel(name, ": ".join(filter(None, notes)), points))
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
         about.append(
@@ -280,12 +288,8 @@ def run(config: TsneConfig) -> Iterator[str]:
         settings=_settings(config, embeddings),
         png=png,
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "tsne.png", png)
-        replace_file(folder / "tsne.html", page)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder}: {error.strerror}; set another with output=FOLDER") from error
+    replace_file(folder / "tsne.png", png)
+    replace_file(folder / "tsne.html", page)
     return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
 
 
@@ -294,18 +298,19 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
     import numpy as np
 
     count, classes = len(selection.rows), selection.classes
-    images, all_classes = selection.of
     text = f"{count:,} images" + (
         f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels"
     )
-    if len(classes) < all_classes and (config.classes is None or len(config.classes) == 1):
-        text += f" drawn from {all_classes:,} (seed {config.seed})"
+    if len(classes) < selection.present and (config.classes is None or len(config.classes) == 1):
+        text += f" drawn from {selection.present:,} (seed {config.seed})"
     of_each = np.bincount(selection.labels)
-    if count < images:
+    if count < selection.available:
         least, most = int(of_each.min()), int(of_each.max())
         each = f"{least:,} to {most:,}" if least < most else f"{most:,}"
         text += f"; {each} of each class, evenly spaced" if classes else ", evenly spaced"
-        text += f", of {images:,} images"
+        text += f", of {selection.available:,} images"
+    if selection.unlabelled:
+        text += f"; {selection.unlabelled:,} without a label left out"
     return text + ("." if config.split == "all" else f"; split {config.split}.")
 
 
@@ -316,6 +321,15 @@ def map_line(config: TsneConfig, perplexity: float) -> str:
         f"t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity {perplexity:.3g}{reduced}, seed "
         f"{config.seed}."
     )
+
+
+def _origin(embeddings: Embeddings, encoder: str) -> str:
+    """Weights and step of an encoder, as far as the file has them."""
+    encoders = embeddings.settings.get("encoders")
+    described = encoders.get(encoder) if isinstance(encoders, dict) else None
+    weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
+    parts = [weights] if isinstance(weights, str) else []
+    return printable_message(", ".join(parts + ([f"step {step}"] if isinstance(step, int) and step else [])))
 
 
 def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ from dmjd.train.pictures import Render, disjoint_views, loss_curves, view_grid
 SHOWN_IMAGES = 6
 """Samples in one picture."""
 
-MASKED_TOKENS = (
+_MASKED_TOKENS = (
     "A masked token shows the prediction of the first view that masks it; tokens that no view masks show the target."
 )
 _SCALE = " Target and prediction have the scale of the image."
@@ -75,7 +75,7 @@ def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Token
     """Write ``pictures/`` from ``samples`` and the log up to ``step``; returns the files by name. Uses the CPU only."""
     crops, views, grid, folder = samples.crops, samples.views, samples.grid, run.pictures
     targets, predictions, render, scale = in_scale_of_images(tokenizer, crops, samples.targets, samples.predictions)
-    view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", MASKED_TOKENS + scale)
+    view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", _MASKED_TOKENS + scale)
     disjoint_views(crops[:4], views.map(lambda part: part[:, :4]), grid, folder / "masks.png")
     rows = [row for row in run.read_log() if "loss" in row and row["step"] <= step]
     if rows:

@@ -22,7 +22,17 @@ from dmjd.explore import neighbours
 from dmjd.explore.embeddings import Embeddings, write_embeddings
 from dmjd.explore.neighbours import named_queries, near_duplicates, nearest, spaced_queries
 from tests.report.html_page import Page
-from tests.report.test_pages import BLACK, CHROMIUM, COLLECT, MEASURE, WHITE, assert_accessible, chromium, stands_alone
+from tests.report.test_pages import (
+    BLACK,
+    CHROMIUM,
+    COLLECT,
+    MEASURE,
+    WHITE,
+    assert_accessible,
+    chromium,
+    page_texts,
+    stands_alone,
+)
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -77,10 +87,10 @@ def test_near_duplicates_are_all_pairs_of_a_loop() -> None:
     found = near_duplicates(values, 0.95, CPU)
     assert found.rows[:3].tolist() == [[3, 60], [3, 149], [60, 149]]
     assert sorted(map(tuple, found.rows.tolist())) == sorted((one, other) for _, one, other in expected)
-    assert found.count == len(expected) > 50
+    assert found.total == len(expected) > 50
     np.testing.assert_allclose(found.similarities, [-value for value, _, _ in expected], atol=2e-6)
     few = near_duplicates(values, 0.95, CPU, most=20)
-    assert (few.rows.tolist(), few.count) == (found.rows[:20].tolist(), found.count)
+    assert (few.rows.tolist(), few.total) == (found.rows[:20].tolist(), found.total)
     assert len(near_duplicates(values[:3], 0.9999, CPU).rows) == 0
 
 
@@ -246,3 +256,8 @@ def test_a_browser_shows_the_page_at_two_widths_in_two_schemes(file: Path, dmjd:
         assert len(found) == 2
         for each in found:
             assert (each["overflow"], each["cut"], each["empty"], each["paper"]) == (0, 0, 0, paper)
+    printed = tmp_path / "page.pdf"
+    chromium("--force-dark-mode", f"--print-to-pdf={printed}", (tmp_path / "neighbours.html").as_uri(), folder=tmp_path)
+    drawn = page_texts(printed.read_bytes())
+    assert len(drawn) > 1
+    assert all(b"TJ" in page or b"Tj" in page for page in drawn)  # no blank page

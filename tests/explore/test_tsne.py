@@ -54,7 +54,7 @@ def made(images: int = 40, classes: int = 4, **changes: Any) -> Embeddings:
         "classes": [f"class {label}" for label in range(classes)],
         "features": {"encoder": features.astype(np.float32)},
         "thumbnails": [jpeg(index) for index in range(images)],
-        "settings": {"encoders": {"encoder": {"step": 7}}, "data": "photos"},
+        "settings": {"encoders": {"encoder": {"weights": "ema", "step": 7}}, "data": "photos"},
     }
     return Embeddings(**{**content, **changes})
 
@@ -131,7 +131,10 @@ def test_the_images_are_those_of_a_plain_loop() -> None:
         own = [row for row in range(1000) if labels[row] == label and embeddings.splits[row] == "test"]
         expected += [(own[int(place * len(own) / 5)], index) for place in range(5)]
     assert list(zip(chosen.rows, chosen.labels, strict=True)) == sorted(expected)
-    assert chosen.of == (int(((labels >= 0) & (embeddings.splits == "test")).sum()), 30)
+    test = embeddings.splits == "test"
+    kept = [embeddings.classes.index(name) for name in chosen.classes]
+    assert chosen.available == (test & np.isin(labels, kept)).sum()
+    assert (chosen.present, chosen.unlabelled) == (30, (test & (labels < 0)).sum())
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     write_embeddings(tmp_path / "x.npz", hostile)
     assert main(["tsne", str(tmp_path / "x.npz"), "classes=3", "images=24"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 40 images."
+    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images."
     assert printed[1].startswith(
         "t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity 7.67 (the most for"
     )
@@ -254,6 +257,7 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert printed[2] == f"encoder: kNN top-1 {top1:.1f} % (k {k}, leave-one-out)"
     assert printed[3:] == [str(tmp_path / "tsne.png"), str(tmp_path / "tsne.html")]
     source = (tmp_path / "tsne.html").read_text()
+    assert f"<p>ema, step 7: kNN top-1 {top1:.1f} %</p>" in source
     page, data = Page(source), page_data(source)
     assert not re.search(r"://|@import|url\(", source)
     assert all(link.startswith(("data:", "#")) for link in page.links)
@@ -297,10 +301,13 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     same = np.ones((40, 8), np.float32)
     write_embeddings(tmp_path / "same.npz", replace(made(), features={"encoder": same}))
     (tmp_path / "file").touch()
+    write_embeddings(tmp_path / "x.npz", made())
     for arguments, message in (
         (["same.npz"], "the features of encoder are equal, zero or too large"),
         (["missing.npz"], "missing.npz cannot be read"),
-        (["same.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
+        (["x.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
+        (["x.npz", f"output={tmp_path / 'file' / 'in'}"], "cannot write into"),
+        (["x.npz", "embeddings=[]"], "embeddings must name at least one file or run folder"),
     ):
         assert main(["tsne", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
         error = capsys.readouterr().err
