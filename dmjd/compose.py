@@ -6,6 +6,7 @@ Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-FEW = 12
+FEW = 24
 """Up to this many options are listed behind a suggestion."""
 
 
@@ -75,7 +76,7 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(_reason(error)) from error
     if described:
-        config.model = compose("pretrain", described)
+        config.model = compose("pretrain", [*_keys_of_backbones(described), *described])
     if isinstance(config, TrainConfig):
         config.typed = typed_of(config.command, overrides)
     check_fields(config)
@@ -112,7 +113,8 @@ def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
     """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
     names, options = dict[str, str](), groups_of(command)
-    for text in overrides:
+    known = {*fields_of(command), *options}
+    for text in (part for override in overrides for part in _unpacked(override, known)):
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
         if equals:
@@ -235,6 +237,17 @@ def _resolvable(values: Any) -> Any:
 def _describing(overrides: Sequence[str]) -> list[str]:
     """The overrides that describe the model of a file of weights."""
     return [override for override in overrides if override.partition("=")[0].partition(".")[0] in DESCRIBING]
+
+
+def _keys_of_backbones(described: Sequence[str]) -> list[str]:
+    """The keys in the files of the backbones among ``described``, which describe a file of weights; in pre-training the
+    keys of a method replace them."""
+    pairs = [text.partition("=") for text in described]
+    names = [unquoted(option) for key, _, option in pairs if key == "backbone"]
+    files = [configs_dir() / "backbone" / f"{name}.yaml" for name in names if name in groups_of("pretrain")["backbone"]]
+    found = [item for file in files for item in parse_yaml(file.read_text()).items()]
+    # A YAML 1.1 number without a dot, 1e-4, is text.
+    return [f"backbone.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found]
 
 
 def stored(config: Any) -> dict[str, Any]:

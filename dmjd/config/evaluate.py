@@ -17,17 +17,19 @@ class EncoderConfig:
         code base.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
-    model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
+    model: Model of a file of weights; not for runs. By default it follows from the file's tensors. experiment=NAME or
+        backbone=NAME set it, backbone.KEY=VALUE single values.
     output: Output path. Default: beside the checkpoint.
-    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
-        (needs a run with ema_decay).
+    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
+        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
+        that has one). student: the student of a file with a teacher.
     """
 
     checkpoint: str = path("???")
     which: str = choice("newest", "best")
     model: PretrainConfig | None = None
     output: str | None = path()
-    weights: str = choice("trained", "untrained", "ema")
+    weights: str = choice("trained", "untrained", "ema", "student")
 
 
 @dataclass
@@ -82,14 +84,15 @@ class ExportConfig(EncoderConfig):
         for ViTMAEForPreTraining, with the decoder (target pixels and square images).
     output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-....
     weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
-        weights of the last step. untrained: weights at initialisation. ema: exponential moving average.
+        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
+        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     dtype: Data type of the exported tensors. onnx: fp32 only.
     data: Only with data=NAME, for a file of weights: image_size, channels, mean and std of the export.
     """
 
     format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
-    weights: str = choice("auto", "trained", "untrained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     data: DataConfig | None = None
 
 
@@ -106,7 +109,10 @@ class ConsolidateConfig:
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
-_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
+_LAYOUTS = (
+    *("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain"),
+    *("cae", "dino", "ibot", "mocov3"),
+)
 
 
 @dataclass
@@ -126,7 +132,8 @@ class ConvertConfig:
         output's usual form.
     unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave them out.
     nonfinite: Weights that hold NaN or infinity. refuse: stop with an error. keep: convert them.
-    weights: trained: weights of the last step. ema: exponential moving average, if the input has one.
+    weights: trained: weights of the last step; of a file with a student and a teacher the teacher. ema: exponential
+        moving average, if the input has one. student: the student of a file with a teacher.
     """
 
     input: str = path("???")
@@ -138,4 +145,4 @@ class ConvertConfig:
     bias_tables: str = choice("auto", "shared", "per_block")
     unknown: str = choice("refuse", "drop")
     nonfinite: str = choice("refuse", "keep")
-    weights: str = choice("trained", "ema")
+    weights: str = choice("trained", "ema", "student")

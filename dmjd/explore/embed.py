@@ -68,7 +68,8 @@ class EmbedConfig:
     output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
-    model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
+    model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
+        backbone=NAME set it, backbone.KEY=VALUE single values.
     weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
         (needs a run with ema_decay).
     pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
