@@ -17,7 +17,7 @@ from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import CheckpointError
 from dmjd.files import read_file
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, SHARED_TABLE
-from dmjd.interop.state_file import is_safetensors
+from dmjd.interop.state_file import OF_HUGGING_FACE, is_safetensors
 from dmjd.interop.tables import is_fixed
 from dmjd.interop.tensors import Grid, depth_of, grid_of_bias_table, grids_of
 from dmjd.safe_load import parse_json
@@ -32,8 +32,6 @@ _SIZE = 224
 _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
 _MOST_PIXELS = 16_384
-OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 """Names of the files beside the weights in a folder of Hugging Face."""
 
@@ -148,6 +146,10 @@ def noted_at(path: Path) -> Noted:
     if not path.name.startswith(OF_HUGGING_FACE) or not config.is_file():
         return NOTHING
     model, images = _json_file(config), _json_file(processor)
+    if (activation := model.get("hidden_act", "gelu")) != "gelu":
+        raise CheckpointError(
+            f"{config}: hidden_act={str(activation)[:40]!r}, and dmjd's encoders have gelu; use the model's own code"
+        )
     return _noted(
         model.get("num_attention_heads"), model.get("image_size"), images.get("image_mean"), images.get("image_std")
     )

@@ -292,6 +292,14 @@ def test_outputs_are_those_of_the_authors_code(
 SYSTEMS = ["dino", "ibot", "mocov3"]
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_training_file_describes_its_encoder_but_for_the_heads(name: str) -> None:
+    path, tiny = OFFICIAL_FILES / name / FIXTURES[name]["cases"][0]["file"], FIXTURES[name]["backbone"]
+    found = load_encoder(compose("knn", [f"checkpoint={path}", "backbone.num_heads=2", "data.root=x"]))
+    named = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[32,32]"]))
+    assert (found.trained.backbone, found.size) == (named.trained.backbone, named.size)
+
+
 @pytest.mark.parametrize(
     ("name", "weights", "extracted", "container", "prefix"),
     [
