@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -346,8 +347,12 @@ def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
-    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{key} {_leaf(each)}" for key, each in value.items())
+    return _leaf(value)
+
+
+def _leaf(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)
