@@ -202,13 +202,14 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
     data = replace(first.data, check="none", max_bad_percent=100.0)
-    wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast(Split, config.split)]
+    wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast("Split", config.split)]
+    moves = {"root", "val_percent"} & {*(config.data_keys or ())} == {"root"}
     found: list[tuple[Split, dict[int, ImageDataset]]] = []
     for split in wanted:
         try:
             datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
         except DataError as error:
-            if data.val_percent and config.split == "all" and "root" in (config.data_keys or ()):
+            if data.val_percent and config.split == "all" and moves:
                 # Other images than those of the run, too few for its rule, or with a split of their own.
                 data = replace(data, val_percent=0.0)
                 datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
@@ -540,6 +541,8 @@ class _Parts:
 
     def resume(self) -> int:
         """Find the parts of an earlier launch from the first batch on; returns the first batch without a part."""
+        for draft in self.folder.glob(".part-*.tmp"):  # of a process that was killed
+            draft.unlink()
         stop, others = 0, 0
         for file in sorted(self.folder.glob("part-*.npz")):
             part = self._read(file)

@@ -8,13 +8,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeAlias
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
 from dmjd.errors import ConfigError, DataError
 from dmjd.files import open_regular
@@ -80,12 +84,11 @@ def read_embeddings(path: str | os.PathLike[str]) -> Embeddings:
     """
     path = Path(path)
     try:
-        with open_regular(path) as file:
-            return _checked(
-                _from_table(read_parquet(file))
-                if path.suffix == ".parquet"
-                else _from_arrays(read_npz(file, _expected))
-            )
+        with open_regular(path) as file, TemporaryFile() as scratch:
+            if path.suffix == ".parquet":
+                _convert_in_child(file, cast(BinaryIO, scratch))
+                return _checked(_from_arrays(read_npz(cast(BinaryIO, scratch), _expected)))
+            return _checked(_from_arrays(read_npz(file, _expected)))
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); dmjd embed RUN writes one") from error
     except ValueError as error:
@@ -274,7 +277,7 @@ def _cut(content: Array | None, sizes: Array | None) -> list[bytes]:
         raise ValueError("the sizes of its thumbnails do not add up to their bytes")
     ends = sizes.cumsum().tolist()
     joined = content.tobytes()
-    return [joined[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+    return [joined[start:end] for start, end in pairwise([0, *ends])]
 
 
 # Parquet --------------------------------------------------------------------------------------------------------------
@@ -321,6 +324,42 @@ def _table(embeddings: Embeddings, dtype: str, rows: slice = slice(None)) -> Any
     if embeddings.thumbnails is not None:
         columns["thumbnail"] = pa.array(embeddings.thumbnails[rows], pa.binary())
     return pa.table(columns)
+
+
+_CHILD = """
+import sys
+sys.path.insert(0, {root!r})
+from dmjd.explore.embeddings import convert
+convert(open(0, "rb"), open(1, "wb"))
+"""
+_CHILD_SECONDS, _CHILD_BYTES_PER_SECOND = 60, 1 << 24
+_WRONG = "wrong: "
+
+
+def _convert_in_child(file: BinaryIO, target: BinaryIO) -> None:
+    """:func:`convert` in a process of its own, which pyarrow aborts for some damaged files. Raises ValueError."""
+    import pyarrow.parquet  # noqa: F401 -- without it, the command names the extra
+
+    root = str(Path(__file__).resolve().parents[2])
+    limit = _CHILD_SECONDS + os.fstat(file.fileno()).st_size / _CHILD_BYTES_PER_SECOND
+    command = [sys.executable, "-c", _CHILD.format(root=root)]
+    try:
+        done = subprocess.run(command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"it is not read within {limit:.0f} s") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        reasons = [line.removeprefix(_WRONG) for line in lines if line.startswith(_WRONG)]
+        raise ValueError(reasons[0] if reasons else "it is damaged")
+
+
+def convert(file: BinaryIO, target: BinaryIO) -> None:
+    """Write the table in ``file`` as an archive of arrays, which the caller checks. A wrong table ends the process."""
+    try:
+        arrays = _to_arrays(_from_table(read_parquet(file)), "float32")
+    except ValueError as error:
+        sys.exit(_WRONG + " ".join(str(error).split()))
+    _write_npz(target, ((name, array.dtype, array.shape, [array]) for name, array in arrays.items()))
 
 
 def _from_table(table: Any) -> Embeddings:
