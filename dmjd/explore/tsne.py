@@ -251,6 +251,8 @@ def run(config: TsneConfig) -> Iterator[str]:
     chosen = {name: values[selection.rows] for name, values in embeddings.features.items()}
     for name, values in chosen.items():
         lengths = np.linalg.norm(values, axis=1)
+        if values.shape[1] < 2:
+            raise DataError(f"{name} has one feature per image, and a map in two dimensions needs at least 2")
         if not np.ptp(values, axis=0).any() or not (lengths > 0).all() or not np.isfinite(lengths).all():
             raise DataError(
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
