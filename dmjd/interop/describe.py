@@ -24,8 +24,8 @@ from dmjd.safe_load import parse_json
 
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
 """Width of a ViT -> its attention heads, which no tensor of plain blocks shows."""
-_HEADS_OF_MOCO = HEADS | {384: 12}
-"""MoCo v3's ViT-S has 12 heads of 32."""
+_HEADS_OF_MOCO = HEADS | {192: 12, 384: 12}
+"""MoCo v3's ViT-S, and CAE's Tiny and Small, whose positions are MoCo v3's, have 12 heads."""
 
 _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
