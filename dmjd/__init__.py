@@ -24,6 +24,8 @@ _HOMES = {
     "load_classifier": "dmjd.encoder",
     "load_encoder": "dmjd.encoder",
     "UserError": "dmjd.errors",
+    "Embeddings": "dmjd.explore.embeddings",
+    "read_embeddings": "dmjd.explore.embeddings",
     "write_comparison": "dmjd.report",
     "write_report": "dmjd.report",
 }

@@ -9,6 +9,8 @@ from dmjd.encoder import Encoder as Encoder
 from dmjd.encoder import load_classifier as load_classifier
 from dmjd.encoder import load_encoder as load_encoder
 from dmjd.errors import UserError as UserError
+from dmjd.explore.embeddings import Embeddings as Embeddings
+from dmjd.explore.embeddings import read_embeddings as read_embeddings
 from dmjd.report import write_comparison as write_comparison
 from dmjd.report import write_report as write_report
 

@@ -18,6 +18,7 @@ from dmjd import __version__
 from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
+from dmjd.explore import TOOLS, Tool
 from dmjd.files import at_home
 from dmjd.progress import LogHandler, Progress, begin
 from dmjd.redact import redact, redact_output
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from dmjd.runs.folder import RunFolder
     from dmjd.train.callbacks import Callback
 
-_TRAINING_EXTRA = "pip install 'dmjd[train]'"
+_TRAINING_EXTRA, _EXPLORE_EXTRA = "pip install 'dmjd[train]'", "pip install 'dmjd[explore]'"
 
 
 def _pretrain(arguments: Sequence[str]) -> None:
@@ -100,6 +101,17 @@ def _evaluate(command: str, arguments: Sequence[str]) -> None:
     from dmjd.compose import compose, with_first_key
 
     print(*describe(evaluate(command, compose(command, with_first_key(command, arguments)))), sep="\n")
+
+
+def _explore(tool: Tool) -> Callable[[Sequence[str]], None]:
+    def run(arguments: Sequence[str]) -> None:
+        from dmjd.compose import compose, with_first_key
+
+        for line in tool.run(compose(tool.name, with_first_key(tool.name, arguments))):
+            print(line)
+
+    run.__doc__ = tool.summary
+    return run
 
 
 def _report(arguments: Sequence[str]) -> None:
@@ -251,6 +263,7 @@ def _version(arguments: Sequence[str]) -> None:
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
     "train": {"pretrain": _pretrain, "finetune": _finetune, "demo": _demo, "plan": _plan},
     "evaluate": {"report": _report},
+    "explore": {name: _explore(tool) for name, tool in TOOLS.items()},
     "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
     "data": {"shards": _shards},
     "cluster": {"submit": _submit, "preflight": _preflight, "doctor": _doctor},
@@ -300,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] == "dmjd":
             raise
-        return _fail(f"dmjd {command} needs {error.name}; {_TRAINING_EXTRA}", 2)
+        extra = _EXPLORE_EXTRA if command in TOOLS else _TRAINING_EXTRA
+        return _fail(f"dmjd {command} needs {error.name}; {extra}", 2)
     except BrokenPipeError:  # such as | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141
@@ -414,7 +428,7 @@ def _summary(command: str) -> str:
 
 def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     from dmjd.compose import with_first_key
-    from dmjd.keys import key_of_first
+    from dmjd.keys import PATHS, SEVERAL, key_of_first, keys_of
     from dmjd.manual import OF_REPORT, examples, page
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
@@ -423,7 +437,10 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     first = key_of_first(command)
     if first is not None:
         typed = f"dmjd {command.replace('_', ' ')}"
-        lines += ["", f"{typed} RUN is short for {typed} {first}=RUN"]
+        several = f", {typed} A B for {typed} {first}=A,B" if first in SEVERAL else ""
+        if PATHS in keys_of(command):
+            several = f", {typed} RUN A B for {typed} {first}=RUN {PATHS}=A,B"
+        lines += ["", f"{typed} RUN is short for {typed} {first}=RUN{several}"]
         arguments = with_first_key(command, arguments)
     if command in SCHEMAS:
         lines += ["", *page(command, arguments, everything)]

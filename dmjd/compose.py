@@ -6,6 +6,7 @@ Errors of Hydra and OmegaConf become a ConfigError of one line, with the key and
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -27,7 +29,6 @@ from dmjd.config import (
     FORMER_VALUES,
     RENAMED,
     SCHEMAS,
-    EvaluationConfig,
     FinetuneConfig,
     OptimConfig,
     PretrainConfig,
@@ -36,15 +37,26 @@ from dmjd.config import (
     expand_paths,
 )
 from dmjd.config.fields import suggestion
-from dmjd.config.parse import parse, unquoted
+from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
-from dmjd.keys import DESCRIBING, fields_of, groups_of, key_of_first, keys_of, near, takes_files
+from dmjd.keys import (
+    DESCRIBING,
+    PATHS,
+    SEVERAL,
+    fields_of,
+    groups_of,
+    key_of_first,
+    keys_of,
+    near,
+    takes_data,
+    takes_files,
+)
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
 
-FEW = 12
+FEW = 24
 """Up to this many options are listed behind a suggestion."""
 
 
@@ -64,33 +76,45 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
     except OmegaConfBaseException as error:
         raise ConfigError(_reason(error)) from error
     if described:
-        config.model = compose("pretrain", described)
+        config.model = compose("pretrain", [*_keys_of_backbones(described), *described])
     if isinstance(config, TrainConfig):
         config.typed = typed_of(config.command, overrides)
     check_fields(config)
-    if isinstance(config, EvaluationConfig):
+    if takes_data(type(config)):
         config.data_keys = _data_keys(overrides)
         config.check()
     return config
 
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
-    """``arguments`` with the key of the first one, which may be left out (:func:`~dmjd.keys.key_of_first`). It may hold
-    an equals sign, unless a key is before it."""
+    """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
+    out (:func:`~dmjd.keys.key_of_first`); also :data:`~dmjd.keys.PATHS`. They may hold an equals sign, unless a key is
+    before it."""
     first = key_of_first(command)
-    if first is None or not arguments:
+    if first is None:
         return list(arguments)
-    key, equals, _ = arguments[0].partition("=")
+    more = first if first in SEVERAL else PATHS if PATHS in keys_of(command) else None
+    most = len(arguments) if more else 1
+    paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
+    if not paths:
+        return list(arguments)
+    single = [] if first in SEVERAL else [f"{first}={paths.pop(0)}"]
+    several = [f"{more}=[{','.join(map(quoted, paths))}]"] if paths else []
+    return [*single, *several, *arguments[len(single) + len(paths) :]]
+
+
+def _is_path(command: str, text: str) -> bool:
+    key, equals, _ = text.partition("=")
     is_key = RENAMED.get(key, key) in keys_of(command)
-    is_path = not equals or "/" in key or (not is_key and Path(at_home(arguments[0])).exists())
-    return [f"{first}={arguments[0]}", *arguments[1:]] if is_path else list(arguments)
+    return not equals or "/" in key or (not is_key and Path(at_home(text)).exists())
 
 
 def typed_of(command: str, overrides: Sequence[str]) -> list[str]:
     """The names of ``overrides`` of a training, for ``TrainConfig.typed``: groups with their option, keys without
     their value, which may be a secret. Other arguments of a command line are left out."""
     names, options = dict[str, str](), groups_of(command)
-    for text in overrides:
+    known = {*fields_of(command), *options}
+    for text in (part for override in overrides for part in _unpacked(override, known)):
         former, equals, option = text.partition("=")
         key = RENAMED.get(former, former)
         if equals:
@@ -215,6 +239,17 @@ def _describing(overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if override.partition("=")[0].partition(".")[0] in DESCRIBING]
 
 
+def _keys_of_backbones(described: Sequence[str]) -> list[str]:
+    """The keys in the files of the backbones among ``described``, which describe a file of weights; in pre-training the
+    keys of a method replace them."""
+    pairs = [text.partition("=") for text in described]
+    names = [unquoted(option) for key, _, option in pairs if key == "backbone"]
+    files = [configs_dir() / "backbone" / f"{name}.yaml" for name in names if name in groups_of("pretrain")["backbone"]]
+    found = [item for file in files for item in parse_yaml(file.read_text()).items()]
+    # A YAML 1.1 number without a dot, 1e-4, is text.
+    return [f"backbone.{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in found]
+
+
 def stored(config: Any) -> dict[str, Any]:
     """The configuration as nested dicts for files and trackers: strings as typed, without secrets."""
     return {item.name: _stored(getattr(config, item.name)) for item in fields(config)}
@@ -305,7 +340,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     known = fields_of(command)
     checked = _Checked([], {})
     overrides = [part for text in overrides for part in _unpacked(text, {*known, *available})]
-    if issubclass(schema, EvaluationConfig):
+    if takes_data(schema):
         overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
         if _data_keys(overrides) and "name" not in _data_keys(overrides):
             overrides = ["data=folder", *overrides]  # any option: only the keys that are given count
@@ -340,6 +375,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
             raise ConfigError(f"{key} is not a key{near(key, command)}")
         item, annotation = known[key]
         value = parse(key, text if str in _kinds(annotation) else _filled(key, text), annotation, item.metadata)
+        if isinstance(value, list):
+            value = [_interpolated(key, each, known) if isinstance(each, str) else each for each in value]
         checked.given[key] = _interpolated(key, value, known) if isinstance(value, str) else value
     return checked
 

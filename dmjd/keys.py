@@ -43,6 +43,11 @@ def takes_files(schema: type) -> bool:
     return any(field.name == "model" for field in keys(schema))
 
 
+def takes_data(schema: type) -> bool:
+    """Whether a command reads the images of a checkpoint's data, of which only the keys that are given differ."""
+    return any(field.name == "data_keys" for field in fields(schema))
+
+
 def keys_of(command: str) -> set[str]:
     """Groups and keys that ``command`` takes before an equals sign."""
     described = fields_of("pretrain") if takes_files(SCHEMAS[command]) else {}
@@ -50,10 +55,19 @@ def keys_of(command: str) -> set[str]:
     return {*groups_of(command), *fields_of(command), *more}
 
 
+SEVERAL = ("checkpoints", "embeddings")
+"""Keys of a first argument that take a list: `dmjd embed RUN RUN` is short for `dmjd embed checkpoints=[RUN,RUN]`."""
+PATHS = "paths"
+"""Key of the arguments after the first one, of a command that has it: `dmjd show RUN A B` is short for
+`dmjd show checkpoint=RUN paths=A,B`."""
+
+
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
+    if command in ("finetune", "plan_finetune"):
+        return "init"
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
-    return "init" if command in ("finetune", "plan_finetune") else "checkpoint" if "checkpoint" in names else None
+    return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)
 
 
 ELSEWHERE = {

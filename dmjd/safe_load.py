@@ -148,16 +148,7 @@ def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.
     """
     import numpy as np
 
-    fixed = file.read(len(_NPY) + 2)
-    length = int.from_bytes(fixed[len(_NPY) :], "little")
-    if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
-        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
-    header = file.read(length)
-    shape = re.search(rb"'shape': \((\d{1,15}),\)", header)
-    count = int(shape[1]) if shape else -1
-    descr = np.lib.format.dtype_to_descr(dtype)
-    if header.split() != f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': ({count},), }}".encode().split():
-        raise ValueError(f"it is no one-dimensional array of {descr}")
+    _, (count,) = _npy_header(file, [dtype], 1)
     offset = file.tell()
     held = file.seek(0, os.SEEK_END) - offset
     if held != count * dtype.itemsize:
@@ -166,6 +157,130 @@ def read_npy(file: BinaryIO, dtype: numpy.dtype[Any], *, mapped: bool) -> numpy.
     if mapped and count:
         return np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=(count,))
     return np.frombuffer(file.read(held), dtype=dtype)
+
+
+def _npy_header(
+    file: IO[bytes], dtypes: Sequence[numpy.dtype[Any]], dimensions: int
+) -> tuple[numpy.dtype[Any], tuple[int, ...]]:
+    """Type and shape in the header of an array that ``numpy.save`` wrote. Raises ValueError for other types, another
+    number of dimensions and anything else."""
+    import numpy as np
+
+    fixed = file.read(len(_NPY) + 2)
+    length = int.from_bytes(fixed[len(_NPY) :], "little")
+    if fixed[: len(_NPY)] != _NPY or len(fixed) < len(_NPY) + 2 or length > _NPY_HEADER:
+        raise ValueError("it is no .npy file of version 1.0, or its header is too long")
+    header = file.read(length)
+    numbers = re.search(rb"'shape': \(([\d, ]{1,64})\)", header)
+    shape = tuple(map(int, re.findall(rb"\d{1,15}", numbers[1]))) if numbers else ()
+    for dtype in dtypes:
+        descr = np.lib.format.dtype_to_descr(dtype)
+        known = f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {shape}, }}"
+        if header.split() == known.encode().split() and len(shape) == dimensions:
+            return dtype, shape
+    kinds = " or ".join(str(np.lib.format.dtype_to_descr(dtype)) for dtype in dtypes)
+    raise ValueError(f"it is no {'one' if dimensions == 1 else 'two'}-dimensional array of {kinds}")
+
+
+def read_npz(
+    file: BinaryIO, expected: Callable[[str], tuple[Sequence[str], int] | None], only: str | None = None
+) -> dict[str, numpy.ndarray[Any, Any]]:
+    """Read the arrays of an archive that ``numpy.savez`` wrote, without compression.
+
+    The sizes in the archive and in the arrays' headers must agree with the size of the file before anything is read.
+
+    Args:
+        file: seekable.
+        expected: allowed types (as ``numpy.dtype`` takes them) and number of dimensions of the array of a name; None
+            rejects the name.
+        only: read this array alone.
+
+    Raises:
+        ValueError: one line, if the file is anything else.
+    """
+    import numpy as np
+
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    found: dict[str, numpy.ndarray[Any, Any]] = {}
+    name = ""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if len({entry.filename for entry in entries}) != len(entries):
+                raise ValueError("it has an array twice")
+            if sum(entry.file_size for entry in entries) > size:
+                raise ValueError(f"it has {size} bytes and declares more content, or is compressed")
+            for entry in entries:
+                key = entry.filename.removesuffix(".npy")
+                if only is not None and key != only:
+                    continue
+                name, kinds = ascii(key)[1:-1][:40], expected(key)
+                if kinds is None:
+                    raise ValueError("it has an array of an unknown name")
+                if entry.compress_type != zipfile.ZIP_STORED:
+                    raise ValueError("it is compressed")
+                with archive.open(entry) as stream:
+                    dtype, shape = _npy_header(stream, [np.dtype(kind) for kind in kinds[0]], kinds[1])
+                    held = entry.file_size - stream.tell()
+                    if held != math.prod(shape) * dtype.itemsize:
+                        raise ValueError(f"it has {held} bytes for a shape of {list(shape)}")
+                    content = np.empty(held, np.uint8)
+                    place = 0
+                    while piece := stream.read(1 << 20):  # the last one verifies the checksum
+                        content[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
+                        place += len(piece)
+                    if place != held:
+                        raise ValueError("it is cut off")
+                found[key] = content.view(dtype).reshape(shape)
+    except Exception as error:  # damaged bytes raise errors of any type
+        raise ValueError(f"{name}: {one_line(error)}" if name else one_line(error)) from error
+    return found
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def read_parquet(file: BinaryIO) -> Any:
+    """Read a table of integers, text, bytes and lists of floating-point numbers of a fixed length, without compression
+    and dictionaries, as a pyarrow.Table. Its sizes must agree with the size of the file before anything is read.
+
+    Call it in a process of its own: pyarrow aborts the process for some damaged files.
+
+    Raises:
+        ValueError: one line, if the file is anything else.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    try:
+        with pq.ParquetFile(file) as parsed:
+            metadata, declared = parsed.metadata, 0
+            groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+            rows = sum(group.num_rows for group in groups)
+            if rows != metadata.num_rows or any(group.num_rows < 0 for group in groups):
+                raise ValueError("the numbers of its rows do not agree")
+            for kind in parsed.schema_arrow:
+                if pa.types.is_fixed_size_list(kind.type) and pa.types.is_floating(kind.type.value_type):
+                    declared += kind.type.list_size * kind.type.value_type.bit_width // 8
+                elif kind.type in (pa.int64(), pa.string(), pa.binary()):
+                    declared += 4  # the length of a text
+                else:
+                    raise ValueError(f"its column {kind.name!r:.40} is of type {kind.type!s:.40}")
+            if rows * declared > size:
+                raise ValueError(f"it has {size} bytes and declares {rows} rows of {declared} or more")
+            for group in groups:
+                for number in range(group.num_columns):
+                    column = group.column(number)
+                    if column.compression != "UNCOMPRESSED" or set(column.encodings) - {"PLAIN", "RLE", "BIT_PACKED"}:
+                        raise ValueError(f"its column {column.path_in_schema!r:.40} is compressed")
+            return parsed.read(use_threads=False)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # damaged bytes raise errors of any type
+        raise ValueError(one_line(error)) from error
 
 
 # torch's files -------------------------------------------------------------------------------------------------------

@@ -7,15 +7,16 @@ from typing import get_type_hints
 
 import pytest
 
+import dmjd.cli  # noqa: F401 -- registers all commands
 from dmjd.compose import compose, values
 from dmjd.config import SCHEMAS, FinetuneConfig
 from dmjd.config.fields import dataclass_of, keys
-from dmjd.evaluate import EVALUATIONS
-from dmjd.keys import DESCRIBING, groups
+from dmjd.keys import DESCRIBING, groups, key_of_first, takes_data, takes_files
 from dmjd.manual import meanings, page
 
-REQUIRED = {name: ["checkpoint=x"] for name in (*EVALUATIONS, "export", "consolidate")}
-REQUIRED |= {"convert": ["input=x", "output=y"], "finetune": ["init=x"]}
+REQUIRED = {name: [f"{key_of_first(name)}=x"] for name in SCHEMAS if key_of_first(name) and name != "plan_finetune"}
+REQUIRED |= {"convert": ["input=x", "output=y"]}
+WITH_DATA = {name for name, schema in SCHEMAS.items() if takes_data(schema)}
 
 
 def leaves(value: object, prefix: str = "") -> set[str]:
@@ -32,7 +33,7 @@ def shown(lines: list[str]) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", SCHEMAS)
 def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: str) -> None:
-    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in (*EVALUATIONS, "export") else [])]
+    overrides = [*REQUIRED.get(command, []), *(["data=digits"] if command in {*WITH_DATA, "export"} else [])]
     config = compose(command, overrides)
     found = shown(page(command, overrides))
     schema = SCHEMAS[command]
@@ -104,12 +105,14 @@ def test_plan_shows_its_own_keys_first() -> None:
 def test_conditions_and_optional_sections_are_explained() -> None:
     texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
     condition = "(X) before a meaning: the key applies only if its section's name is X"
-    has_sections = {"pretrain", "finetune", "plan", "plan_finetune", "export", *EVALUATIONS}
+    has_sections = {"pretrain", "finetune", "plan", "plan_finetune", "export", *WITH_DATA}
     assert {command for command, text in texts.items() if condition in text} == has_sections
     optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
-    assert {command for command, text in texts.items() if optional in text} == set(EVALUATIONS) - {"validate"}
-    describing = "describe the model of a file of weights; not for runs."
-    assert {command for command, text in texts.items() if describing in text} == {"export", *EVALUATIONS} - {"validate"}
+    assert {command for command, text in texts.items() if optional in text} == WITH_DATA - {"validate"}
+    describing = "Model of a file of weights; not for runs."
+    assert {command for command, text in texts.items() if describing in text} == {
+        command for command, schema in SCHEMAS.items() if takes_files(schema)
+    }
 
 
 def test_type_and_allowed_values_stand_beside_a_value() -> None:

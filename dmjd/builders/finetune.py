@@ -134,8 +134,7 @@ def build_finetune_step(
     parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
     began_from = ""
     if initial is not None:
-        average = config.weights == "ema"
-        began_from = world.all_or_none(lambda: load_classifier(objective, initial, average, classes))
+        began_from = world.all_or_none(lambda: load_classifier(objective, initial, config.weights, classes))
     groups = group_table(objective, config.optim)
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
+from timm.layers import Attention
 from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
-from dmjd.builders.average import ENCODER
 from dmjd.builders.model import BACKBONES, build_classification
-from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
-from dmjd.interop.layouts import check_finite, detect, needed_by_encoder, peel
+from dmjd.interop.describe import describe
+from dmjd.interop.layouts import LAYOUTS, check_finite, needed_by_encoder
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
-from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tables import with_bias_tables, with_positions, with_window_tables
-from dmjd.interop.tensors import Grid, join_qv_bias, split_qv_bias
+from dmjd.interop.tensors import join_qv_bias, split_qv_bias
+from dmjd.interop.weights_file import WeightsFile, read_weights
 from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective, Trainable
@@ -26,6 +28,8 @@ from dmjd.parallel import native_files, store
 from dmjd.runs.classes import read_classes
 from dmjd.runs.paths import CONFIG
 from dmjd.safe_load import one_line
+
+logger = logging.getLogger("dmjd")
 
 _ENCODER = "encoder."
 _BLOCK_TABLE = f"encoder.blocks.0.{BIAS_TABLE}"
@@ -35,14 +39,6 @@ _BRANCHES = ("decoder.", "head.", "visible_branch.")
 
 _CLASSIFIER = {"encoder.fc_norm.": "fc_norm.", "classifier.": "head."}
 """Prefixes of a fine-tuned model's names in :mod:`dmjd.interop`, and those of a classifier of ours."""
-
-
-class _File(NamedTuple):
-    """Weights of a file under our names. description: path and layout, for messages. grid: of its tables, if noted."""
-
-    description: str
-    weights: dict[str, Tensor]
-    grid: Grid | None = None
 
 
 def check_described(folder: Path, trained: TrainConfig) -> None:
@@ -76,10 +72,90 @@ def classes_of(shapes: Mapping[str, torch.Size], folder: Path) -> int:
     return bias[0]
 
 
-def load_weights(objective: Objective, path: Path) -> str:
-    """Load the weights at ``path``, a checkpoint folder or a file, into ``objective``; all or nothing.
+def read_file(
+    path: Path,
+    weights: str = "trained",
+    source: str = "auto",
+    *,
+    drop_unknown: bool = False,
+    keep_nonfinite: bool = False,
+) -> WeightsFile:
+    """Read a file of weights: consolidated, or of another code base; arguments and errors as for
+    :func:`~dmjd.interop.weights_file.read_weights`."""
+    if native_files.is_consolidated(path):
+        return _read_own(path, weights, keep_nonfinite)
+    return read_weights(path, weights, source, drop_unknown=drop_unknown, keep_nonfinite=keep_nonfinite)
 
-    A checkpoint of ours must be of the same model. A file of weights must hold the encoder
+
+def _read(path: Path, weights: str) -> WeightsFile:
+    return _read_own(path, weights) if path.is_dir() else read_file(path, weights)
+
+
+def _read_own(path: Path, weights: str, keep_nonfinite: bool = False) -> WeightsFile:
+    """Read a checkpoint folder or a consolidated file."""
+    found = join_qv_bias(model_in(path, weights))
+    if not keep_nonfinite:
+        _check_finite(found, path)
+    return WeightsFile(path, str(path), found, LAYOUTS["ours"])
+
+
+def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfig | None) -> PretrainConfig:
+    """The configuration of a file that no other configuration describes: its encoder, image size and normalisation, as
+    far as tensors, header and folder show them; logs it.
+
+    Args:
+        given: values by dotted key of ``backbone``, which rule.
+        data: the images to read, whose normalisation is used if the file states none.
+
+    Raises:
+        CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given.
+    """
+    _check_registers(file)
+    try:
+        described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
+        config = PretrainConfig(backbone=described.backbone_config(given), data=described.data_config(data))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file.description}: {error}") from error
+    images = "{}x{}".format(*config.data.image_size)
+    logger.info("%s: found %s, images of %s; experiment= or backbone= replace that", file.path, described.text, images)
+    return config
+
+
+def model_in(path: Path, weights: str) -> dict[str, Tensor]:
+    """Weights of a checkpoint folder or a consolidated file under our names. Of an average in pre-training the encoder
+    alone, since no other part has one. A classifier has the names of a fine-tuned file.
+
+    Raises:
+        ConfigError: if it does not have ``weights``.
+    """
+    found = {name.removeprefix("model."): value for name, value in _saved(path, weights).items()}
+    if any(name.startswith("decoder.") or name == "encoder.mask_token" for name in found):  # of pre-training
+        return found
+    return _renamed(found, {ours: theirs for theirs, ours in _CLASSIFIER.items()})
+
+
+def _saved(path: Path, weights: str) -> dict[str, Tensor]:
+    """The parameters of a checkpoint folder or a consolidated file, or their average."""
+    if weights == "student":
+        raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
+    found = store.read_average(path) if weights == "ema" else store.read_model(path)
+    if not found:
+        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
+    return found
+
+
+def _renamed(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    for old, new in prefixes.items():
+        weights = {
+            new + name.removeprefix(old) if name.startswith(old) else name: value for name, value in weights.items()
+        }
+    return dict(weights)
+
+
+def load_weights(objective: Objective, path: Path, weights: str = "trained") -> str:
+    """Load ``weights`` at ``path``, a checkpoint folder or a file, into ``objective``; all or nothing.
+
+    A checkpoint of ours must be of the same model; its average is of the encoder alone. A file must hold the encoder
     (:func:`load_encoder_weights`); a branch that is missing in it, or has other shapes, keeps its initial values.
 
     Returns:
@@ -88,13 +164,13 @@ def load_weights(objective: Objective, path: Path) -> str:
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
     """
-    if path.is_dir() or native_files.is_consolidated(path):
+    if weights == "trained" and (path.is_dir() or native_files.is_consolidated(path)):
         parameters = store.read_model(path)
         _check_finite(parameters, path)
         store.load_strictly(objective, parameters, path)
         return str(path)
     model = objective.model
-    file = _fitted(_read(path), model.encoder)
+    file = _fitted(_read(path, weights), model.encoder)
     taken, left = _of_encoder(model.encoder, file)
     own = model.state_dict()
     for branch in _BRANCHES:
@@ -107,33 +183,24 @@ def load_weights(objective: Objective, path: Path) -> str:
     return f"{file.description}; {summary(left)} as initialised" if left else file.description
 
 
-def load_encoder_weights(encoder: Encoder, path: Path, average: bool = False) -> str:
-    """Load the weights in the file ``path``, or their average, into ``encoder``; all or nothing.
+def load_encoder_weights(encoder: Encoder, file: WeightsFile) -> str:
+    """Load the weights of ``file`` into ``encoder``; all or nothing.
 
     The file must hold every parameter that features of whole images depend on, and no other of that kind; a mask token
     may be missing. Biases of q and v and tables of positions are converted to the form that the encoder has.
 
     Returns, Raises:
-        As :func:`load_weights`; ConfigError if ``average`` and the file has none.
+        As :func:`load_weights`.
     """
-    if native_files.is_consolidated(path):
-        parameters = store.read_average(path) if average else store.read_model(path)
-        if not parameters:
-            raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
-        own = {name.removeprefix(ENCODER): value for name, value in parameters.items() if name.startswith(ENCODER)}
-        _check_finite(own, path)
-        store.load_strictly(encoder, own, path)
-        return str(path)
-    file = _fitted(_read(path, average), encoder)
-    taken, _ = _of_encoder(encoder, file)
+    taken, _ = _of_encoder(encoder, _fitted(file, encoder))
     encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
     return file.description
 
 
 def load_classifier(
-    objective: Classification, path: Path, average: bool = False, classes: Sequence[str] | None = None
+    objective: Classification, path: Path, weights: str = "trained", classes: Sequence[str] | None = None
 ) -> str:
-    """Load the weights at ``path``, a checkpoint folder or a file, or their average, into a classifier; all or nothing.
+    """Load ``weights`` at ``path``, a checkpoint folder or a file, into a classifier; all or nothing.
 
     The encoder must be there, as for :func:`load_encoder_weights`; its tables are interpolated to the classifier's
     image size. Of a fine-tuned model ``fc_norm`` is loaded too, and the head if it has the same classes and reads
@@ -146,29 +213,12 @@ def load_classifier(
         A description of the weights that were loaded and of those that keep their initial values.
 
     Raises:
-        CheckpointError: as :func:`load_weights`. ConfigError: if ``average`` and there is none.
+        CheckpointError: as :func:`load_weights`. ConfigError: if it does not have ``weights``.
     """
     model = objective.model
-    if path.is_dir() or native_files.is_consolidated(path):
-        saved = store.read_average(path) if average else store.read_model(path)
-        if not saved:
-            raise ConfigError(f"weights=ema, but {path} has no average; use weights=trained")
-        parameters = {name.removeprefix("model."): value for name, value in saved.items()}
-        _check_finite(parameters, path)
-        # A model of pre-training has a decoder or a mask token, a classifier has neither.
-        pretrained = any(name.startswith("decoder.") or name == "encoder.mask_token" for name in parameters)
-        weights = {name: value for name, value in parameters.items() if not pretrained or name.startswith(_ENCODER)}
-        file = _File(str(path), join_qv_bias(weights))
-    else:
-        file = _read(path, average)
-        weights = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
-        for theirs, ours in _CLASSIFIER.items():
-            weights = {
-                ours + name.removeprefix(theirs) if name.startswith(theirs) else name: value
-                for name, value in weights.items()
-            }
-        file = file._replace(weights=weights)
-    file = _fitted(file, model.encoder, geometric=True)
+    file = _read(path, weights)
+    kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
+    file = _fitted(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder, geometric=True)
     own = {name: value.shape for name, value in model.state_dict().items()}
     if "encoder.norm.weight" not in own:
         kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
@@ -201,25 +251,7 @@ def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
         raise CheckpointError(f"{path}: {error}") from error
 
 
-def _read(path: Path, average: bool = False) -> _File:
-    """Read a file of another code base."""
-    held = read_state(path, average)
-    try:
-        state, beside = peel(held.tensors)
-        layout, fitting = detect(state)
-    except CheckpointError as error:
-        hint = "; dmjd convert takes these arguments, and its output is read here" * ("unknown=drop" in str(error))
-        raise CheckpointError(f"{path}: {error}{hint}") from error
-    description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
-    if beside:
-        description += f", without {summary(beside)}"
-    try:
-        return _File(description, layout.read(state), grid_noted(path))
-    except CheckpointError as error:
-        raise CheckpointError(f"{description}: {error}") from error
-
-
-def _fitted(file: _File, encoder: Encoder, *, geometric: bool = False) -> _File:
+def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> WeightsFile:
     """``file`` with biases of q and v, positions and bias tables as those of ``encoder``; tables of another grid are
     interpolated as fine-tuning does if ``geometric``."""
     own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
@@ -227,9 +259,14 @@ def _fitted(file: _File, encoder: Encoder, *, geometric: bool = False) -> _File:
     try:
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
-        weights = with_positions(weights, {POSITIONS} & own.keys(), file.grid, encoder.grid, "this model")
+        # Fixed positions of a file are left out only for a model that computes them.
+        stored = {POSITIONS} & (own.keys() if encoder.positions is not None else own.keys() | weights.keys())
+        weights = with_positions(weights, stored, file.grid, encoder.grid, "this model")
         kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
         weights = with_bias_tables(weights, kind, file.grid, encoder.grid, geometric=geometric)
+        if POSITIONS in own:  # biases beside learned positions begin at 0, as in CAE's fine-tuning: features stay equal
+            tables = {name: shape for name, shape in own.items() if name == SHARED_TABLE or name.endswith(BIAS_TABLE)}
+            weights = {name: torch.zeros(shape) for name, shape in tables.items()} | weights
         weights = with_window_tables(weights, own)
     except CheckpointError as error:
         hint = (
@@ -240,13 +277,9 @@ def _fitted(file: _File, encoder: Encoder, *, geometric: bool = False) -> _File:
     return file._replace(weights=weights)
 
 
-def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[str]]:
+def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor], list[str]]:
     """The encoder's weights in ``file``, and the names that it lacks."""
-    if REGISTERS in file.weights:
-        raise CheckpointError(
-            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
-            "encoders of dmjd do not have; use the model's own code"
-        )
+    _check_registers(file)
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [
@@ -264,8 +297,44 @@ def _of_encoder(encoder: Encoder, file: _File) -> tuple[dict[str, Tensor], list[
     if faults:
         raise CheckpointError(
             f"{file.description} is of another encoder than the configuration: it {', '.join(faults)}"
+            f"{_described(file, encoder)}"
         )
+    _compare_heads(encoder, file)
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
+
+
+def _compare_heads(encoder: Encoder, file: WeightsFile) -> None:
+    """Log a warning if ``encoder`` has another number of attention heads than models like that of ``file``. The shapes
+    of plain blocks do not depend on it: MoCo v3's ViT-S has 12 heads, others of its width have 6."""
+    try:
+        usual = describe(file.weights, file.noted, file.grid).backbone.get("num_heads")
+    except CheckpointError:
+        return
+    heads = next((part.num_heads for part in encoder.modules() if isinstance(part, Attention)), None)
+    if None not in (usual, heads) and usual != heads:
+        logger.warning(
+            "%s: backbone.num_heads=%d, but models of its width and positions have %d heads, which tensors do not show "
+            "and features depend on; remove backbone=, or set backbone.num_heads=%d",
+            *(file.path, heads, usual, usual),
+        )
+
+
+def _check_registers(file: WeightsFile) -> None:
+    if REGISTERS in file.weights:
+        raise CheckpointError(
+            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
+            "encoders of dmjd do not have; use the model's own code"
+        )
+
+
+def _described(file: WeightsFile, encoder: Encoder) -> str:
+    """The end of an error: the keys that describe the encoder of ``file`` and have other values for ``encoder``."""
+    try:
+        theirs = describe(file.weights, file.noted)
+        ours = describe({_ENCODER + name: value for name, value in encoder.state_dict().items()})
+    except CheckpointError:
+        return ""
+    return f"; the file is of {theirs.differing(ours).text}"
 
 
 def _shapes(state: Mapping[str, Tensor], part: str) -> dict[str, tuple[int, ...]]:

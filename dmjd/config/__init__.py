@@ -6,7 +6,7 @@ Combinations of values are checked by :mod:`dmjd.builders`, which has the object
 
 from dmjd.config.augment import AugmentConfig
 from dmjd.config.data import FORMER_VALUES, DataConfig
-from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig
+from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig, ImagesConfig
 from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
 from dmjd.config.finetune import FinetuneConfig
 from dmjd.config.model import (
@@ -44,6 +44,7 @@ __all__ = [
     "FinetunePlanConfig",
     "GuardConfig",
     "HeadConfig",
+    "ImagesConfig",
     "MaskConfig",
     "MethodConfig",
     "OnlineKnnConfig",
@@ -70,4 +71,5 @@ SCHEMAS: dict[str, type] = {
     "consolidate": ConsolidateConfig,
     "convert": ConvertConfig,
 }
-"""Command -> its configuration class; ``configs/COMMAND.yaml`` has its defaults list. Evaluations register theirs."""
+"""Command -> its configuration class; ``configs/COMMAND.yaml`` has its defaults list. Evaluations and the commands of
+dmjd.explore register theirs."""

@@ -17,21 +17,43 @@ class EncoderConfig:
         code base.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
-    model: experiment=NAME, backbone=NAME and backbone.KEY=VALUE describe the model of a file of weights; not for runs.
+    model: Model of a file of weights; not for runs. By default it follows from the file's tensors. experiment=NAME or
+        backbone=NAME set it, backbone.KEY=VALUE single values.
     output: Output path. Default: beside the checkpoint.
-    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
-        (needs a run with ema_decay).
+    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
+        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
+        that has one). student: the student of a file with a teacher.
     """
 
     checkpoint: str = path("???")
     which: str = choice("newest", "best")
     model: PretrainConfig | None = None
     output: str | None = path()
-    weights: str = choice("trained", "untrained", "ema")
+    weights: str = choice("trained", "untrained", "ema", "student")
 
 
 @dataclass
-class EvaluationConfig(EncoderConfig):
+class ImagesConfig(EncoderConfig):
+    """A trained encoder and the images that it reads.
+
+    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
+    device: auto: CUDA if available, else CPU.
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
+        is another data set in the run's size and normalisation.
+    data_keys: The keys of data that are given; set by the command line. null: all of them.
+    """
+
+    workers: int | None = number(None, least=0)
+    device: str = choice("auto", "cpu", "cuda")
+    data: DataConfig | None = None
+    data_keys: list[str] | None = recorded()
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
+
+
+@dataclass
+class EvaluationConfig(ImagesConfig):
     """Evaluation of frozen features.
 
     output: Folder of the score's JSON file. Default: the run folder; for a file of weights, a folder named like the
@@ -44,11 +66,6 @@ class EvaluationConfig(EncoderConfig):
         published lists of 1 % and 10 %.
     untrained: Also evaluate the initial weights, as a baseline beside the score (doubles the time). null: if that is
         cheap (docs/evaluation.md).
-    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
-    device: auto: CUDA if available, else CPU.
-    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images, data=NAME
-        is another data set in the run's size and normalisation.
-    data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
     pooling: str = choice("mean", "cls")
@@ -56,13 +73,6 @@ class EvaluationConfig(EncoderConfig):
     few_shot: float | None = number(None, above=0, below=100)
     labels: str | None = path()
     untrained: bool | None = None
-    workers: int | None = number(None, least=0)
-    device: str = choice("auto", "cpu", "cuda")
-    data: DataConfig | None = None
-    data_keys: list[str] | None = recorded()
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
 
 
 @dataclass
@@ -74,14 +84,15 @@ class ExportConfig(EncoderConfig):
         for ViTMAEForPreTraining, with the decoder (target pixels and square images).
     output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-....
     weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
-        weights of the last step. untrained: weights at initialisation. ema: exponential moving average.
+        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
+        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     dtype: Data type of the exported tensors. onnx: fp32 only.
     data: Only with data=NAME, for a file of weights: image_size, channels, mean and std of the export.
     """
 
     format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
-    weights: str = choice("auto", "trained", "untrained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     data: DataConfig | None = None
 
 
@@ -98,7 +109,10 @@ class ConsolidateConfig:
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
-_LAYOUTS = ("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain")
+_LAYOUTS = (
+    *("timm", "ours", "mae", "convmae", "dmjd", "simmim", "beit", "maskfeat", "mmpretrain"),
+    *("cae", "dino", "ibot", "mocov3"),
+)
 
 
 @dataclass
@@ -118,7 +132,8 @@ class ConvertConfig:
         output's usual form.
     unknown: Parameter names that the source does not have. refuse: stop with an error. drop: leave them out.
     nonfinite: Weights that hold NaN or infinity. refuse: stop with an error. keep: convert them.
-    weights: trained: weights of the last step. ema: exponential moving average, if the input has one.
+    weights: trained: weights of the last step; of a file with a student and a teacher the teacher. ema: exponential
+        moving average, if the input has one. student: the student of a file with a teacher.
     """
 
     input: str = path("???")
@@ -130,4 +145,4 @@ class ConvertConfig:
     bias_tables: str = choice("auto", "shared", "per_block")
     unknown: str = choice("refuse", "drop")
     nonfinite: str = choice("refuse", "keep")
-    weights: str = choice("trained", "ema")
+    weights: str = choice("trained", "ema", "student")

@@ -31,6 +31,11 @@ def choice(default: str, *others: str, rejected: Mapping[str, str] | None = None
     return field(default=default, metadata={"choices": (default, *others), "rejected": rejected or {}})
 
 
+def choices(default: str, *others: str) -> Any:
+    """A list of strings as for :func:`choice`; by default of ``default`` alone."""
+    return field(default_factory=lambda: [default], metadata={"choices": (default, *others), "rejected": {}})
+
+
 def choice_of(names: list[str]) -> Any:
     """As :func:`choice`, of a list that a registry may append to; the first is the default."""
     return field(default=names[0], metadata={"choices": names, "rejected": {}})
@@ -42,7 +47,7 @@ def naming(default: str | None, of: str) -> Any:
 
 
 def path(default: str | None = None, of: str | None = None, between: str = "") -> Any:
-    """A path or URL; a leading ``~`` is expanded (:func:`expand_paths`).
+    """A path or URL, or a list of them; a leading ``~`` is expanded (:func:`expand_paths`).
 
     ``of`` as for :func:`naming`; ``between``: separator, if there may be several paths.
     """
@@ -140,6 +145,8 @@ def expand_paths(config: Any) -> None:
         value = getattr(config, item.name)
         if is_dataclass(value):
             expand_paths(value)
+        elif "path" in item.metadata and isinstance(value, list):
+            setattr(config, item.name, [at_home(each) for each in value])
         elif "path" in item.metadata and value is not None:
             between = item.metadata["path"]
             paths = between.join(map(at_home, value.split(between) if between else [value]))
@@ -152,25 +159,32 @@ def check_fields(config: Any, prefix: str = "") -> None:
         value, key = getattr(config, item.name), prefix + item.name
         if is_dataclass(value):
             check_fields(value, key + ".")
-        choices = item.metadata.get("choices")
-        if choices and value not in choices:
-            why = item.metadata["rejected"].get(value)
-            reason = suggestion(str(value).lower(), choices) if why is None else f", which {why}"
-            raise ConfigError(f"{key} must be one of {', '.join(sorted(choices))}, got {value!r}{reason}")
+        for single in value if isinstance(value, list) else [value]:
+            known = item.metadata.get("choices")
+            if known and single not in known:
+                why = item.metadata["rejected"].get(single)
+                reason = suggestion(str(single).lower(), known) if why is None else f", which {why}"
+                raise ConfigError(f"{key} must be one of {', '.join(sorted(known))}, got {single!r}{reason}")
         if "names" in item.metadata and value is not None and not value.strip():
             raise ConfigError(f"{key} must name {item.metadata['names']}, got nothing")
-        if value == "" and "path" in item.metadata:
-            raise ConfigError(f"{key} must be a path, got nothing; is a variable of the shell empty?")
-        if "path" in item.metadata and value is not None and value.startswith("~"):
-            raise ConfigError(
-                f"{key}={value}: there is no user {value[1:].partition('/')[0]}; ./{value} is a path of that name"
-            )
+        if "path" in item.metadata and value is not None:
+            for single in value if isinstance(value, list) else [value]:
+                _check_path(key, single)
         length = item.metadata.get("length")
         if length is not None and value is not None and len(value) != length:
             raise ConfigError(f"{key} must hold {length} numbers, got {value}")
         if "bounds" in item.metadata and value is not None:
             for single in value if isinstance(value, list) else [value]:
                 _check_bounds(key, single, item.metadata)
+
+
+def _check_path(key: str, path: str) -> None:
+    if path == "":
+        raise ConfigError(f"{key} must be a path, got nothing; is a variable of the shell empty?")
+    if path.startswith("~"):
+        raise ConfigError(
+            f"{key}={path}: there is no user {path[1:].partition('/')[0]}; ./{path} is a path of that name"
+        )
 
 
 _BOUNDS = {

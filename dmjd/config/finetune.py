@@ -17,10 +17,11 @@ class FinetuneConfig(TrainConfig):
 
     ema_decay: Decay of an exponential moving average of the model's weights, which is validated and exported. null: no
         average.
-    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. A run's
-        backbone, channels and normalisation hold unless they are typed, and its image size and data set unless they
-        are typed or set by the preset. null: an untrained encoder. Ignored when resuming.
-    weights: Initial weights of init. trained: all. ema: their exponential moving average. untrained: none, only the
+    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Its
+        backbone, channels and normalisation hold unless they are typed, and its image size and a run's data set unless
+        they are typed or set by the preset. null: an untrained encoder. Ignored when resuming.
+    weights: Initial weights of init. trained: all; of a file with a student and a teacher the teacher. ema: their
+        exponential moving average. student: the student of a file with a teacher. untrained: none, only the
         configuration of init is read.
     freeze: Leading layers that are not trained. 1: the embeddings. n+1: the embeddings and the first n blocks.
     val_every: Epochs between validations; the last epoch is always validated.
@@ -33,7 +34,7 @@ class FinetuneConfig(TrainConfig):
 
     run: str = may_change(path("runs/finetune", of="a folder"))
     init: str | None = path("???")
-    weights: str = choice("trained", "untrained", "ema")
+    weights: str = choice("trained", "untrained", "ema", "student")
     optim: FinetuneOptimConfig = field(default_factory=FinetuneOptimConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

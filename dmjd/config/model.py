@@ -89,9 +89,9 @@ class BackboneConfig:
         learned embedding (BEiT, SimMIM).
     drop_path: Stochastic depth rate of the last block; increases linearly from 0 with depth.
     positions: (vit) Position encoding. sincos: fixed sine-cosine. learned: learned embedding per position.
-        relative: BEiT's relative position bias.
-    bias_tables: (positions=relative) Tables of the relative position bias. shared: one for all blocks, as in
-        pre-training. per_block: one per block, as in the fine-tuning of BEiT and SimMIM.
+        relative: BEiT's relative position bias. learned_relative: both of the latter, as CAE's fine-tuned models.
+    bias_tables: (positions=relative, learned_relative) Tables of the relative position bias. shared: one for all
+        blocks, as in pre-training. per_block: one per block, as in the fine-tuning of BEiT and SimMIM.
     block: (vit) plain: timm's block. beit: BEiT's block, without a bias of the keys and with optional layer_scale.
     layer_scale: (block=beit) Initial value of LayerScale. null: no LayerScale.
     multi_scale: (convvit) Add the outputs of stages 1 and 2 to the encoder's output during pre-training.
@@ -106,7 +106,7 @@ class BackboneConfig:
     class_token: bool = True
     masked_tokens: str = choice("drop", "mask_token")
     drop_path: float = number(0.0, least=0, below=1)
-    positions: str = choice("sincos", "learned", "relative")
+    positions: str = choice("sincos", "learned", "relative", "learned_relative")
     bias_tables: str = choice("shared", "per_block")
     block: str = choice("plain", "beit")
     layer_scale: float | None = number(None, above=0)

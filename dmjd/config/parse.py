@@ -17,6 +17,8 @@ NULLS = ("null", "none")
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _NAMES = {int: ("an integer", "integers"), float: ("a number", "numbers"), str: ("a text", "texts")}
+_ITEM = re.compile(r"""\s*(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*(?=,|$)|[^,]+""")
+"""An item of a list of texts; commas inside quotes are part of it."""
 _MINUS = str.maketrans("\u2212\u2013", "--")
 """Minus sign and en dash, as copied from papers and web pages."""
 
@@ -63,6 +65,11 @@ def unquoted(text: str) -> str:
     return text
 
 
+def quoted(text: str) -> str:
+    """``text`` in quotes, as an item of a list, which may hold commas."""
+    return '"' + text.replace('"', '\\"') + '"'
+
+
 def _string(key: str, bare: str, text: str, optional: bool, metadata: Mapping[str, Any]) -> str | None:
     is_null = bare == text and bare.lower() in NULLS
     if is_null and optional:
@@ -91,11 +98,11 @@ def _number(plain: str, kind: type) -> int | float | None:
 def _list(key: str, plain: str, text: str, one: type, metadata: Mapping[str, Any]) -> list[Any]:
     brackets = re.fullmatch(r"\[(.*)\]|\((.*)\)", plain, re.DOTALL)
     inner = (plain if brackets is None else brackets[1] or brackets[2] or "").strip()
-    separator = {int: r"\s*[,;x×]\s*|\s+", float: r"\s*[,;]\s*|\s+", str: r"\s*,\s*"}[one]
+    if one is str:
+        return [unquoted(part.strip()) for part in _ITEM.findall(inner)]
+    separator = {int: r"\s*[,;x×]\s*|\s+", float: r"\s*[,;]\s*|\s+"}[one]
     parts = re.split(separator, inner) if inner else []
     length = metadata.get("length")
-    if one is str:
-        return [unquoted(part) for part in parts]
     values = [_number(unquoted(part), one) for part in parts]
     if "square" in metadata and len(values) == 1:
         values *= 2

@@ -12,18 +12,18 @@ from pathlib import Path
 from torch import Tensor
 
 from dmjd.builders import token_grid
+from dmjd.builders.weights import model_in
+from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run
 from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
-from dmjd.interop.layouts import LAYOUTS, Layout, detect, peel
+from dmjd.interop.layouts import LAYOUTS, Layout
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
-from dmjd.interop.state_file import GRID, SUFFIXES, grid_noted, read_state, write_state
+from dmjd.interop.state_file import GRID, SUFFIXES, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
-from dmjd.parallel.native_files import is_consolidated
-from dmjd.parallel.store import read_average, read_model
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.paths import CONFIG
 
@@ -51,8 +51,7 @@ def convert(config: ConvertConfig) -> Converted:
     output = Path(config.output)
     check_output(output, SUFFIXES, Path(config.input))
     with _naming(config.input):
-        state, source, grid = _read(config)
-        weights = source.read(state, drop_unknown=config.unknown == "drop", keep_nonfinite=config.nonfinite == "keep")
+        weights, source, grid = _read(config)
         target, new = LAYOUTS[config.to], _pair(config.grid)
         if new is not None and any(name.startswith("encoder.layers.") for name in weights):
             raise ConfigError("grid=[h,w] is for ViTs; timm resizes the windows of a Swin when it loads the file")
@@ -96,50 +95,17 @@ def _branches(names: list[str]) -> str:
 
 
 def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None]:
-    """The state, its layout, and the grid of its positions if it is known."""
-    path = Path(config.input)
-    grid = _pair(config.source_grid)
-    average = config.weights == "ema"
-    if path.is_dir():
-        folder = weights_at(config.input, "input")
-        source = folder / CONFIG
+    """The weights under our names, the layout of the input, and the grid of its positions if it is known."""
+    grid, keep = _pair(config.source_grid), config.nonfinite == "keep"
+    found = weights_at(config.input, "input")
+    if found.is_dir():
+        source, ours = found / CONFIG, LAYOUTS["ours"]
         trained = from_yaml_of_run(read_file(source), source)
-        return _model_in(folder, average), LAYOUTS["ours"], token_grid(trained)
-    if is_consolidated(path):
-        return _model_in(path, average), LAYOUTS["ours"], grid
-    held, grid = read_state(path, average), grid or grid_noted(path)
-    state, beside = peel(held.tensors)
-    if beside:
-        logger.info("%s: not of the encoder, and left out: %s", path, summary(beside))
-    if config.source != "auto":
-        if held.note:
-            logger.info("%s%s", path, held.note)
-        return state, LAYOUTS[config.source], grid
-    layout, fitting = detect(state)
-    same = f"; {', '.join(fitting[1:])} would give the same weights" if len(fitting) > 1 else ""
-    logger.info("%s%s: layout %s, detected from all of its %d names%s", path, held.note, layout.name, len(state), same)
-    return state, layout, grid
-
-
-def _model_in(path: Path, average: bool) -> dict[str, Tensor]:
-    """Weights of a checkpoint of ours under our names; of an average in pre-training the encoder alone, since no other
-    part has one. A classifier has the names of a fine-tuned file."""
-    weights = read_average(path) if average else read_model(path)
-    if not weights:
-        raise ConfigError(f"weights=ema, but {path} has no average; train with ema_decay=..., or use weights=trained")
-    weights = {name.removeprefix("model."): value for name, value in weights.items()}
-    if any(name.startswith("decoder.") or name == "encoder.mask_token" for name in weights):  # of pre-training
-        return weights
-    for ours, theirs in _FINE_TUNED.items():
-        weights = {
-            theirs + name.removeprefix(ours) if name.startswith(ours) else name: value
-            for name, value in weights.items()
-        }
-    return weights
-
-
-_FINE_TUNED = {"fc_norm.": "encoder.fc_norm.", "head.": "classifier."}
-"""Prefixes of a classifier's parameters, and those of a fine-tuned file's names in :mod:`dmjd.interop`."""
+        return ours.read(model_in(found, config.weights), keep_nonfinite=keep), ours, token_grid(trained)
+    drop = config.unknown == "drop"
+    file = read_weights_file(found, config.weights, config.source, drop_unknown=drop, keep_nonfinite=keep)
+    logger.info("%s", file.description)
+    return file.weights, file.layout, grid or file.grid
 
 
 def _stored(target: str, weights: dict[str, Tensor]) -> tuple[str, ...]:

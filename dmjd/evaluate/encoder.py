@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,25 @@ from torch import Tensor, nn
 from dmjd.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.builders.average import ENCODER
 from dmjd.builders.model import build_classification
-from dmjd.builders.weights import check_described, classes_of, load_encoder_weights, load_weights
+from dmjd.builders.weights import (
+    check_described,
+    classes_of,
+    described_model,
+    load_classifier,
+    load_encoder_weights,
+    load_weights,
+)
+from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run, to_yaml
-from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import (
+    DataConfig,
+    EvaluationConfig,
+    FinetuneConfig,
+    HeadConfig,
+    ImagesConfig,
+    PretrainConfig,
+    TrainConfig,
+)
 from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
@@ -26,8 +43,10 @@ from dmjd.errors import CheckpointError, ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS
 from dmjd.files import read_file
+from dmjd.interop.weights_file import WeightsFile
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
+from dmjd.models.norm import layer_norm
 from dmjd.ops.images import normalise
 from dmjd.parallel import store
 from dmjd.parallel.build import select_device
@@ -149,7 +168,7 @@ def loader_workers(images: int, batch_size: int) -> int:
     return min(8, len(os.sched_getaffinity(0)), batches) if batches > 1 else 0
 
 
-def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
+def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     """The encoder of ``config.checkpoint``, with its trained weights, its initial ones ("untrained") or the average
     ("ema"; with "auto" that of a fine-tuned run, if it has one). Of a fine-tuned run its classifier, too.
 
@@ -160,18 +179,19 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     """
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint", config.which)
-    trained, text = _model_of(path, config)
+    file = _file(path, config.weights) if path.is_file() else None
+    trained, text = _model_of(path, config) if file is None else _model_of_file(file, config)
     data = _evaluation_data(path, trained, config)
     trainings = [trained]
     if isinstance(trained, FinetuneConfig):
         trainings += [each for _, each in trainings_before(RunPaths(_run_of(path)), trained)]
     differs = _differences(trained.data, data) | seen_images(trainings, data)
-    if path.is_file() and config.data is not None:  # tables of positions are interpolated once, to this data's grid
+    if file is not None and config.data is not None:  # tables of positions are interpolated once, to this data's grid
         trained = replace(trained, data=data)
         text = to_yaml(trained)
     weights = config.weights
     if weights == "auto":
-        weights = "trained" if path.is_file() or not _averages_classifier(trained) else "ema"
+        weights = "trained" if file is not None or not _averages_classifier(trained) else "ema"
     classifier: Classifier | None = None
     if isinstance(trained, FinetuneConfig):
         classifier = _classifier_of(path, trained, weights)
@@ -181,14 +201,14 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
         classifier.requires_grad_(False).to(device).eval()
     else:
         assert isinstance(trained, PretrainConfig)
-        encoder = _of_file(path, trained, weights) if path.is_file() else _of_run(path, trained, weights)
+        encoder = _of_run(path, trained, weights) if file is None else _of_file(file, trained)
         encoder.requires_grad_(False).to(device).eval()
-    if config.pooling == "cls" and not encoder.num_prefix_tokens:
+    if isinstance(config, EvaluationConfig) and config.pooling == "cls" and not encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
     size = data.image_size[0], data.image_size[1]
     with config_section("data.image_size"):
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
-    step = 0 if path.is_file() or weights == "untrained" else checkpoint.step_of(path)
+    step = 0 if file is not None or weights == "untrained" else checkpoint.step_of(path)
     run = RunFolder(_run_of(path))
     names = [] if classifier is None else read_classes(path)
     if classifier is not None and len(names) > classifier.head.out_features:
@@ -196,6 +216,32 @@ def load_encoder(config: EvaluationConfig) -> FrozenEncoder:
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
+    """The classifier of a fine-tuned file of weights; ``frozen`` itself if the file has no head.
+
+    A file with ``fc_norm`` pools the mean of the patch tokens before it (MAE, BEiT); another one normalises first and
+    reads the class token, or the mean without one (DeiT, Swin). Its classes have no names.
+
+    Raises:
+        CheckpointError: as :func:`~dmjd.builders.weights.load_classifier`.
+    """
+    file = _file(frozen.path, frozen.weights)
+    if HEAD not in file.weights:
+        return frozen
+    pooled = hasattr(frozen.encoder, "fc_norm")
+    pooling = "mean" if pooled or not frozen.encoder.num_prefix_tokens else "cls"
+    head = HeadConfig(pooling=pooling, norm="pooled" if pooled else "encoder")
+    trained = FinetuneConfig(init=None, backbone=frozen.trained.backbone, data=frozen.data, head=head)
+    objective = build_classification(trained, len(file.weights[HEAD]))
+    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
+    classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
+    return replace(frozen, classifier=classifier, encoder=classifier.encoder)
+
+
+HEAD = "classifier.weight"
+"""Name of the head's weights in a file of a fine-tuned model, as dmjd.interop reads it."""
 
 
 def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path, TrainConfig]]:
@@ -262,13 +308,20 @@ def _check_drawn(trained: TrainConfig) -> None:
         )
 
 
-def _of_file(path: Path, model: PretrainConfig, which: str) -> Encoder:
-    """The encoder alone: a file need not have the decoder or other parts of pre-training."""
-    if which == "untrained":
+def _file(path: Path, weights: str) -> WeightsFile:
+    if weights == "untrained":
         raise ConfigError(f"weights=untrained needs a run, which records its initial weights, and {path} is a file")
+    return read_weights_file(path, "trained" if weights == "auto" else weights)
+
+
+def _of_file(file: WeightsFile, model: PretrainConfig) -> Encoder:
+    """The encoder alone: a file need not have the decoder or other parts of pre-training. Of a fine-tuned one with
+    ``fc_norm``, as that of a fine-tuned run."""
     with config_section("backbone"):
         encoder = build_encoder(model)
-    logger.info("weights of %s", load_encoder_weights(encoder, path, average=which == "ema"))
+    if "encoder.fc_norm.weight" in file.weights and "encoder.norm.weight" not in file.weights:
+        encoder.norm, encoder.fc_norm = nn.Identity(), layer_norm(encoder.embed_dim)
+    logger.info("weights of %s", load_encoder_weights(encoder, file))
     return encoder
 
 
@@ -283,15 +336,8 @@ def _average(path: Path) -> dict[str, Tensor]:
     return average
 
 
-def _model_of(path: Path, config: EvaluationConfig) -> tuple[TrainConfig, str]:
-    """The configuration of the model at ``path``, as an object and as YAML."""
-    if path.is_file():
-        if config.model is None:
-            raise ConfigError(
-                f"checkpoint={path} is a file, which does not describe its model: add experiment=NAME, such as "
-                "mae_vit_base, and backbone.KEY=VALUE where it differs"
-            )
-        return config.model, to_yaml(config.model)
+def _model_of(path: Path, config: ImagesConfig) -> tuple[TrainConfig, str]:
+    """The configuration of the model in the checkpoint folder ``path``, as an object and as YAML."""
     if config.model is not None:
         raise ConfigError(f"experiment and backbone describe files, and {path} has its own {CONFIG}")
     content = read_file(path / CONFIG)
@@ -299,11 +345,22 @@ def _model_of(path: Path, config: EvaluationConfig) -> tuple[TrainConfig, str]:
     return RunFolder(_run_of(path)).with_stored_data(stored), content.decode()
 
 
-_OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_percent", "val_seed")
+def _model_of_file(file: WeightsFile, config: ImagesConfig) -> tuple[PretrainConfig, str]:
+    """As :func:`_model_of`, of a file: as ``experiment`` or ``backbone`` describes it, else from its tensors, with the
+    keys of ``backbone`` that are given."""
+    model, typed = config.model, [] if config.model is None else config.model.typed or []
+    groups = [name.partition("=")[0] for name in typed if "." not in name]
+    if model is None or (model.typed is not None and not groups):
+        given = {name.partition(".")[2]: reduce(getattr, name.split("."), model) for name in typed}
+        model = described_model(file, given, config.data)
+    return model, to_yaml(model)
+
+
+OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_percent", "val_seed")
 """Keys that describe a data set: another ``data.name`` sets them. The others are the run's unless they are given."""
 
 
-def _evaluation_data(path: Path, trained: TrainConfig, config: EvaluationConfig) -> DataConfig:
+def _evaluation_data(path: Path, trained: TrainConfig, config: ImagesConfig) -> DataConfig:
     """The data of pre-training with the keys that are given, on which the encoder can run."""
     other = config.data
     data = trained.data if other is None else _with_given(trained.data, other, config.data_keys)
@@ -338,7 +395,7 @@ def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None
         return other
     keys = set(keys)
     if "name" in keys and other.name != own.name:
-        keys |= {item.name for item in fields(other)} & {*_OF_DATA_SET}
+        keys |= {item.name for item in fields(other)} & {*OF_DATA_SET}
         keys |= {"channels"} if other.name not in ("folder", "shards") else set()  # which convert to the run's channels
     return replace(own, **{key: getattr(other, key) for key in keys})
 

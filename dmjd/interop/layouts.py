@@ -17,6 +17,7 @@ from dmjd.interop.names import (
     CONVIT,
     DECODER,
     HEAD,
+    POSITIONS,
     SHARED_TABLE,
     SWIN,
     TIMM_VIT,
@@ -59,6 +60,8 @@ class Layout:
         a ViT with relative position biases or layer scales, which is another class there.
     after_reading, before_writing: changes of shapes and places, on the state in its own names.
     head: whether the head of our weights belongs to this layout, apart from the decoder in front of it.
+    other_networks: a pattern of names of networks that train beside the encoder and have no place among our names, such
+        as CAE's regressor; they are left out.
     """
 
     name: str
@@ -68,10 +71,17 @@ class Layout:
     after_reading: Hook = _as_is
     before_writing: Hook = _as_is
     head: Callable[[State], bool] = lambda weights: True
+    other_networks: re.Pattern[str] | None = None
 
     def unknown(self, state: State) -> list[str]:
         """Names in ``state`` that are neither in this layout nor known buffers."""
         return [name for name in self._prepared(state) if self._ours(name) is None]
+
+    def left_out(self, state: State) -> list[str]:
+        """The :attr:`other_networks` in ``state``, for messages: ``pretext_neck.*`` for all that begins so."""
+        found = [self.other_networks.match(name) for name in state] if self.other_networks else []
+        starts = [match[0] for match in found if match]
+        return [f"{start}*" if start.endswith(".") else start for start in dict.fromkeys(starts)]
 
     def read(self, state: State, *, drop_unknown: bool = False, keep_nonfinite: bool = False) -> dict[str, Tensor]:
         """``state`` under our names.
@@ -89,7 +99,9 @@ class Layout:
                 unknown.append(name)
             else:
                 weights[ours] = value
-        absent = [self.names.theirs(name) or name for name in missing(weights)]
+        _check_stem(unknown)
+        lost = missing(weights) + [POSITIONS] * (self.name != "ours" and _lacks_positions(weights))
+        absent = [self.names.theirs(name) or name for name in lost]
         faults = []
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
@@ -142,6 +154,8 @@ class Layout:
         return fused and fused.removesuffix("qkv.bias") + leaf
 
     def _prepared(self, state: State) -> dict[str, Tensor]:
+        others = self.other_networks
+        state = state if others is None else {name: value for name, value in state.items() if not others.match(name)}
         weights = {name: value for name, value in state.items() if not _BUFFERS.search(name)}
         return self.after_reading(join_qv_bias(weights) if self.qv_bias != "never" else weights)
 
@@ -153,6 +167,12 @@ def is_beit(weights: State) -> bool:
         or (name.startswith("encoder.blocks.") and (name.endswith(BIAS_TABLE) or name.endswith("gamma_1")))
         for name in weights
     )
+
+
+def _lacks_positions(weights: State) -> bool:
+    """Whether a ViT has neither positions nor relative position biases. Our own files alone leave fixed ones out."""
+    tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
+    return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
 
 
 def needed_by_encoder(name: str) -> bool:
@@ -174,6 +194,7 @@ _FEATURES_DEPEND = re.compile(
     r"(^|\.)(blocks?\d?|layers?|resblocks|stages?)\.\d|"
     r"(^|[._])(cls|class|dist|reg|registers?|storage|pos|positional|patch|rope|freqs|embed|embedding|norm|ln)([._\d]|$)"
 )
+_STEM = re.compile(r"(^|\.)patch_embed\.proj\.\d+\.")
 _BESIDE_ENCODER = re.compile(r"^(decoder|neck|head|dino_head|ibot_head|projector|projection_head|predictor|loss)")
 
 
@@ -182,7 +203,16 @@ def _advice(unknown: Sequence[str], argument: str) -> str:
     needed = [name for name in unknown if _FEATURES_DEPEND.search(name) and not _BESIDE_ENCODER.match(name)]
     if needed:
         return f"features depend on {summary(needed)}, so no layout here can hold this model; use its own code"
-    return f"{argument} leaves them out"
+    return f"dmjd convert with {argument} leaves them out"
+
+
+def _check_stem(unknown: Sequence[str]) -> None:
+    stem = next(filter(_STEM.search, unknown), None)
+    if stem is not None:
+        raise CheckpointError(
+            f"it embeds patches by several convolutions ({stem}), as XCiT and MoCo v3's vit_conv_small and "
+            "vit_conv_base, and the encoders of dmjd by one; use the model's own code"
+        )
 
 
 def _renamed(vocabulary: Sequence[str], *rules: tuple[str, str]) -> Names:
@@ -215,7 +245,12 @@ def _official(vocabulary: Sequence[str]) -> Names:
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it."""
+    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it.
+
+    A fine-tuned Swin, as Swin's authors store theirs, has no prefix.
+    """
+    if "layers.0.downsample.reduction.weight" in state:
+        state = {name if name.startswith("head.") else f"encoder.{name}": value for name, value in state.items()}
     state = {_moved(name, +1): value for name, value in state.items()}
     return _reordered(
         state, lambda value, channels: channels_last(value.flatten(1) if value.ndim > 1 else value, channels)
@@ -227,7 +262,10 @@ def _to_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = channels_first(value, channels)
         return rows[:, :, None, None] if rows.ndim > 1 else rows
 
-    return _reordered({_moved(name, -1): value for name, value in state.items()}, convolution)
+    state = {_moved(name, -1): value for name, value in state.items()}
+    if "head.weight" in state:
+        return {name.removeprefix("encoder."): value for name, value in state.items()}
+    return _reordered(state, convolution)
 
 
 def _moved(name: str, by: int) -> str:
@@ -300,6 +338,8 @@ _CODES, _LINEAR, _PRED = "head.cls_head.", "neck.fc.", "neck.decoder_pred."
 
 
 def _from_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(name.startswith("neck.decoder_") for name in state):  # CAE's regressor has a mask token, too
+        state = {name: value for name, value in state.items() if name != "neck.mask_token"}
     return {
         re.sub(rf"^({re.escape(_CODES)}|{re.escape(_LINEAR)})", _PRED, name): value for name, value in state.items()
     }
@@ -323,6 +363,43 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
+_OF_DINO = re.compile(r"head\.(mlp|last_layer)\.")
+_OF_IBOT = re.compile(r"head\.(mlp|last_layer|last_norm)2?\.")
+"""Projection heads."""
+_OF_MOCOV3 = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
+"""Projection and prediction networks."""
+
+
+def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("base_encoder."): value for name, value in state.items()}
+
+
+def _to_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The prefix that its main_lincls.py and convert_to_deit.py expect."""
+    return {f"module.base_encoder.{name}": value for name, value in state.items()}
+
+
+def _from_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A student's mask token ``[1, D]`` as ``[1, 1, D]``."""
+    return {name: value[None] if name == _IBOT_MASK and value.ndim == 2 else value for name, value in state.items()}
+
+
+def _to_ibot(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[0] if name == _IBOT_MASK else value for name, value in state.items()}
+
+
+_IBOT_MASK = "masked_embed"
+_PLAIN_VIT = [name for name in VIT if "mask_token" not in name and "fc_norm" not in name]
+
+
+_OF_CAE = re.compile(
+    r"mask_token$|(pretext_neck|encoder_to_decoder(_norm)?|teacher)\.|"  # lxtGH/CAE
+    r"rd_pos_embed$|(regresser|encoder_to_regresser(_norm)?|alignment_encoder)\.|"  # Atten4Vis/CAE
+    r"decoder\.(?=(decoder_blocks|norm|head)\.)"
+)
+"""Networks of CAE's pre-training: regressor, decoder, and the encoder that sees the masked patches."""
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -332,7 +409,9 @@ LAYOUTS = {
         Layout("dmjd", _official([*dict.fromkeys([*CONVIT, *VIT[:1], *VIT[2:]]), *DECODER, *HEAD, *VISIBLE_BRANCH])),
         Layout(
             "simmim",
-            _renamed([*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD], (r"^head\.", "decoder.0.")),
+            _renamed(
+                [*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD, *CLASSIFIER], (r"^head\.", "decoder.0."), _FINE_TUNED
+            ),
             qv_bias="always",
             after_reading=_from_simmim,
             before_writing=_to_simmim,
@@ -342,6 +421,29 @@ LAYOUTS = {
             "beit",
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
+        ),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None, other_networks=_OF_DINO),
+        Layout(
+            "ibot",
+            _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
+            container="state_dict",
+            after_reading=_from_ibot,
+            before_writing=_to_ibot,
+            other_networks=_OF_IBOT,
+        ),
+        Layout(
+            "mocov3",
+            _renamed(_PLAIN_VIT, _TOP),
+            container="state_dict",
+            after_reading=_from_mocov3,
+            before_writing=_to_mocov3,
+            other_networks=_OF_MOCOV3,
+        ),
+        Layout(
+            "cae",
+            Names({name: name for name in [*VIT, *BEIT] if "mask_token" not in name and "fc_norm" not in name}),
+            qv_bias="always",
+            other_networks=_OF_CAE,
         ),
         Layout(
             "maskfeat",
@@ -363,6 +465,9 @@ LAYOUTS = {
             qv_bias="beit",
             after_reading=_from_mmpretrain,
             before_writing=_to_mmpretrain,
+            other_networks=re.compile(
+                r"(neck\.(regressors|decoders|norm_regressor|norm_decoder|head)|teacher)\."
+            ),  # CAE
         ),
         Layout(
             "timm",
@@ -384,10 +489,11 @@ LAYOUTS = {
 }
 
 
-def detect(state: State) -> tuple[Layout, list[str]]:
+def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]:
     """The first layout that has every name in ``state``, and the names of all layouts that do.
 
-    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes.
+    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes. Layouts whose
+    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head.
 
     Raises:
         CheckpointError: if there is none, with the names that the nearest layout does not have.
@@ -395,8 +501,17 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     unknown = {name: layout.unknown(state) for name, layout in LAYOUTS.items()}
     fitting = [name for name, rest in unknown.items() if not rest]
     if fitting:
+        networks = {name: LAYOUTS[name].other_networks for name in fitting if beside}
+        theirs = [name for name, found in networks.items() if found is not None and all(map(found.match, beside))]
+        fitting = theirs or fitting
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
+    _check_stem(unknown[nearest])
+    if len(unknown[nearest]) == len(LAYOUTS[nearest]._prepared(state)):
+        raise CheckpointError(
+            f"no layout has all of these names, nor any: {summary(state)}; encoders here are ViT, ConvViT and Swin, "
+            f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
+        )
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
@@ -407,22 +522,34 @@ def detect(state: State) -> tuple[Layout, list[str]]:
 _PREFIXES = ("encoder.", "backbone.", "base_encoder.", "visual.", "vit.", "model.", "net.")
 
 
+_IN_FRONT = re.compile(r"([^.]+\.)(?:.*\.)?patch_embed")
+"""A prefix of an encoder."""
 _MOST_PREFIXES = 4
 
 
 def peel(state: State, most: int = _MOST_PREFIXES) -> tuple[dict[str, Tensor], list[str]]:
     """``state`` without a prefix such as ``backbone.`` in front of a layout's names, and the names beside it.
 
-    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged.
+    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged, as
+    is one with several encoders under prefixes that are not known.
     """
-    for prefix in _PREFIXES if most else ():
-        inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
-            continue
-        inner, left_out = peel(inner, most - 1)
-        if any(not layout.unknown(inner) for layout in LAYOUTS.values()):
-            return inner, left_out + [name for name in state if not name.startswith(prefix)]
+    others = dict.fromkeys(found[1] for name in state if (found := _IN_FRONT.match(name)) and found[1] not in _PREFIXES)
+    for prefixes in (_PREFIXES, others) if most else ():
+        fitting = [peeled for prefix in prefixes if (peeled := _without(state, prefix, most)) is not None]
+        if fitting and (prefixes is _PREFIXES or len(fitting) == 1):
+            return fitting[0]
     return dict(state), []
+
+
+def _without(state: State, prefix: str, most: int) -> tuple[dict[str, Tensor], list[str]] | None:
+    """``state`` as :func:`peel` gives it, if it is to be peeled of ``prefix``."""
+    inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
+        return None
+    inner, left_out = peel(inner, most - 1)
+    if all(layout.unknown(inner) for layout in LAYOUTS.values()):
+        return None
+    return inner, left_out + [name for name in state if not name.startswith(prefix)]
 
 
 def _prefixed(state: State, prefix: str) -> dict[str, Tensor]:

@@ -73,7 +73,9 @@ VISIBLE_BRANCH = [
     *leaves("visible_branch.predictor"),
 ]
 VOCABULARY = list(dict.fromkeys([*VIT, *BEIT, *CONVIT, *SWIN, *DECODER, *HEAD, *VISIBLE_BRANCH, *CLASSIFIER]))
-LEAVES = {name.rpartition(".")[2] for name in [*VOCABULARY, *TIMM_VIT]} | {"q_bias", "v_bias", "decoder_pos_embed"}
+LEAVES = {name.rpartition(".")[2] for name in [*VOCABULARY, *TIMM_VIT]} | {
+    *("q_bias", "v_bias", "decoder_pos_embed", "masked_embed")
+}
 """Last parts of weights' names, in all layouts."""
 
 

@@ -65,7 +65,7 @@ def with_positions(
         if table.ndim != 3 or table.shape[0] != 1:
             raise CheckpointError(f"{name} is of shape {list(table.shape)}, not [1, rows, width]")
         table, grid = align_positions(name, table, prefix, old or _grid_of(name, table, prefix, new))
-        if name in stored or not _is_fixed(table, grid, prefix):
+        if name in stored or not is_fixed(table, grid, prefix):
             weights[name] = resize_positions(table, prefix, grid, new or grid)
     return weights
 
@@ -90,7 +90,7 @@ def _grid_of(name: str, table: Tensor, prefix: int, new: Grid | None) -> Grid | 
     if len(grids) < 2:
         return grids[0] if grids else None
     for grid in grids:
-        if _is_fixed(*align_positions(name, table, prefix, grid), prefix):
+        if is_fixed(*align_positions(name, table, prefix, grid), prefix):
             return grid
     raise CheckpointError(_undecided(f"{name} has {table.shape[1]} rows", grids))
 
@@ -107,7 +107,8 @@ def _fixed(grid: Grid, width: int, prefix: int) -> Tensor:
     return torch.cat((torch.zeros(prefix, width), sincos_positions(grid, width))).unsqueeze(0)
 
 
-def _is_fixed(table: Tensor, grid: Grid, prefix: int) -> bool:
+def is_fixed(table: Tensor, grid: Grid, prefix: int) -> bool:
+    """Whether ``table``, ``[1, prefix + h * w, width]``, is the sine-cosine one of ``grid``, zero for the prefix."""
     if table.shape[2] % 4:
         return False
     # A file in half precision has a rounded table.

@@ -134,12 +134,12 @@ def _vit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
         "num_heads": backbone.num_heads,
         "mlp_ratio": backbone.mlp_ratio,
     }
-    relative, scale = backbone.positions == "relative", backbone.layer_scale or 0  # timm ignores None
+    relative, scale = backbone.positions.endswith("relative"), backbone.layer_scale or 0  # timm ignores None
     shared = backbone.bias_tables == "shared"
     if backbone.block == "beit" and backbone.class_token:
         arguments |= {
             "init_values": scale,
-            "use_abs_pos_emb": not relative,
+            "use_abs_pos_emb": backbone.positions != "relative",
             "use_rel_pos_bias": relative and not shared,
             "use_shared_rel_pos_bias": relative and shared,
             "use_fc_norm": fc_norm,
@@ -150,6 +150,10 @@ def _vit(backbone: BackboneConfig, fc_norm: bool) -> TimmCall:
     if backbone.block == "plain":
         return TimmCall(nearest.name, arguments)
     arguments["init_values"] = scale
+    if backbone.positions == "learned_relative":
+        raise ConfigError(
+            "backbone.positions=learned_relative without a cls token is no model of timm; use format=onnx"
+        )
     if relative:
         arguments |= {"qkv_bias": True, "rel_pos_type": "bias", "shared_rel_pos": shared}
         return TimmCall("vit_relpos_base_patch16_224", arguments)

@@ -101,7 +101,7 @@ class ViTEncoder(Encoder):
             positions are added (BEiT, SimMIM, MaskFeat).
         positions: "sincos" is fixed, "learned" a table with a row for the class token, resampled for other grids, and
             "relative" BEiT's bias of attention, which needs mask tokens: dropped ones leave each row with pairs of its
-            own.
+            own. "learned_relative" has both, as CAE's fine-tuned models.
         block: "plain" is timm's, "beit" that of BEiT and SimMIM.
         bias_tables: of relative positions: "shared" by all blocks, as in pre-training, or one "per_block", as in BEiT's
             and SimMIM's fine-tuning.
@@ -133,8 +133,9 @@ class ViTEncoder(Encoder):
         layer_scale: float | None = None,
     ) -> None:
         super().__init__()
-        if positions == "relative" and (block, masked_tokens) != ("beit", "mask_token"):
-            raise ValueError("positions='relative' needs block='beit' and masked_tokens='mask_token'")
+        learned, relative = positions in ("learned", "learned_relative"), positions in ("relative", "learned_relative")
+        if relative and (block, masked_tokens) != ("beit", "mask_token"):
+            raise ValueError(f"positions='{positions}' needs block='beit' and masked_tokens='mask_token'")
         if layer_scale is not None and block != "beit":
             raise ValueError(f"layer_scale={layer_scale} needs block='beit'")
         self.embed_dim = embed_dim
@@ -151,11 +152,11 @@ class ViTEncoder(Encoder):
             "positions", sincos_positions(self.grid, embed_dim) if positions == "sincos" else None, persistent=False
         )
         rows = self.num_prefix_tokens + self.grid[0] * self.grid[1]
-        self.pos_embed = nn.Parameter(torch.empty(1, rows, embed_dim)) if positions == "learned" else None
-        shared = positions == "relative" and bias_tables == "shared"
+        self.pos_embed = nn.Parameter(torch.empty(1, rows, embed_dim)) if learned else None
+        shared = relative and bias_tables == "shared"
         self.rel_pos_bias = beit.RelativePositionBias(self.grid, num_heads) if shared else None
-        self._one_grid = positions == "relative"
-        window = self.grid if positions == "relative" and not shared else None
+        self._one_grid = relative
+        window = self.grid if relative and not shared else None
         self.blocks = nn.ModuleList(
             EncoderBlock(embed_dim, num_heads, mlp_ratio, qkv_bias=True, norm_layer=layer_norm)
             if block == "plain"

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import groupby
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from dmjd.builders.finetune import build_finetune_step, classification_and_input
 from dmjd.builders.layer_decay import Group
 from dmjd.builders.recipe import apply_recipe, training_images
 from dmjd.builders.schedules import REFERENCE_BATCH
+from dmjd.builders.weights import described_model
+from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run, keys_of_preset
 from dmjd.config import BackboneConfig, DataConfig, FinetuneConfig, TrainConfig
 from dmjd.data import listed
@@ -75,25 +78,24 @@ def resolve(config: FinetuneConfig, run: RunFolder, world: World) -> FinetuneCon
 
 def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
     """``config`` with the backbone and data of the run that wrote the checkpoint ``path``, but for keys that are typed;
-    without a preset also with its recipe.
+    without a preset also with its recipe. Of a file of weights the backbone, image size and normalisation that it shows
+    (:func:`~dmjd.builders.weights.described_model`), unless ``backbone=NAME`` is typed.
 
     A configuration that was not made from overrides stays as it is.
 
     Raises:
-        ConfigError: for a file of weights without a description of its model, and for images of other channels.
+        ConfigError: for images of other channels. CheckpointError: for a file that cannot be read.
     """
     if config.typed is None:
         return config
     typed = {name.partition("=")[0] for name in config.typed}
     if path.is_file():
-        if not any(name.split(".")[0] in ("preset", "backbone") for name in typed):
-            raise ConfigError(
-                f"init={config.init} is a file, which does not describe its model: add preset=NAME, such as "
-                "mae_vit_base, or backbone=NAME and backbone.KEY=VALUE where it differs"
-            )
-        return config
-    stored = from_yaml_of_run(read_file(path / CONFIG), path / CONFIG)
-    stored = RunFolder(path.parent.parent).with_stored_data(stored)
+        if "backbone" in typed:
+            return config
+        stored = _stored_in(path, config, typed)
+    else:
+        stored = from_yaml_of_run(read_file(path / CONFIG), path / CONFIG)
+        stored = RunFolder(path.parent.parent).with_stored_data(stored)
     if not {"preset", "recipe"} & typed and stored.recipe != "none":  # published settings do not fit few images
         warmup = config.optim.warmup_epochs if "optim.warmup_epochs" in typed else None
         config = replace(config, recipe=stored.recipe, optim=replace(config.optim, warmup_epochs=warmup))
@@ -116,6 +118,17 @@ def with_init(config: FinetuneConfig, path: Path) -> FinetuneConfig:
     return replace(
         config, data=data, backbone=config.backbone if "backbone" in typed else _backbone(config, stored, given)
     )
+
+
+def _stored_in(path: Path, config: FinetuneConfig, typed: set[str]) -> TrainConfig:
+    """A file of weights as the configuration of the run that might have written it."""
+    own = [name.partition(".")[2] for name in typed if name.startswith("backbone.")]
+    given = {key: reduce(getattr, key.split("."), config.backbone) for key in own}
+    weights = "trained" if config.weights == "untrained" else config.weights
+    stored = described_model(read_weights_file(path, weights), given, config.data)
+    data, shown = config.data, stored.data
+    stored.data = replace(data, image_size=shown.image_size, channels=shown.channels, mean=shown.mean, std=shown.std)
+    return stored
 
 
 def _check_size(preset: str, own: BackboneConfig, init: str | None, stored: BackboneConfig) -> None:
@@ -143,7 +156,7 @@ def _backbone(config: FinetuneConfig, stored: TrainConfig, given: set[str]) -> B
         if name:
             sections[section] = replace(sections[section], **{name: getattr(getattr(own, section), name)})
     plain = {key: getattr(own, key) for key in {*_OWN, *keys} if "." not in key}
-    if isinstance(stored, FinetuneConfig) and backbone.bias_tables == "per_block" and "bias_tables" not in keys:
+    if backbone.bias_tables == "per_block" and "bias_tables" not in keys:
         plain["bias_tables"] = "per_block"  # its tables differ, so they cannot be shared
     return replace(backbone, **sections, **plain)
 

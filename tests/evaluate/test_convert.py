@@ -257,7 +257,7 @@ def test_weights_that_are_not_finite_are_converted_on_demand_alone(tmp_path: Pat
     state = draw(states.mae())
     state["norm.weight"][0] = float("nan")
     path = stored(tmp_path / "mae.pth", state)
-    with pytest.raises(CheckpointError, match=r"mae\.pth: NaN or infinity in norm\.weight"):
+    with pytest.raises(CheckpointError, match=r"mae\.pth in the layout of .*: NaN or infinity in norm\.weight"):
         run(path, tmp_path / "out.pth", "to=timm")
     assert run(path, tmp_path / "out.pth", "to=timm", "nonfinite=keep").tensors == len(states.timm_vit())
 
@@ -299,7 +299,7 @@ def test_the_command_says_what_it_read_and_what_it_left(tmp_path: Path, dmjd: Co
     code, out, err = dmjd("convert", f"input={source}", f"output={output}", "to=timm")
     assert code == 0, err
     assert out.strip().endswith("tensors in the layout of timm, from mae")
-    assert "layout mae, detected from all of its" in err
+    assert "mae.pth in the layout of mae / dmjd\n" in err
     assert "decoder (18 tensors), head (2 tensors)" in err
     assert same_names(read_state(output).tensors, states.timm_vit())
 

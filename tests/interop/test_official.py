@@ -1,20 +1,33 @@
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from dmjd.builders import build_objective
+from dmjd.builders import build_encoder, build_objective
+from dmjd.builders.model import build_classification
+from dmjd.builders.weights import load_classifier
 from dmjd.compose import compose
+from dmjd.errors import CheckpointError
+from dmjd.evaluate.convert import convert
+from dmjd.evaluate.encoder import load_encoder
+from dmjd.evaluate.features import encode
+from dmjd.interop.layouts import detect
 from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.decoder import MAEDecoder, VisibleBranch
 from dmjd.models.masked_image_model import Encoder, MaskedImageModel
 from dmjd.models.vit import ViTEncoder
+from dmjd.ops.images import normalise
 from dmjd.positions import sincos_positions
 from tests.interop.official_files import OFFICIAL, TABLES, from_official, to_official
 
 Shapes = dict[str, tuple[int, ...]]
+OFFICIAL_FILES = Path(__file__).parent / "official"
 
 
 # What the authors' files hold
@@ -239,3 +252,154 @@ def test_sources_are_left_as_they_were() -> None:
     OFFICIAL.write(state)
     OFFICIAL.read(official)
     assert (list(state), list(official)) == (names, theirs)
+
+
+# Files that the authors' own code wrote at a tiny width, with the features that it computed from them; fixture.json
+# names repository, commit and what was done
+
+FIXTURES = {path.parent.name: json.loads(path.read_text()) for path in sorted(OFFICIAL_FILES.glob("*/fixture.json"))}
+CASES = [(name, case) for name, fixture in FIXTURES.items() for case in fixture["cases"]]
+ALL_CASES = pytest.mark.parametrize(
+    ("name", "case"), CASES, ids=["-".join((name, case["file"], case.get("weights", ""))) for name, case in CASES]
+)
+
+
+@ALL_CASES
+def test_outputs_are_those_of_the_authors_code(
+    name: str, case: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, expected = OFFICIAL_FILES / name, load_file(OFFICIAL_FILES / name / "expected.safetensors")
+    model = [*FIXTURES[name]["backbone"], *case.get("backbone", [])]
+    arguments = [*model, "data=folder", "data.root=images", "data.image_size=[32,32]"]
+    weights = [f"weights={case['weights']}"] if "weights" in case else []
+    if "logits" in case:
+        config = compose("finetune", [f"init={folder / case['file']}", *arguments, *weights])
+        classification = build_classification(config, expected[case["logits"]].shape[1])
+        log = load_classifier(classification, folder / case["file"], config.weights)
+        assert "with its head" in log
+        images = normalise(expected["images"], config.data.mean, config.data.std)
+        ours, theirs = classification.model.eval()(images), expected[case["logits"]]
+    else:
+        caplog.set_level("INFO", "dmjd")
+        frozen = load_encoder(compose("knn", [f"checkpoint={folder / case['file']}", *arguments, *weights]))
+        data, log, theirs = frozen.data, caplog.text, expected[case["features"]]
+        ours = encode(frozen.encoder, expected["images"], mean=data.mean, std=data.std, pooling="tokens")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    assert case["layout"] in log.partition("in the layout of ")[2].partition(" (")[0].split(",")[0].split()
+    assert case.get("note", "") in log
+
+
+SYSTEMS = ["dino", "ibot", "mocov3"]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_training_file_describes_its_encoder_but_for_the_heads(name: str) -> None:
+    path, tiny = OFFICIAL_FILES / name / FIXTURES[name]["cases"][0]["file"], FIXTURES[name]["backbone"]
+    found = load_encoder(compose("knn", [f"checkpoint={path}", "backbone.num_heads=2", "data.root=x"]))
+    named = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[32,32]"]))
+    assert (found.trained.backbone, found.size) == (named.trained.backbone, named.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "extracted", "container", "prefix"),
+    [
+        ("dino", "trained", "backbone.pth", None, ""),
+        ("ibot", "trained", "backbone.pth", "state_dict", ""),
+        ("ibot", "student", "backbone_student.pth", "state_dict", ""),
+        ("mocov3", "trained", "backbone.pth", "state_dict", "module.base_encoder."),
+    ],
+)
+def test_conversion_to_the_authors_layout_is_what_their_own_script_extracts(
+    name: str, weights: str, extracted: str, container: str | None, prefix: str, tmp_path: Path
+) -> None:
+    full, output = OFFICIAL_FILES / name / FIXTURES[name]["cases"][0]["file"], tmp_path / "out.pth"
+    convert(compose("convert", [f"input={full}", f"output={output}", f"to={name}", f"weights={weights}"]))
+    written, theirs = torch.load(output), torch.load(OFFICIAL_FILES / name / extracted)
+    written = written if container is None else written[container]
+    theirs = next((theirs[key] for key in ("model", "state_dict") if key in theirs), theirs)
+    assert written.keys() == {prefix + key for key in theirs}
+    assert all(torch.equal(written[prefix + key], value) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["dino", "ibot"])
+def test_at_another_size_features_differ_from_theirs_by_the_interpolation_alone(name: str) -> None:
+    expected = load_file(OFFICIAL_FILES / name / "expected.safetensors")
+    path, tiny = OFFICIAL_FILES / name / "full.pth", FIXTURES[name]["backbone"]
+    frozen = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[48,48]"]))
+    images, theirs = normalise(expected["images_48"], frozen.data.mean, frozen.data.std), expected["teacher_48"]
+    encoder: Any = frozen.encoder
+    difference = (encoder(images) - theirs).square().mean().sqrt() / theirs.std()
+    assert 1e-3 < difference < 0.03
+    # 4 x 4 positions to 6 x 6, by vision_transformer.interpolate_pos_encoding
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        table = torch.load(path)["teacher"]["backbone.pos_embed"]
+    factor, maps = (6 + 0.1) / 4, table[:, 1:].transpose(1, 2).unflatten(2, (4, 4))
+    maps = torch.nn.functional.interpolate(maps, scale_factor=(factor, factor), mode="bicubic")
+    encoder.pos_embed.data = torch.cat((table[:, :1], maps.flatten(2).transpose(1, 2)), dim=1)
+    torch.testing.assert_close(encoder(images), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backbone", "warned"), [("mocov3_vit_small", False), ("dino_vit_small", True)])
+def test_a_wrong_number_of_heads_is_a_warning(
+    backbone: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = ["backbone=mocov3_vit_small", "backbone.depth=1", "data.image_size=[32,32]"]
+    torch.manual_seed(0)
+    state = build_encoder(compose("pretrain", [*small, "method=mae"])).state_dict()
+    first, second = sincos_positions((2, 2), 384).chunk(2, dim=1)
+    state["pos_embed"] = torch.cat((torch.zeros(1, 384), torch.cat((second, first), dim=1)))[None]
+    state = {name: torch.nan_to_num(value) for name, value in state.items()}
+    torch.save({"state_dict": {f"module.base_encoder.{name}": value for name, value in state.items()}}, tmp_path / "m")
+    words = [f"backbone={backbone}", *small[1:], "data.root=x"]
+    load_encoder(compose("knn", [f"checkpoint={tmp_path / 'm'}", *words]))
+    assert ("backbone.num_heads=6, but" in caplog.text and "have 12 heads" in caplog.text) == warned
+
+
+def without(part: Any, ends: str) -> Any:
+    """Nested dicts without the keys that end so."""
+    if not isinstance(part, dict):
+        return part
+    return {key: without(inner, ends) for key, inner in part.items() if not str(key).endswith(ends)}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("lost", ["blocks.1.attn.qkv.weight", "cls_token", "pos_embed", ".norm.bias"])
+def test_a_training_file_without_a_needed_weight_is_an_error_that_names_it(
+    name: str, lost: str, tmp_path: Path
+) -> None:
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        file = torch.load(OFFICIAL_FILES / name / FIXTURES[name]["cases"][0]["file"])
+    path = tmp_path / "full.pth"
+    torch.save(without(file, lost), path)
+    with pytest.raises(CheckpointError, match=lost.removeprefix(".").replace(".", r"\.")) as raised:
+        load_encoder(compose("knn", [f"checkpoint={path}", *FIXTURES[name]["backbone"], "data=folder", "data.root=x"]))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_stem_of_convolutions_is_an_error_of_one_line() -> None:
+    # MoCo v3's vit_conv_small: 3 x 3 convolutions with BatchNorm, then a 1 x 1 convolution.
+    state = torch.load(OFFICIAL_FILES / "mocov3/full.pth.tar")["state_dict"]
+    state = {key.removeprefix("module."): value for key, value in state.items() if ".patch_embed." not in key}
+    stem = "base_encoder.patch_embed.proj"
+    state |= {f"{stem}.0.weight": torch.ones(3, 3, 3, 3), f"{stem}.1.running_mean": torch.ones(3)}
+    with pytest.raises(CheckpointError, match=r"several convolutions \(patch_embed\.proj\.0\.weight\), as .* MoCo v3"):
+        detect(state)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "values"),
+    [
+        ("dino_vit_small", 21_665_664),
+        ("dino_vit_base", 85_798_656),
+        ("ibot_vit_small", 21_665_664),
+        ("ibot_vit_base", 85_798_656),
+        ("ibot_vit_large", 303_301_632),
+        ("mocov3_vit_small", 21_665_664),
+        ("mocov3_vit_base", 85_798_656),
+    ],
+)
+def test_backbones_have_as_many_parameters_as_in_the_authors_code(backbone: str, values: int) -> None:
+    model = compose("knn", ["checkpoint=x.pth", f"backbone={backbone}"]).model
+    with torch.device("meta"):
+        encoder = build_encoder(model)
+    assert sum(value.numel() for value in encoder.state_dict().values()) == values

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import os
 import pickle
 import resource
@@ -56,6 +57,19 @@ def test_wrappers_inside_names_are_taken_off(tmp_path: Path, wrapper: str) -> No
     same_bits(read_state(path).tensors, STATE)
 
 
+def test_weights_under_any_other_keys_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"checkpoint": {"data": {"base": STATE}}, "optimizer": {"norm.weight": torch.ones(3)}}, path)
+    same_bits(read_state(path).tensors, STATE)
+
+
+def test_flattened_parameters_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"model": {"_fsdp_wrapped_module._flat_param": torch.ones(9), "norm.weight": torch.ones(3)}}, path)
+    with pytest.raises(CheckpointError, match=r"_flat_param hold all weights of FSDP in a row; save a FULL_STATE_DICT"):
+        read_state(path)
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({**STATE, "module.norm.weight": torch.ones(3)}, path)
@@ -72,6 +86,9 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 COUNTERS = {"n_averaged": torch.tensor(3), "steps": torch.tensor(4)}
 BOTH: dict[str, dict[str, Any]] = {
+    "deep": {"a": {"net": STATE, "net_ema": AVERAGE}},
+    "a list": {"state_dict": STATE, "ema_weights": list(AVERAGE.values())},
+    "both in one": {"model": STATE, "ema": under("online_model.", STATE) | under("ema_model.", AVERAGE)},
     **{
         key: {"model": STATE, key: AVERAGE}
         for key in ("model_ema", "ema", "state_dict_ema", "ema_state_dict", "ema_model", "teacher", "shadow")
@@ -80,9 +97,7 @@ BOTH: dict[str, dict[str, Any]] = {
     "nested": {"model": STATE, "ema": {"module": AVERAGE, "decay": 0.99}},
     "swa_utils": {"state_dict": STATE, "ema_state_dict": under("module.", AVERAGE) | COUNTERS},
     "ema-pytorch": {"ema": under("online_model.", STATE) | under("ema_model.", AVERAGE) | {"step": torch.tensor(1)}},
-    "DINO": {"student": under("module.", STATE), "teacher": AVERAGE},
     "Lightning": {"state_dict": under("model.", STATE) | under("model_ema.", AVERAGE)},
-    "other keys": {"student_state_dict": STATE, "teacher_state_dict": AVERAGE},
     "swa": {"model_state_dict": STATE, "swa_model": AVERAGE},
     "average inside": {**STATE, "model_ema": AVERAGE},
     "beside": STATE | under("teacher.", AVERAGE),
@@ -94,12 +109,33 @@ BOTH: dict[str, dict[str, Any]] = {
 def test_trained_weights_are_read_and_the_average_on_demand(tmp_path: Path, case: str) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save(BOTH[case] | {"optimizer": {"state": {}}, "args": argparse.Namespace(a=1)}, path)
-    trained, average = read_state(path), read_state(path, average=True)
+    trained, average = read_state(path), read_state(path, "ema")
     same_bits(trained.tensors, STATE)
     same_bits(average.tensors, AVERAGE)
     assert (trained.kind, average.kind) == ("trained", "ema")
     assert "weights=ema reads its average" in trained.note
     assert trained.other == average.key
+
+
+DISTILLED: dict[str, dict[str, Any]] = {
+    "DINO": {"student": under("module.", STATE), "teacher": AVERAGE},
+    "other keys": {"student_state_dict": STATE, "teacher_state_dict": AVERAGE},
+    "DINOv2": {"model": under("student.", STATE) | under("teacher.", AVERAGE)},
+    "of DDP": {"state_dict": under("module.student.", STATE) | under("module.teacher._orig_mod.", AVERAGE)},
+}
+
+
+@pytest.mark.parametrize("case", DISTILLED)
+def test_of_a_student_and_its_teacher_the_teacher_is_read_and_the_student_on_demand(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save(DISTILLED[case] | {"epoch": 3, "args": argparse.Namespace(a=1)}, path)
+    for weights, expected in (("trained", AVERAGE), ("ema", AVERAGE), ("student", STATE)):
+        same_bits(read_state(path, weights).tensors, expected)
+    assert "teacher" in read_state(path).note
+    assert "which its authors evaluate; weights=student reads " in read_state(path).note
+    torch.save(BOTH["Lightning"], path)
+    with pytest.raises(ConfigError, match=r"weights=student, but .* has no student beside a teacher; use"):
+        read_state(path, "student")
 
 
 def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
@@ -111,10 +147,10 @@ def test_an_average_alone_is_read_and_named(tmp_path: Path) -> None:
     torch.save({"model": STATE, "ema": {"shadow_params": [torch.ones(4)]}}, path)
     same_bits(read_state(path).tensors, STATE)
     with pytest.raises(CheckpointError, match=r"ema\.shadow_params is a list of 1 tensors whose shapes are not"):
-        read_state(path, average=True)
+        read_state(path, "ema")
     torch.save({"model": STATE}, path)
     with pytest.raises(ConfigError, match=r"weights=ema, but .* has no average"):
-        read_state(path, average=True)
+        read_state(path, "ema")
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -226,7 +262,7 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
     with pytest.raises(CheckpointError, match="cannot be read as a checkpoint") as caught:
         read_state(path)
     assert "\n" not in str(caught.value)
-    assert suffix == ".safetensors" or str(caught.value).endswith("it is cut off")
+    assert str(caught.value).endswith("; download or copy it again" if kept == 0 or suffix == ".pth" else "again")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +270,17 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
     [
         ("a.pth", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
         ("a.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:4665a5\n", "git lfs pull"),
-        ("a.pth", b"<!DOCTYPE html>\n<title>404</title>", r"torch\.save did not write it"),
+        (
+            "a.pth",
+            b"<!DOCTYPE html>\n<title>404</title>",
+            "it is a web page, as of a failed download; .* the file itself",
+        ),
+        ("a.safetensors", b"\n  <html lang=en>", "it is a web page, as of a failed download; .* the file itself"),
+        ("a.pth", b'{"data":{"error": "not found"}}', "it is JSON text, .*; name the file of weights"),
+        ("a.safetensors", b"", "it is empty; download or copy it again"),
+        ("a.pth", gzip.compress(b"abc"), "it is compressed with gzip; unpack it"),
+        ("a.pth", bytes(257) + b"ustar" + bytes(300), "it is a tar archive; unpack it"),
+        ("a.pth", b"what is this", r"torch\.save did not write it; name a \.safetensors file or one of torch\.save"),
     ],
 )
 def test_what_torch_did_not_write_is_one_sentence(tmp_path: Path, name: str, content: bytes, cause: str) -> None:
@@ -248,7 +294,7 @@ def test_other_archives_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "weights.pth"
     np.savez(tmp_path / "weights.npz", a=np.ones(3))
     (tmp_path / "weights.npz").rename(path)
-    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it$"):
+    with pytest.raises(CheckpointError, match=r"weights\.pth cannot .*: torch\.save did not write it; name"):
         read_state(path)
     with zipfile.ZipFile(path, "w") as archive:  # as torch.jit.save lays it out
         for part in ("data.pkl", "constants.pkl", "code/__torch__.py"):
@@ -288,9 +334,9 @@ FAULTS: dict[str, tuple[object, str]] = {
     "scalar": (torch.tensor(1.0), "is a single number, which no weight is"),
     "integers": (
         torch.ones(3, dtype=torch.int8),
-        "is of torch.int8, as after quantisation; weights are read in torch",
+        "is of torch.int8, and weights are read in torch.float64, torch",
     ),
-    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, as after quantisation"),
+    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, and weights are read in"),
     "meta": (torch.ones(3, device="meta"), "is without values, for the model was on torch's meta device"),
     "a shard of none": (torch.ones(0), "is empty, as where each process of a sharded model stores its own part"),
     "list": ([1.0, 2.0], "is not stored as torch's tensors"),
@@ -341,8 +387,9 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "lr": 0.1}, path)
     with pytest.raises(CheckpointError, match=r"holds no tensors .*it has epoch, lr"):
         read_state(path)
-    torch.save({"epoch": 3, "model": {"state": {"model": {"norm.weight": torch.ones(2)}}}}, path)
-    with pytest.raises(CheckpointError, match=r"it has epoch, model\.state\.model; "):
+    two = {"a": {"net": {"b": {"norm.weight": torch.ones(2)}}}, "c": {"d": {"norm.weight": torch.ones(2)}}}
+    torch.save({"epoch": 3, "optimizer": {"norm.weight": torch.ones(2)}, "models": two}, path)
+    with pytest.raises(CheckpointError, match=r"several models: models\.a\.net\.b, models\.c\.d; save one of them"):
         read_state(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list, not weights by name"):

@@ -61,7 +61,7 @@ def views_for(encoder: Encoder, batch: int = 2) -> MaskedViews:
 
 
 @pytest.mark.parametrize("layer_scale", [None, 0.1])
-@pytest.mark.parametrize("positions", ["relative", "learned"])
+@pytest.mark.parametrize("positions", ["relative", "learned", "learned_relative"])
 def test_the_encoder_is_timms_beit(positions: str, layer_scale: float | None) -> None:
     encoder = randomised(initialised(vit(positions=positions, layer_scale=layer_scale), "beit").encoder)
     oracle = Beit(
@@ -73,8 +73,8 @@ def test_the_encoder_is_timms_beit(positions: str, layer_scale: float | None) ->
         num_classes=0,
         global_pool="token",
         init_values=layer_scale,
-        use_abs_pos_emb=positions == "learned",
-        use_shared_rel_pos_bias=positions == "relative",
+        use_abs_pos_emb="learned" in positions,
+        use_shared_rel_pos_bias="relative" in positions,
     ).eval()
     state = {name: value for name, value in encoder.state_dict().items() if name != "mask_token"}
     oracle.load_state_dict(state)

@@ -337,7 +337,7 @@ BAD = {
     "no init": ([], "init is required"),
     "no file": (["missing"], "init=missing is not there"),
     "a folder of images": (["{tmp}/whole"], "whole is a folder of images, which data.root names; init names a run"),
-    "file without a model": (["{tmp}/w.safetensors"], "add preset=NAME"),
+    "an empty file": (["{tmp}/w.safetensors"], "w.safetensors cannot be read as a checkpoint: it is empty"),
     "a pre-training folder": (["{run}", "run={run}"], "is a run of dmjd pretrain; name another folder"),
     "another width": (["{run}", "backbone.embed_dim=64"], "another encoder than the configuration"),
     "one class": (["{run}", "data.root={tmp}/one"], "the training images have one class, and a score needs two"),

@@ -1,0 +1,620 @@
+"""``dmjd embed``: the features of every image of a data set, by one or several encoders, in one file.
+
+Parts of the file are written while the images are encoded; an interrupted command continues behind them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+from dmjd import __version__
+from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
+from dmjd.config.fields import choice, choices, number, path, positive, recorded
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.explore.embeddings import (
+    EMBEDDINGS,
+    FORMATS,
+    Embeddings,
+    plain_name,
+    read_embeddings,
+    write_embeddings,
+    write_parts,
+)
+from dmjd.explore.registry import Tool
+from dmjd.files import obstacle, standing_place
+from dmjd.progress import Progress
+from dmjd.redact import shown
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from torch import Tensor
+    from torch.nn import Module
+
+    from dmjd.data.dataset import ImageDataset, Split
+    from dmjd.evaluate.encoder import FrozenEncoder
+
+Array: TypeAlias = "npt.NDArray[Any]"
+
+PART_SECONDS = 30.0
+PART_BYTES = 1 << 27
+"""A part of the file is written once it took so long or is so large; this bounds the memory."""
+LEFT_OUT = 10
+"""Images that may be left out of any data set, however small."""
+
+logger = logging.getLogger("dmjd")
+
+
+@dataclass
+class EmbedConfig:
+    """Features of images, in a file.
+
+    checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of dmjd or of another
+        code base; several are written side by side.
+    output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
+    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
+        score.
+    model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
+        backbone=NAME set it, backbone.KEY=VALUE single values.
+    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
+        (needs a run with ema_decay).
+    pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
+        for each.
+    split: Images: all, or those of the split train or test.
+    images: Maximum number of images, evenly spaced. null: all.
+    dtype: Data type of the stored features.
+    thumbnail: Longest side in pixels of the stored thumbnails; 0: none.
+    batch_size: Images per forward pass.
+    workers: DataLoader workers. null: one per batch, at most 8 and at most one per CPU core.
+    device: auto: CUDA if available, else CPU.
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR names other images, with or
+        without labels. Several checkpoints embed the images of the first one's data.
+    data_keys: The keys of data that are given; set by the command line. null: all of them.
+    """
+
+    checkpoints: list[str] = path("???")
+    output: str | None = path()
+    which: str = choice("newest", "best")
+    model: PretrainConfig | None = None
+    weights: str = choice("trained", "untrained", "ema")
+    pooling: list[str] = choices("mean", "cls")
+    split: str = choice("all", "train", "test")
+    images: int | None = number(None, least=1)
+    dtype: str = choice("float32", "float16")
+    thumbnail: int = number(64, least=0, most=512)
+    batch_size: int = positive(256)
+    workers: int | None = number(None, least=0)
+    device: str = choice("auto", "cpu", "cuda")
+    data: DataConfig | None = None
+    data_keys: list[str] | None = recorded()
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be combined; before a checkpoint is loaded."""
+        if not self.checkpoints:
+            raise ConfigError("checkpoints must name at least one run folder or file of weights, got []")
+        if len(self.pooling) not in (1, len(self.checkpoints)):
+            raise ConfigError(
+                f"pooling has {len(self.pooling)} values for {len(self.checkpoints)} checkpoint(s); give one, or "
+                "one for each"
+            )
+        if self.output is None and len(self.checkpoints) > 1:
+            raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
+        if self.output is not None and Path(self.output).suffix not in FORMATS:
+            raise ConfigError(f"output={self.output} must end in {' or '.join(FORMATS)}")
+        if self.output is not None and Path(self.output).suffix == ".parquet":
+            import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
+
+
+def run(config: EmbedConfig) -> Iterator[str]:
+    """Write the file, or continue from the parts that an interrupted command left."""
+    encoders = _load(config)
+    first = next(iter(encoders.values()))
+    images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
+    output = _output(config, first, images)
+    parts = _Parts(output, images.classes, config.dtype, _identity(config, encoders, images))
+    batches = _Batches(images, [_view_of(frozen) for frozen in encoders.values()], config.batch_size, config.thumbnail)
+    with parts:
+        left_out = _encode(config, encoders, images, batches, parts)
+        embedded = sum(part.images for part in parts.done)
+        if not embedded:
+            first_bad = next(iter(left_out.items()))
+            raise DataError(f"none of the {len(left_out)} images can be decoded; the first: {': '.join(first_bad)}")
+        settings = {**_settings(config, encoders, images), "left_out": left_out}
+        write_parts(output, [part.path for part in parts.done], parts.folder, settings)
+    if left_out:
+        names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
+        logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
+    sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
+    yield f"{output}: {embedded} images of {images.source}; {config.dtype} features: {sizes}"
+
+
+def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
+    """Name -> encoder, on its device."""
+    from dmjd.evaluate.encoder import load_encoder
+
+    pooling = config.pooling * (len(config.checkpoints) // len(config.pooling))
+    files = [Path(each).is_file() for each in config.checkpoints]
+    found: dict[str, FrozenEncoder] = {}
+    for checkpoint, is_file, how in zip(config.checkpoints, files, pooling, strict=True):
+        one = EvaluationConfig(
+            checkpoint=checkpoint,
+            which=config.which,
+            model=config.model if is_file or not any(files) else None,
+            weights=config.weights,
+            pooling=how,
+            device=config.device,
+            data=config.data,
+            data_keys=config.data_keys,
+        )
+        frozen = load_encoder(one)
+        name = plain_name(frozen.run.path.resolve().name)
+        steps = f"{name}-step{frozen.step:08d}"
+        names = (name, steps, *(f"{steps}-{more}" for more in range(2, len(files) + 2)))
+        found[next(each for each in names if each not in found)] = frozen
+    return found
+
+
+# Images ---------------------------------------------------------------------------------------------------------------
+
+
+class _Split(NamedTuple):
+    """The chosen images of one split. datasets: number of channels -> the split, in that many; indices: int64 [n]."""
+
+    split: Split
+    datasets: dict[int, ImageDataset]
+    indices: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Images:
+    """source: their description. fingerprint: of the names of all images. moved: they are in another folder than those
+    of the checkpoint."""
+
+    splits: list[_Split]
+    classes: list[str]
+    root: str | None
+    source: str
+    fingerprint: str
+    moved: bool
+
+    def __len__(self) -> int:
+        return sum(len(each.indices) for each in self.splits)
+
+
+def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
+    import numpy as np
+
+    from dmjd.data.build import build_dataset, report
+    from dmjd.evaluate.encoder import image_source
+
+    # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
+    data = replace(first.data, check="none", max_bad_percent=100.0)
+    wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast("Split", config.split)]
+    moves = {"root", "val_percent"} & {*(config.data_keys or ())} == {"root"}
+    found: list[tuple[Split, dict[int, ImageDataset]]] = []
+    for split in wanted:
+        try:
+            datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
+        except DataError as error:
+            if data.val_percent and config.split == "all" and moves:
+                # Other images than those of the run, too few for its rule, or with a split of their own.
+                data = replace(data, val_percent=0.0)
+                datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
+            elif found and re.search("has no (test split|val shards)", str(error)):
+                break
+            else:
+                raise
+        if split == "train" or not data.val_percent:  # else both list the same folder
+            report(datasets[min(channels)])
+        found.append((split, datasets))
+    total = sum(len(datasets[min(channels)]) for _, datasets in found)
+    count = total if config.images is None else min(config.images, total)
+    chosen, start, splits, digest = np.arange(count) * total // count, 0, [], hashlib.sha256()
+    for split, datasets in found:
+        dataset = datasets[min(channels)]
+        own = chosen[(chosen >= start) & (chosen < start + len(dataset))] - start
+        splits.append(_Split(split, datasets, own))
+        start += len(dataset)
+        digest.update(f"{split} {len(dataset)} {getattr(dataset, 'fingerprint', '')}\n".encode())
+    classes = getattr(dataset, "classes", ()) or map(str, range(dataset.num_classes))
+    moved = data.root is not None and data.root != first.trained.data.root
+    names = [plain_name(each) for each in classes]
+    return _Images(splits, names, data.root, image_source(data), digest.hexdigest(), moved)
+
+
+class _View(NamedTuple):
+    """How an encoder reads an image."""
+
+    channels: int
+    size: tuple[int, int]
+    crop_pct: float
+
+
+def _view_of(frozen: FrozenEncoder) -> _View:
+    return _View(frozen.data.channels, frozen.size, frozen.data.crop_pct)
+
+
+class _Batch(NamedTuple):
+    """Images of one split. images: view -> uint8 ``[b, H, W, C]``; left_out: name -> reason."""
+
+    split: Split
+    ids: list[int]
+    names: list[str]
+    labels: list[int]
+    images: dict[_View, Tensor]
+    thumbnails: list[bytes]
+    left_out: dict[str, str]
+
+
+class _Batches:
+    """``load(i)``: the batches of ``dmjd knn``, without the images that cannot be decoded, in every view.
+
+    Each image is read and decoded once for each number of channels.
+    """
+
+    def __init__(self, images: _Images, views: Sequence[_View], batch_size: int, thumbnail: int) -> None:
+        self._images, self._views, self._thumbnail = images, list(dict.fromkeys(views)), thumbnail
+        self._places = [
+            (split, start, min(start + batch_size, len(split.indices)))
+            for split in images.splits
+            for start in range(0, len(split.indices), batch_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def images_before(self, number: int) -> int:
+        """Number of images in the batches before ``number``, those left out included."""
+        return sum(stop - start for _, start, stop in self._places[:number])
+
+    def load(self, number: int) -> tuple[_Batch, tuple[()]]:
+        """A batch, and no substitutions."""
+        import torch
+
+        from dmjd.data.waiting import progress_mark
+
+        split, start, stop = self._places[number]
+        batch = _Batch(split.split, [], [], [], {}, [], {})
+        views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
+        arrived = progress_mark()
+        for index in split.indices[start:stop].tolist():
+            name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
+            try:
+                found, thumbnail = self._read(split, index)
+            except BadImage as error:
+                batch.left_out[name] = plain_name(f"{error.kind}: {error.fault}")
+            else:
+                for view, pixels in found.items():
+                    views[view].append(pixels)
+                batch.ids.append(index)
+                batch.names.append(name)
+                batch.labels.append(next(iter(split.datasets.values())).label(index))
+                batch.thumbnails.append(thumbnail)
+            arrived()
+        if batch.ids:
+            batch.images.update((view, torch.stack(pixels)) for view, pixels in views.items())
+        return batch, ()
+
+    def _read(self, split: _Split, index: int) -> tuple[dict[_View, Tensor], bytes]:
+        from dmjd.data.crops import evaluation_view
+        from dmjd.data.dataset import InMemory
+
+        decoded = {}
+        for channels, dataset in split.datasets.items():
+            opened = dataset.open(index)
+            decoded[channels] = opened.region((0, 0, *opened.size))
+        views = {
+            view: evaluation_view(InMemory(decoded[view.channels]), view.size, view.crop_pct) for view in self._views
+        }
+        return views, _jpeg(decoded[max(decoded)], self._thumbnail) if self._thumbnail else b""
+
+
+def name_below(name: str, root: str | None) -> str:
+    """The name of an image without the folders above its data set."""
+    if root is not None and os.path.isabs(root) == os.path.isabs(name):
+        below = os.path.relpath(name, root)
+        name = below if not below.startswith("..") else name
+    return plain_name(os.path.basename(name) if os.path.isabs(name) else name)
+
+
+def _jpeg(pixels: npt.NDArray[np.uint8], side: int) -> bytes:
+    """A JPEG of at most ``side`` pixels; smaller images keep their size."""
+    from PIL import Image
+
+    picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+    picture.thumbnail((side, side), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
+# Encoding -------------------------------------------------------------------------------------------------------------
+
+
+def _encode(
+    config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images, batches: _Batches, parts: _Parts
+) -> dict[str, str]:
+    """Encode the images whose part is missing; returns name -> reason of all that are left out."""
+    from dmjd.data.batch import Batch
+    from dmjd.data.loader import Batches, BatchLoader, check_shared_memory
+    from dmjd.data.waiting import Limit
+    from dmjd.evaluate.encoder import loader_workers
+
+    data = next(iter(encoders.values())).data
+    begin = parts.resume()
+    left_out = {name: why for part in parts.done for name, why in part.left_out.items()}
+    done = batches.images_before(begin)
+    if done:
+        logger.info("%s: %d of %d images are done; continuing", parts.folder, done, len(images))
+    workers = config.workers
+    if workers is None:
+        workers = loader_workers(len(images) - done, config.batch_size) if begin < len(batches) else 0
+    views = [_view_of(frozen) for frozen in encoders.values()]
+    for channels in {view.channels for view in views}:
+        sizes = [view.size for view in dict.fromkeys(views) if view.channels == channels]
+        check_shared_memory(Batch.nbytes(config.batch_size, sizes, channels), workers)
+    limit = Limit(data.timeout, finishes=False)
+    # The loader passes batches on without looking into them.
+    loader = BatchLoader(cast(Batches, batches), begin, len(batches), workers, pin_memory=False, limit=limit)
+    most = max(LEFT_OUT, len(images) * data.max_bad_percent / 100)
+    pending = _Pending(begin)
+    with _interruptible(), Progress("images", len(images), done, images=1) as bar:
+        try:
+            for batch in cast("Iterator[_Batch]", iter(loader)):
+                features = _features(encoders, batch, config) if batch.ids else {}
+                left_out |= batch.left_out
+                if len(left_out) > most:
+                    raise DataError(_too_many(left_out, len(images), data.max_bad_percent))
+                pending.add(batch, features)
+                bar.advance(len(batch.ids) + len(batch.left_out))
+                if pending.due:
+                    parts.write(pending)
+                    pending = _Pending(pending.stop)
+            parts.write(pending)
+        except KeyboardInterrupt:
+            parts.write(pending)
+            count = batches.images_before(pending.stop)
+            logger.warning("%s: %d of %d images are done; the same command continues", parts.folder, count, len(images))
+            raise
+    return left_out
+
+
+def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: EmbedConfig) -> dict[str, Array]:
+    import numpy as np
+
+    from dmjd.evaluate.features import encode
+
+    found: dict[str, Array] = {}
+    pooling = config.pooling * (len(encoders) // len(config.pooling))
+    for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
+        pixels = batch.images[_view_of(frozen)].to(frozen.device, non_blocking=True)
+        values = encode(frozen.encoder, pixels, mean=frozen.data.mean, std=frozen.data.std, pooling=how)
+        if not bool(values.isfinite().all()):
+            raise BadFeatures(f"the features of {frozen.path} hold NaN or infinity: embed an earlier checkpoint")
+        with np.errstate(over="ignore"):
+            stored = values.cpu().numpy().astype(config.dtype)
+        if not np.isfinite(stored).all():
+            raise BadFeatures(f"the features of {frozen.path} exceed the range of float16; use dtype=float32")
+        found[name] = stored
+    return found
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Context in which SIGTERM is a KeyboardInterrupt, too; outside the main thread, it keeps its action."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> dict[str, Any]:
+    """Settings of the file. They have no date, so that the same command writes the same bytes."""
+    pooling = config.pooling * (len(encoders) // len(config.pooling))
+    described = {}
+    for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
+        described[name] = {
+            "checkpoint": shown(str(frozen.path)),
+            "step": frozen.step,
+            "weights": frozen.weights,
+            "sha256": digest_of(frozen.encoder),
+            "dim": frozen.encoder.embed_dim,
+            **preparation(frozen, how),
+        }
+    return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
+
+
+def preparation(frozen: FrozenEncoder, pooling: str) -> dict[str, Any]:
+    """Settings of an encoder that its features depend on, beside the weights."""
+    data = frozen.data
+    return {
+        "pooling": pooling,
+        "image_size": list(frozen.size),
+        "crop_pct": data.crop_pct,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
+
+
+def digest_of(encoder: Module) -> str:
+    """Hex SHA-256 of the names and values of the weights."""
+    digest = hashlib.sha256()
+    for name, value in encoder.state_dict().items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).numpy().data)
+    return digest.hexdigest()
+
+
+def _identity(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> str:
+    """Hash of all that the bytes of a part depend on but the pixels of the images."""
+    devices = [frozen.device.type for frozen in encoders.values()]
+    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices, images.fingerprint]
+    settings = [_settings(config, encoders, images), stored]
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def _too_many(left_out: Mapping[str, str], total: int, percent: float) -> str:
+    name, why = next(iter(left_out.items()))
+    return (
+        f"{len(left_out)} of {total} images cannot be decoded, more than {LEFT_OUT} and than data.max_bad_percent="
+        f"{percent:g} allow; the first: {name} ({why}); repair them, or set data.max_bad_percent=100, and the same "
+        "command continues"
+    )
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+class _Pending:
+    """Batches ``start .. stop - 1``, which are not written yet."""
+
+    def __init__(self, start: int) -> None:
+        self.start = self.stop = start
+        self.batches: list[tuple[_Batch, dict[str, Array]]] = []
+        self._began, self._bytes = time.monotonic(), 0
+
+    def add(self, batch: _Batch, features: dict[str, Array]) -> None:
+        self.batches.append((batch, features))
+        self.stop += 1
+        self._bytes += sum(map(len, batch.thumbnails)) + sum(values.nbytes for values in features.values())
+
+    @property
+    def due(self) -> bool:
+        """Whether to write a part now; a part has at least one image."""
+        full = self._bytes >= PART_BYTES or time.monotonic() - self._began >= PART_SECONDS
+        return full and any(batch.ids for batch, _ in self.batches)
+
+
+class _Part(NamedTuple):
+    """A file of the images of the batches before ``stop``. left_out: name -> reason, of images of these batches."""
+
+    path: Path
+    stop: int
+    images: int
+    left_out: dict[str, str]
+
+
+class _Parts:
+    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless there was an error.
+
+    Args:
+        output: the file that the parts will make.
+        classes: of the labels.
+        dtype: of the features.
+        identity: parts of another identity are removed.
+    """
+
+    def __init__(self, output: Path, classes: list[str], dtype: str, identity: str) -> None:
+        self.folder = output.with_name(f"{output.name}.parts")
+        self.done: list[_Part] = []
+        self._output, self._classes, self._dtype, self._identity = output, classes, dtype, identity
+
+    def __enter__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / ".lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ConfigError(
+                f"output={self._output}: another process writes it ({error.strerror}); wait for it, or name another "
+                "file"
+            ) from error
+        os.register_at_fork(after_in_child=self._lock.close)  # loader workers may live longer than this process
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._lock.close()
+        if kind is None:
+            for name in (".lock", *(part.path.name for part in self.done)):
+                (self.folder / name).unlink()
+            with suppress(OSError):  # it holds files of others
+                self.folder.rmdir()
+
+    def resume(self) -> int:
+        """Find the parts of an earlier launch from the first batch on; returns the first batch without a part."""
+        for draft in self.folder.glob(".part-*.tmp"):  # of a process that was killed
+            draft.unlink()
+        stop, others = 0, 0
+        for file in sorted(self.folder.glob("part-*.npz")):
+            part = self._read(file)
+            if part is None or file.name != _part_name(stop):
+                file.unlink()
+                others += 1
+            else:
+                self.done.append(part)
+                stop = part.stop
+        if others:
+            logger.info("%s: removed %d part(s) of other settings or damaged", self.folder, others)
+        return stop
+
+    def _read(self, path: Path) -> _Part | None:
+        try:
+            found = read_embeddings(path)
+            settings = found.settings
+            if settings["identity"] != self._identity:
+                return None
+            return _Part(path, int(settings["stop"]), len(found), dict(settings["left_out"]))
+        except (DataError, KeyError, TypeError, ValueError):
+            return None
+
+    def write(self, pending: _Pending) -> None:
+        """Write a part; nothing if it would have no image."""
+        import numpy as np
+
+        batches = [batch for batch, _ in pending.batches if batch.ids]
+        if not batches:
+            return
+        rows = [features for _, features in pending.batches if features]
+        left_out = {name: why for batch, _ in pending.batches for name, why in batch.left_out.items()}
+        part = Embeddings(
+            names=[name for batch in batches for name in batch.names],
+            ids=np.array([index for batch in batches for index in batch.ids]),
+            splits=np.array([batch.split for batch in batches for _ in batch.ids]),
+            labels=np.array([label for batch in batches for label in batch.labels]),
+            classes=self._classes,
+            features={name: np.concatenate([each[name] for each in rows]) for name in rows[0]},
+            thumbnails=[each for batch in batches for each in batch.thumbnails] if batches[0].thumbnails[0] else None,
+            settings={"identity": self._identity, "stop": pending.stop, "left_out": left_out},
+        )
+        path = self.folder / _part_name(pending.start)
+        write_embeddings(path, part, self._dtype)
+        self.done.append(_Part(path, pending.stop, len(part), left_out))
+
+
+def _part_name(start: int) -> str:
+    return f"part-{start:08d}.npz"
+
+
+def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    if config.output is not None:
+        path = Path(config.output)
+    else:
+        others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
+        path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
+    standing = standing_place(path.parent)
+    if what := obstacle(path):
+        raise ConfigError(f"output={path} is {what}; name a file that ends in {' or '.join(FORMATS)}")
+    if not standing.is_dir() or not os.access(standing, os.W_OK):
+        raise ConfigError(f"{standing} cannot be written to; name another file with output=FILE")
+    return path
+
+
+TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)
