@@ -90,7 +90,8 @@ class SwinEncoder(SwinTransformer, Encoder):
         )
         for block in self.blocks:
             block.__class__ = SwinBlock  # timm's stage takes no classes; the parameters are drawn already
-            block.mlp.act = Gelu()
+            mlp: Any = block.mlp
+            mlp.act = Gelu()
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out
         self.image_size = image_size
         self.grid = grid
