@@ -428,7 +428,7 @@ def _summary(command: str) -> str:
 
 def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     from dmjd.compose import with_first_key
-    from dmjd.keys import SEVERAL, key_of_first
+    from dmjd.keys import PATHS, SEVERAL, key_of_first, keys_of
     from dmjd.manual import OF_REPORT, examples, page
 
     lines = [f"dmjd {command}: {_summary(command)}", "", *examples(command)]
@@ -438,6 +438,8 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     if first is not None:
         typed = f"dmjd {command.replace('_', ' ')}"
         several = f", {typed} A B for {typed} {first}=A,B" if first in SEVERAL else ""
+        if PATHS in keys_of(command):
+            several = f", {typed} RUN A B for {typed} {first}=RUN {PATHS}=A,B"
         lines += ["", f"{typed} RUN is short for {typed} {first}=RUN{several}"]
         arguments = with_first_key(command, arguments)
     if command in SCHEMAS:

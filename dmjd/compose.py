@@ -40,7 +40,18 @@ from dmjd.config.fields import suggestion
 from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
-from dmjd.keys import DESCRIBING, SEVERAL, fields_of, groups_of, key_of_first, keys_of, near, takes_data, takes_files
+from dmjd.keys import (
+    DESCRIBING,
+    PATHS,
+    SEVERAL,
+    fields_of,
+    groups_of,
+    key_of_first,
+    keys_of,
+    near,
+    takes_data,
+    takes_files,
+)
 from dmjd.redact import Typed, know, redact, shown
 from dmjd.resources import configs_dir
 from dmjd.safe_load import parse_yaml
@@ -77,16 +88,19 @@ def compose(command: str, overrides: Sequence[str]) -> Any:
 
 def with_first_key(command: str, arguments: Sequence[str]) -> list[str]:
     """``arguments`` with the key of the first one, or of the first ones for a key that takes several, which may be left
-    out (:func:`~dmjd.keys.key_of_first`). They may hold an equals sign, unless a key is before it."""
+    out (:func:`~dmjd.keys.key_of_first`); also :data:`~dmjd.keys.PATHS`. They may hold an equals sign, unless a key is
+    before it."""
     first = key_of_first(command)
     if first is None:
         return list(arguments)
-    most = len(arguments) if first in SEVERAL else 1
+    more = first if first in SEVERAL else PATHS if PATHS in keys_of(command) else None
+    most = len(arguments) if more else 1
     paths = list(takewhile(lambda text: _is_path(command, text), arguments[:most]))
     if not paths:
         return list(arguments)
-    value = ",".join(map(quoted, paths)) if first in SEVERAL else paths[0]
-    return [f"{first}={value}", *arguments[len(paths) :]]
+    single = [] if first in SEVERAL else [f"{first}={paths.pop(0)}"]
+    several = [f"{more}=[{','.join(map(quoted, paths))}]"] if paths else []
+    return [*single, *several, *arguments[len(single) + len(paths) :]]
 
 
 def _is_path(command: str, text: str) -> bool:

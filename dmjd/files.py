@@ -7,7 +7,8 @@ import logging
 import os
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -66,6 +67,20 @@ def replace_file(path: Path, content: bytes | str, mode: int = 0o666) -> None:
             os.unlink(draft)
         with open(draft, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content.encode(errors="surrogateescape") if isinstance(content, str) else content)
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def drafted(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; the file there replaces ``path`` after the block, and is removed if that
+    raises."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.unlink(missing_ok=True)
+        yield draft
         draft.replace(path)
     except BaseException:
         draft.unlink(missing_ok=True)

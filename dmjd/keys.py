@@ -57,6 +57,9 @@ def keys_of(command: str) -> set[str]:
 
 SEVERAL = ("checkpoints", "embeddings")
 """Keys of a first argument that take a list: `dmjd embed RUN RUN` is short for `dmjd embed checkpoints=[RUN,RUN]`."""
+PATHS = "paths"
+"""Key of the arguments after the first one, of a command that has it: `dmjd show RUN A B` is short for
+`dmjd show checkpoint=RUN paths=A,B`."""
 
 
 def key_of_first(command: str) -> str | None:

@@ -102,6 +102,32 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd embed runs/photos data.root=new output=new.parquet", "other images, as a table"),
         ("dmjd embed runs/a runs/b mae.pth experiment=mae_vit_base output=all.npz", "three encoders side by side"),
     ),
+    "tsne": (
+        ("dmjd tsne runs/photos", "the newest file of dmjd embed, as RUN/explore/tsne.png and tsne.html"),
+        ("dmjd tsne all.npz classes=20 split=test", "the encoders of a file side by side, test images of 20 classes"),
+        ("dmjd tsne runs/a runs/b classes=[cat,dog]", "the same images of two classes in two runs"),
+    ),
+    "neighbours": (
+        ("dmjd neighbours runs/photos", "the newest file of dmjd embed, as RUN/explore/neighbours.html and .csv"),
+        ("dmjd neighbours trained.npz untrained.npz queries=40", "the encoders of two files below each other"),
+        (
+            "dmjd neighbours runs/photos query=cat/001.jpg duplicates=0.999",
+            "one query; pairs of equal images",
+        ),
+    ),
+    "predict": (
+        ("dmjd predict runs/finetune new_photos", "all images of a folder, by the classifier of a fine-tuning"),
+        (
+            "dmjd predict runs/finetune a.jpg b.jpg probabilities=top5",
+            "two images, with five classes each",
+        ),
+        ("dmjd predict runs/photos new_photos labelled=labelled.npz", "by the nearest images of a file of dmjd embed"),
+    ),
+    "show": (
+        ("dmjd show runs/photos", "test images of a run, as RUN/pictures/show*.png, which dmjd report includes"),
+        ("dmjd show runs/photos a.jpg new/ kinds=attention,pca data.image_size=384", "other images, finer maps"),
+        ("dmjd show mae.pth a.jpg experiment=mae_vit_base output=pictures", "a file with encoder and decoder"),
+    ),
     "export": (
         ("dmjd export runs/photos", "the newest checkpoint, for timm.create_model"),
         ("dmjd export runs/tuned format=onnx weights=ema", "a fine-tuned run's classifier, its moving average"),

@@ -243,7 +243,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
     ("words", "parts"),
     [
         (["pretrian"], ["no command 'pretrian'; did you mean pretrain?"]),
-        (["zzz"], ["'zzz'", "pretrain, finetune, demo, plan, report, export", "knn, linprobe"]),
+        (["zzz"], ["'zzz'", "pretrain, finetune, demo, plan, report, embed", "knn, linprobe"]),
         (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
         (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
         (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),

@@ -336,7 +336,7 @@ def test_overrides_of_pretraining_describe_the_model_of_a_file(command: str) -> 
     config = compose(command, ["checkpoint=x.pth", *overrides])
     assert config.model == compose("pretrain", overrides)
     assert compose(command, ["checkpoint=x"]).model is None
-    with pytest.raises(ConfigError, match=r"backbone has no option 'vit_tall'; .* choose from convvit_base"):
+    with pytest.raises(ConfigError, match=r"backbone has no option 'vit_tall'; .* choose from cae_vit_base"):
         compose(command, ["checkpoint=x.pth", "backbone=vit_tall"])
 
 

@@ -180,6 +180,12 @@ class ImageFolder:
         return None
 
 
+def images_below(folder: str) -> list[str]:
+    """Sorted paths of all images below ``folder``, relative to it, as :class:`ImageFolder` lists them. Raises DataError
+    if a folder cannot be listed."""
+    return _walk(folder, "", (), _Rules(tuple(ENDINGS), frozenset(SKIPPED_FOLDERS)), Counter())
+
+
 class _Rules(NamedTuple):
     """Which entries of a folder are listed: see :class:`ImageFolder`."""
 

@@ -112,6 +112,15 @@ def _left_out(
     )
 
 
+def leave_one_out(
+    bank: Features, num_classes: int, device: torch.device, temperature: float = 0.07
+) -> tuple[KnnResult, int]:
+    """Accuracies of the images of ``bank``, at least two, by their neighbours in it, and their number k, as
+    ``dmjd knn`` chooses it; of more than :data:`LEFT_OUT` images those of evenly spaced ones."""
+    k = min(neighbours_for(len(bank), num_classes), len(bank) - 1)
+    return _left_out(bank, num_classes, device, [k], [temperature])[k, temperature], k
+
+
 def _chosen(table: Table, left_out: Table) -> dict[str, Any]:
     """Scores of the pair that is best in ``left_out`` (of equal ones the first), and those of all pairs."""
     best = max(table, key=lambda pair: left_out[pair].top1)
@@ -188,8 +197,8 @@ def knn_table(
             similarities.scatter_(1, own[place : place + rows, None].to(device), -torch.inf)
         similarity, nearest = similarities.topk(neighbours[-1], dim=1)
         for k, temperature in pairs:
-            votes = _votes(similarity[:, :k], bank_labels[nearest[:, :k]], num_classes, temperature)
-            weight, ranked = votes.topk(min(5, num_classes), dim=1)
+            found = votes(similarity[:, :k], bank_labels[nearest[:, :k]], num_classes, temperature)
+            weight, ranked = found.topk(min(5, num_classes), dim=1)
             hit = (ranked == labels.unsqueeze(1)) & (weight > 0)
             hits1[k, temperature].append(hit[:, 0])
             hits5[k, temperature] += hit.sum()
@@ -200,7 +209,7 @@ def knn_table(
     return table
 
 
-def _votes(similarity: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
+def votes(similarity: Tensor, labels: Tensor, num_classes: int, temperature: float) -> Tensor:
     """Votes, float64 ``[Q, num_classes]``, of neighbours ``[Q, k]`` by descending similarity."""
     # Relative to the nearest neighbour: the same ranking, and no overflow at a small temperature. In float64, whose
     # range keeps the votes of far neighbours above 0.

@@ -292,7 +292,7 @@ class _Batches:
         views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
         arrived = progress_mark()
         for index in split.indices[start:stop].tolist():
-            name = _name(next(iter(split.datasets.values())).name(index), self._images.root)
+            name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
             try:
                 found, thumbnail = self._read(split, index)
             except BadImage as error:
@@ -323,7 +323,7 @@ class _Batches:
         return views, _jpeg(decoded[max(decoded)], self._thumbnail) if self._thumbnail else b""
 
 
-def _name(name: str, root: str | None) -> str:
+def name_below(name: str, root: str | None) -> str:
     """The name of an image without the folders above its data set."""
     if root is not None and os.path.isabs(root) == os.path.isabs(name):
         below = os.path.relpath(name, root)
@@ -435,18 +435,26 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "checkpoint": shown(str(frozen.path)),
             "step": frozen.step,
             "weights": frozen.weights,
-            "sha256": _digest_of(frozen.encoder),
-            "pooling": how,
+            "sha256": digest_of(frozen.encoder),
             "dim": frozen.encoder.embed_dim,
-            "image_size": list(frozen.size),
-            "crop_pct": frozen.data.crop_pct,
-            "mean": list(frozen.data.mean),
-            "std": list(frozen.data.std),
+            **preparation(frozen, how),
         }
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
-def _digest_of(encoder: Module) -> str:
+def preparation(frozen: FrozenEncoder, pooling: str) -> dict[str, Any]:
+    """Settings of an encoder that its features depend on, beside the weights."""
+    data = frozen.data
+    return {
+        "pooling": pooling,
+        "image_size": list(frozen.size),
+        "crop_pct": data.crop_pct,
+        "mean": list(data.mean),
+        "std": list(data.std),
+    }
+
+
+def digest_of(encoder: Module) -> str:
     """Hex SHA-256 of the names and values of the weights."""
     digest = hashlib.sha256()
     for name, value in encoder.state_dict().items():

@@ -1,4 +1,4 @@
-"""HTML of report pages: one self-contained file without scripts. Text arguments are escaped; parts and SVG are HTML.
+"""HTML of pages: one self-contained file that loads nothing. Text arguments are escaped; parts and SVG are HTML.
 
 The page follows the light or dark scheme of the reader, prints in light colours, and fits a width of 400 pixels: wide
 tables scroll on their own.
@@ -7,6 +7,7 @@ tables scroll on their own.
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -86,17 +87,26 @@ pre { background: var(--well); border-radius: 6px; padding: .8rem; overflow-x: a
 )
 
 
-def document(title: str, *parts: str) -> str:
-    """A page; ``title`` is text, ``parts`` are HTML."""
-    body = "\n".join(parts)
+def document(title: str, *parts: str, style: str = "", script: str = "") -> str:
+    """A page; ``title`` is text, ``parts`` are HTML.
+
+    style: rules after those of all pages.
+    script: JavaScript that runs when the page is read; its policy allows no other script, and no file or address.
+    """
+    body, policy = "\n".join(parts), ""
+    if script:
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
+        rules = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+        policy = f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n'
+        body += f"\n<script>{script}</script>"
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
+{policy}<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
-<style>{STYLE}</style>
+<style>{STYLE}{style}</style>
 </head>
 <body>
 <a class="skip" href="#content">Skip to the content</a>

@@ -81,8 +81,8 @@ def _charts(run: Run) -> list[str]:
 
 def _pictures(run: Run) -> list[str]:
     """Pictures of the run, without those that repeat others: the losses of the charts, the masks of a single view."""
-    repeated = ("loss", "masks") if look_up(run.config, ("mask", "views")) == 1 else ("loss",)
-    shown = [path for path in run.pictures if path.stem not in repeated]
+    repeated = ("loss", "masks", "show-masks") if look_up(run.config, ("mask", "views")) == 1 else ("loss",)
+    shown = sorted((path for path in run.pictures if path.stem not in repeated), key=lambda path: path.stem)
     drawn = [picture(_caption(run, path), *_description(path)) for path in shown]
     return [heading("Pictures"), *drawn] if drawn else []
 
@@ -230,6 +230,12 @@ def _caption(run: Run, path: Path) -> str:
     captions = {
         "views": "Masked views, target and prediction" if several else "Masked image, target and prediction",
         "masks": masks_caption(run.config),
+        "show": "The model on sample images",
+        "show-reconstruction": "Reconstruction of masked patches",
+        "show-masks": masks_caption(run.config),
+        "show-hog": "Histograms of oriented gradients",
+        "show-attention": "Attention of the last block",
+        "show-pca": "Principal components of patch tokens",
     }
     return captions.get(path.stem, path.stem.replace("_", " "))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ MAX_BYTES = 300_000
 """Size limit of one picture; reports embed the files."""
 MARGIN, GAP, HEAD, FOOT = 12, 6, 28, 34
 """Pixels around the sheet, between cells, above for the column titles, and below for the legend."""
+CAPTION = 16
+"""Pixels below a row for its caption."""
 MAX_CELL, MIN_CELL = 192, 48
 
 MASKED = (200, 205, 212)
@@ -43,7 +46,9 @@ TEXT = "#73797f"  # contrast of 4.3 on a white page and on a dark one, as the ba
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
+    """A title, and a picture for each row, all of one size."""
+
     title: str
     cells: list[Picture]
 
@@ -68,20 +73,22 @@ def view_grid(
     render: turns one image's vectors ``[N, dim]`` (float32, CPU) on ``grid`` into a uint8 ``[H, W, 3]`` picture.
     description: of the target's scale; stored in the file for reports.
     """
-    photos, mask = _photos(images), views.mask.cpu()
+    photos, mask = photos_of(images), views.mask.cpu()
     vectors = targets.detach().float().cpu()
     pictures = {"target": [render(tokens, grid) for tokens in vectors]}
     if predictions is not None:
-        filled = _first_prediction(predictions.detach().float().cpu(), vectors, mask)
+        filled = first_prediction(predictions.detach().float().cpu(), vectors, mask)
         pictures["prediction"] = [render(tokens, grid) for tokens in filled]
 
-    def columns(token: int) -> list[_Column]:
+    def columns(token: int) -> list[Column]:
         rendered = [
-            _Column(title, [_resize(picture, grid, token) for picture in cells]) for title, cells in pictures.items()
+            Column(title, [resize(picture, grid, token) for picture in cells]) for title, cells in pictures.items()
         ]
-        return [*_view_columns(photos, mask, grid, token), *rendered]
+        return [*view_columns(photos, mask, grid, token), *rendered]
 
-    _replace(path, _fitting(columns, _legend(mask.shape[0]), grid, _patch(images, grid), description))
+    write_picture(
+        path, fitting(columns, legend_of_views(mask.shape[0]), grid, pixels_per_token(images, grid), description)
+    )
 
 
 def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: str | Path) -> None:
@@ -89,18 +96,9 @@ def disjoint_views(images: Tensor, views: Views, grid: tuple[int, int], path: st
 
     images: uint8 ``[B, H, W, C]``, C = 1 or 3, after the flip, as for the views.
     """
-    photos, mask = _photos(images), views.mask.cpu()
-    count = mask.shape[0]
-    masked = [f"view {k + 1} masks {_per_cent(mask[k])}" for k in range(count)]
-    titles = ["image", *masked, f"coverage {_per_cent(mask.any(0))}"]
-    if count == 1:
-        titles = ["image", f"masked {_per_cent(mask)}"]
-
-    def columns(token: int) -> list[_Column]:
-        sheet = _view_columns(photos, mask, grid, token)
-        return [_Column(title, column.cells) for title, column in zip(titles, sheet, strict=True)]
-
-    _replace(path, _fitting(columns, _legend(count), grid, _patch(images, grid)))
+    photos, mask = photos_of(images), views.mask.cpu()
+    columns = partial(mask_columns, photos, mask, grid)
+    write_picture(path, fitting(columns, legend_of_views(len(mask)), grid, pixels_per_token(images, grid)))
 
 
 def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
@@ -122,10 +120,10 @@ def loss_curves(rows: Sequence[dict[str, Any]], path: str | Path) -> None:
     rate_axes.set_xlabel("step", color=INK)
     for axes in (loss_axes, rate_axes):
         tidy(axes)
-    _replace(path, png(figure))
+    write_picture(path, png(figure))
 
 
-def _photos(images: Tensor) -> list[Picture]:
+def photos_of(images: Tensor) -> list[Picture]:
     """uint8 ``[B, H, W, C]`` as RGB arrays."""
     assert images.dtype == torch.uint8, images.dtype
     assert images.ndim == 4, images.shape
@@ -133,11 +131,12 @@ def _photos(images: Tensor) -> list[Picture]:
     return list(images.cpu().expand(*images.shape[:-1], 3).numpy())
 
 
-def _patch(images: Tensor, grid: tuple[int, int]) -> int:
+def pixels_per_token(images: Tensor, grid: tuple[int, int]) -> int:
+    """Side of a token of ``images [B, H, W, C]`` in pixels."""
     return max(1, images.shape[1] // grid[0])
 
 
-def _first_prediction(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+def first_prediction(predictions: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """``[B, N, dim]``: per token the prediction of the first view that masks it, or the target if no view does."""
     first = mask.to(torch.uint8).argmax(0)  # argmax of 0/1 is the first 1
     index = first[None, :, :, None].expand(1, *predictions.shape[1:])
@@ -151,20 +150,30 @@ def _per_cent(mask: Tensor) -> str:
     return f"{rounded} %"
 
 
-def _view_columns(photos: list[Picture], mask: Tensor, grid: tuple[int, int], token: int) -> list[_Column]:
+def view_columns(photos: list[Picture], mask: Tensor, grid: tuple[int, int], token: int) -> list[Column]:
     """Image, K views and for K > 1 their coverage, with ``token`` x ``token`` pixels per token."""
-    cells = [_resize(photo, grid, token) for photo in photos]
+    cells = [resize(photo, grid, token) for photo in photos]
     palette = np.array(_palette(mask.shape[0]), dtype=np.uint8)
-    columns = [_Column("image", cells)]
+    columns = [Column("image", cells)]
     for k, rows in enumerate(mask):
         masks = [_on_grid(row, grid, token) for row in rows]
         title = f"view {k + 1}" if len(mask) > 1 else "masked"
-        columns.append(_Column(title, [_masked(*pair) for pair in zip(cells, masks, strict=True)]))
+        columns.append(Column(title, [_masked(*pair) for pair in zip(cells, masks, strict=True)]))
     if len(mask) == 1:
         return columns
     coverage = [palette[_on_grid(row, grid, token)] for row in mask.sum(0)]
-    columns.append(_Column("coverage", [_ruled(cell, token) for cell in coverage]))
+    columns.append(Column("coverage", [_ruled(cell, token) for cell in coverage]))
     return columns
+
+
+def mask_columns(photos: list[Picture], mask: Tensor, grid: tuple[int, int], token: int) -> list[Column]:
+    """As :func:`view_columns`, with masked fractions (mean over B) in the titles."""
+    masked = [f"view {k + 1} masks {_per_cent(rows)}" for k, rows in enumerate(mask)]
+    titles = ["image", *masked, f"coverage {_per_cent(mask.any(0))}"]
+    if len(mask) == 1:
+        titles = ["image", f"masked {_per_cent(mask)}"]
+    sheet = view_columns(photos, mask, grid, token)
+    return [Column(title, column.cells) for title, column in zip(titles, sheet, strict=True)]
 
 
 def _on_grid(tokens: Tensor, grid: tuple[int, int], token: int) -> NDArray[Any]:
@@ -186,7 +195,8 @@ def _ruled(cell: Picture, token: int) -> Picture:
     return out
 
 
-def _resize(picture: Picture, grid: tuple[int, int], token: int) -> Picture:
+def resize(picture: Picture, grid: tuple[int, int], token: int) -> Picture:
+    """``picture`` with ``token`` x ``token`` pixels per token of ``grid``."""
     height, width = grid[0] * token, grid[1] * token
     pixels = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None].float()
     if height > picture.shape[0]:  # small images keep their pixels
@@ -203,39 +213,49 @@ def _palette(views: int) -> list[Colour]:
     return [UNCOVERED, *((int(red), int(green), int(blue)) for red, green, blue in blues)]
 
 
-def _legend(views: int) -> list[tuple[Colour, str]]:
+def legend_of_views(views: int) -> list[tuple[Colour, str]]:
+    """Colours of masked tokens and of the coverage by ``views``, with their labels."""
     if views == 1:
         return [(MASKED, "masked")]
     labels = ["coverage: masked in 0 views", "1 view", *(f"{k} views" for k in range(2, views + 1))]
     return [(MASKED, "masked in a view"), *zip(_palette(views), labels, strict=True)]
 
 
-def _fitting(
-    columns: Callable[[int], list[_Column]],
+def fitting(
+    columns: Callable[[int], list[Column]],
     legend: list[tuple[Colour, str]],
     grid: tuple[int, int],
     patch: int,
     description: str = "",
+    captions: Sequence[str] = (),
+    largest: int = MAX_CELL,
+    max_bytes: int = MAX_BYTES,
 ) -> bytes:
-    """The sheet with the largest cells whose file stays below ``MAX_BYTES``."""
-    cell, drawn, png = MAX_CELL, 0, b""
+    """The sheet with the largest cells, of at most ``largest`` pixels, whose file stays below ``max_bytes``.
+
+    columns: makes them for a number of pixels per token. captions: one below each row, or none.
+    """
+    cell, drawn, png = largest, 0, b""
     while True:
         token = max(1, cell // max(grid))
         if token > patch:
             token -= token % patch  # whole pixels per image pixel
         if token != drawn:
-            drawn, png = token, _sheet(columns(token), legend, description)
-        if len(png) < MAX_BYTES or cell <= MIN_CELL:
+            drawn, png = token, _sheet(columns(token), legend, description, captions)
+        if len(png) < max_bytes or cell <= MIN_CELL:
             return png
-        cell = max(MIN_CELL, int(cell * min(0.95, math.sqrt(MAX_BYTES / len(png)))))
+        cell = max(MIN_CELL, int(cell * min(0.95, math.sqrt(max_bytes / len(png)))))
 
 
-def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]], description: str) -> bytes:
+def _sheet(
+    columns: list[Column], legend: list[tuple[Colour, str]], description: str, captions: Sequence[str] = ()
+) -> bytes:
     """Columns side by side on a transparent background; the pixels of the cells are not resampled."""
     rows = len(columns[0].cells)
     cell_height, cell_width = columns[0].cells[0].shape[:2]
+    row_height = cell_height + GAP + (CAPTION if captions else 0)
     width = 2 * MARGIN + len(columns) * (cell_width + GAP) - GAP
-    height = HEAD + FOOT + rows * (cell_height + GAP) - GAP
+    height = HEAD + (FOOT if legend else MARGIN) + rows * row_height - GAP
     figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="none")
     canvas = np.zeros((height, width, 4), dtype=np.uint8)  # RGBA
     # DejaVu Sans is about 0.6 em wide per character; the longest title has to fit its column.
@@ -243,13 +263,20 @@ def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]], description
     for i, column in enumerate(columns):
         left = MARGIN + i * (cell_width + GAP)
         for j, cell in enumerate(column.cells):
-            top = HEAD + j * (cell_height + GAP)
+            top = HEAD + j * row_height
             canvas[top : top + cell_height, left : left + cell_width] = np.dstack(
                 [cell, np.full(cell.shape[:2], 255, np.uint8)]
             )
         x, y = (left + cell_width / 2) / width, 1 - (HEAD - 8) / height
         figure.text(x, y, column.title, ha="center", va="baseline", color=TEXT, fontsize=title_pixels * 72 / DPI)
     figure.figimage(canvas, origin="upper")
+    caption_pixels = min(11.0, (width - 2 * MARGIN) / (0.6 * max((*map(len, captions), 1))))
+    for j, caption in enumerate(captions):
+        y = 1 - (HEAD + j * row_height + cell_height + 12) / height
+        size = caption_pixels * 72 / DPI
+        figure.text(MARGIN / width, y, caption, va="baseline", color=TEXT, fontsize=size, parse_math=False)
+    if not legend:
+        return png(figure, description)
     legend_pixels = min(11.0, (width - 2 * MARGIN) / (0.6 * sum(len(label) + 5 for _, label in legend)))
     figure.legend(
         handles=[Patch(facecolor="#{:02x}{:02x}{:02x}".format(*colour), label=label) for colour, label in legend],
@@ -260,6 +287,7 @@ def _sheet(columns: list[_Column], legend: list[tuple[Colour, str]], description
     return png(figure, description)
 
 
-def _replace(path: str | Path, content: bytes) -> None:
+def write_picture(path: str | Path, content: bytes) -> None:
+    """Replace the file ``path``, whose folder may be missing, atomically."""
     Path(path).parent.mkdir(exist_ok=True)  # without parents: a run folder that was removed is not created again
     replace_file(Path(path), content)

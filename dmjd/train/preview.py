@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dmjd.builders.preparation import Preparation
+from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.data.batch import Batch
 from dmjd.masking import MaskedViews
 from dmjd.models.objective import Trainable
@@ -19,7 +19,7 @@ from dmjd.ops.views import Views
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.targets.pixels import PixelTarget
-from dmjd.train.pictures import disjoint_views, loss_curves, view_grid
+from dmjd.train.pictures import Render, disjoint_views, loss_curves, view_grid
 
 SHOWN_IMAGES = 6
 """Samples in one picture."""
@@ -27,6 +27,7 @@ SHOWN_IMAGES = 6
 _MASKED_TOKENS = (
     "A masked token shows the prediction of the first view that masks it; tokens that no view masks show the target."
 )
+_SCALE = " Target and prediction have the scale of the image."
 _NORMALISATION = (
     " The model predicts pixels normalised per patch; they are shown with the mean and the standard deviation of the "
     "true patch."
@@ -50,15 +51,20 @@ class Samples:
 
 
 def predict(objective: Trainable, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
-    """Predict every token of the first images of ``batch``, which is on the device; of codes, the most likely one."""
+    """Predict every token of the first images of ``batch``, which is on the device."""
     prepared = prepare(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
+    return predict_prepared(objective, prepared, prepare.tokenizer)
+
+
+def predict_prepared(objective: Trainable, prepared: Prepared, tokenizer: Tokenizer) -> Samples:
+    """Predict every token in each view; of codes, the most likely one."""
     views, targets = prepared.masked_views.views, prepared.targets
     tokens = targets.shape[1]
     everywhere = torch.arange(tokens, device=targets.device).expand(*views.mask.shape[:2], tokens)
     with torch.inference_mode():
         predictions = objective.model(prepared.images, MaskedViews(views, everywhere)).masked
     predictions = predictions.float().unflatten(0, views.mask.shape[:2])
-    if prepare.tokenizer.codes:
+    if tokenizer.codes:
         predictions = predictions.argmax(-1, keepdim=True)
     return Samples(
         _copy(prepared.crops), views.map(_copy), _copy(targets), _copy(predictions), objective.model.encoder.grid
@@ -68,20 +74,30 @@ def predict(objective: Trainable, prepare: Preparation, batch: Batch, epoch: int
 def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Tokenizer) -> dict[str, Path]:
     """Write ``pictures/`` from ``samples`` and the log up to ``step``; returns the files by name. Uses the CPU only."""
     crops, views, grid, folder = samples.crops, samples.views, samples.grid, run.pictures
-    targets, predictions, render = samples.targets, samples.predictions, tokenizer.render
-    description = _MASKED_TOKENS
-    if isinstance(tokenizer, PixelTarget):
-        description += " Target and prediction have the scale of the image."
-        if tokenizer.norm == "patch":
-            targets, predictions = (tokenizer.denormalise(values, crops) for values in (targets, predictions))
-            render = replace(tokenizer, norm="none").render
-            description += _NORMALISATION
-    view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", description)
+    targets, predictions, render, scale = in_scale_of_images(tokenizer, crops, samples.targets, samples.predictions)
+    view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", _MASKED_TOKENS + scale)
     disjoint_views(crops[:4], views.map(lambda part: part[:, :4]), grid, folder / "masks.png")
     rows = [row for row in run.read_log() if "loss" in row and row["step"] <= step]
     if rows:
         loss_curves(rows, folder / "loss.png")
-    return {path.stem: path for path in sorted(folder.glob("*.png"))}
+    own = (folder / f"{name}.png" for name in ("loss", "masks", "views"))  # not those of dmjd show
+    return {path.stem: path for path in own if path.exists()}
+
+
+def in_scale_of_images(
+    tokenizer: Tokenizer, crops: Tensor, targets: Tensor, predictions: Tensor
+) -> tuple[Tensor, Tensor, Render, str]:
+    """Targets, predictions, their render function and its description. Pixels normalised per patch get the mean and
+    the standard deviation of the patches of ``crops``; other targets stay as they are.
+
+    Shapes as for :func:`~dmjd.train.pictures.view_grid`.
+    """
+    if not isinstance(tokenizer, PixelTarget):
+        return targets, predictions, tokenizer.render, ""
+    if tokenizer.norm != "patch":
+        return targets, predictions, tokenizer.render, _SCALE
+    targets, predictions = (tokenizer.denormalise(values, crops) for values in (targets, predictions))
+    return targets, predictions, replace(tokenizer, norm="none").render, _SCALE + _NORMALISATION
 
 
 class PictureThread:

@@ -251,7 +251,8 @@ def test_a_whole_official_file_gives_the_official_losses(case: Case, tmp_path: P
 
 
 def objective_of(kind: str, *words: str) -> Objective:
-    config: PretrainConfig = compose("pretrain", [*described(kind), f"data.image_size=[{SIZE},{SIZE}]", *words])
+    small = ["method.decoder.dim=16", "method.decoder.depth=1", "method.decoder.num_heads=2"]
+    config: PretrainConfig = compose("pretrain", [*described(kind), *small, f"data.image_size=[{SIZE},{SIZE}]", *words])
     return build_objective(config, 108)
 
 
@@ -264,6 +265,28 @@ def test_what_a_file_does_not_have_begins_as_ever_and_is_said(tmp_path: Path) ->
         found = objective.model.state_dict()[name]
         expected = state[name.removeprefix("encoder.")] if name.startswith("encoder.") else value
         assert torch.equal(found, expected), name
+
+
+def test_initial_weights_are_the_average_or_the_student_on_demand(tmp_path: Path, finished_run: Path) -> None:
+    _, state = a_vit_of_mae()
+    average = {name: value + 1 if "pos_embed" not in name else value for name, value in state.items()}
+    averaged, distilled = tmp_path / "averaged.pth", tmp_path / "distilled.pth"
+    torch.save({"model": state, "model_ema": average}, averaged)
+    torch.save({"student": state, "teacher": average}, distilled)
+    objective = objective_of("mae")
+    for path, weights, expected in (
+        (averaged, "trained", state),
+        (averaged, "ema", average),
+        (distilled, "trained", average),
+        (distilled, "student", state),
+    ):
+        load_weights(objective, path, weights)
+        for name, value in objective.model.encoder.state_dict().items():
+            assert torch.equal(value, expected[name]), (path, weights, name)
+    checkpoint = next((finished_run / "checkpoints").glob("step-*"))
+    for weights, fault in (("ema", "has no average"), ("student", "has no student beside a teacher")):
+        with pytest.raises(ConfigError, match=f"weights={weights}, but .* {fault}"):
+            load_weights(objective, checkpoint, weights)
 
 
 def test_a_branch_of_another_shape_is_left(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ LIMIT = 1800
 class Example:
     """The commands of all seeds, and the scores that they have left in ``folder``."""
 
-    def __init__(self, folder: Path, seeds: int, sizes: Sizes, typed: Sequence[str]) -> None:
+    def __init__(self, folder: Path, seeds: int, sizes: Sizes, typed: Sequence[str], gpus: int) -> None:
         self.folder, self.seeds, self.sizes, self.typed = folder, range(seeds), sizes, typed
+        self.gpus = gpus
         self.cores = len(os.sched_getaffinity(0))
         labels = {f"{share} % of the labels": f"few_shot={share}" for share in sizes.few_shot}
         self.tuned = {"fine-tuning": sizes.finetune}
@@ -106,9 +107,11 @@ class Example:
         """Run the commands, ``at_once`` of them side by side; returns the seconds."""
         began = time.monotonic()
         workers = max(1, self.cores // min(at_once, max(1, len(commands))))
-        environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
 
-        def one(command: list[str]) -> None:
+        def one(number: int, command: list[str]) -> None:
+            environment = {**os.environ, "OMP_NUM_THREADS": str(workers)}
+            if self.gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(number % self.gpus)
             (result,) = (word for word in command if word.startswith(("run=", "output=")))
             log = Path(f"{result.partition('=')[2]}.txt")
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,7 @@ class Example:
                 raise SystemExit(f"dmjd {' '.join(command)} ended with {ended.returncode}:\n{log.read_text()[-2000:]}")
 
         with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(one, commands))
+            list(pool.map(one, range(len(commands)), commands))
         return round(time.monotonic() - began, 1)
 
     def scores(self) -> dict[str, dict[str, dict[str, Any]]]:
@@ -167,16 +170,17 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/fashion_mnist_finetune"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a trial: a tiny model, digits, two epochs")
-    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 9, on a CPU 1")
+    parser.add_argument("--at-once", type=int, default=None, help="commands side by side; default: 9 a GPU, on a CPU 1")
     options = parser.parse_args()
     import torch
 
-    cuda = torch.cuda.is_available()
-    at_once = options.at_once or (9 if cuda else 1)
-    example = Example(options.folder.resolve(), options.seeds, QUICK if options.quick else FULL, options.keys)
+    gpus = torch.cuda.device_count()
+    at_once = options.at_once or max(1, 9 * gpus)
+    sizes = QUICK if options.quick else FULL
+    example = Example(options.folder.resolve(), options.seeds, sizes, options.keys, gpus)
     seconds = {"pre-training": example.run([*example.pretraining()], at_once)}
     seconds["the rest"] = example.run([*example.fine_tuning(), *example.evaluations()], at_once)
-    device = torch.cuda.get_device_name() if cuda else f"CPU, {example.cores} cores"
+    device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU, {example.cores} cores"
     rows = example.scores()
     found = {"device": device, "torch": torch.__version__, "seeds": options.seeds, "quick": options.quick}
     text = json.dumps({**found, "seconds": seconds, "scores": rows}, indent=1)

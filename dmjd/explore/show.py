@@ -1,0 +1,92 @@
+"""``dmjd show``: pictures of a model: reconstructions, masks, HOG, attention maps and PCA of patch tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dmjd.config import ImagesConfig
+from dmjd.config.fields import choice, number, path, recorded
+from dmjd.errors import ConfigError
+from dmjd.explore.registry import Tool
+
+KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
+
+
+@dataclass
+class ShowConfig(ImagesConfig):
+    """Pictures of a model for any images.
+
+    paths: Image files and folders; of a folder, `images` evenly spaced ones. Default: images of the run's data.
+    images: Number of images of a data set or folder.
+    split: Images of the run's data. auto: test images, or training images if there are none.
+    kinds: Pictures, a list of reconstruction, masks, hog, attention and pca. null: all that the model has.
+    epoch: Epoch of the masks, from 0. Training images of a run get the masks that this epoch drew for them.
+    seed: Seed of the masks. null: the run's.
+    views: Number of views that are shown. null: all of the method's.
+    query: Row and column of the patch whose attention is shown, as fractions of height and width such as [0.5,0.5].
+        null: the class token; for encoders without one, the mean over all patches.
+    max_kb: Largest size of a picture in kB; cells shrink until it fits. Reports embed the files.
+    output: Folder of the pictures. Default: RUN/pictures, which dmjd report includes; for a file of weights the folder
+        pictures in a folder named like the file without its suffix.
+    weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
+        weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
+        initialisation. ema: exponential moving average of the encoder. student: the student of a file with a teacher.
+    device: auto: CUDA if available, else CPU.
+    data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
+        data.image_size=448 gives finer maps of attention and PCA.
+    """
+
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
+    paths: list[str] | None = path()
+    images: int = number(6, least=1, most=64)
+    split: str = choice("auto", "train", "test")
+    kinds: list[str] | None = None
+    epoch: int = number(0, least=0)
+    seed: int | None = number(None, least=0)
+    views: int | None = number(None, least=1)
+    query: list[float] | None = None
+    max_kb: int = number(300, least=20)
+    output: str | None = path()
+    workers: int | None = recorded()
+
+    def check(self) -> None:
+        super().check()
+        for kind in self.kinds or ():
+            if kind not in KINDS:
+                raise ConfigError(f"kinds must be a list of {', '.join(KINDS)}, got {kind!r}")
+        if self.kinds == []:
+            raise ConfigError(f"kinds must hold at least one of {', '.join(KINDS)}, got []")
+        if self.query is not None and not (len(self.query) == 2 and all(0 <= part <= 1 for part in self.query)):
+            raise ConfigError(
+                f"query must be [ROW,COLUMN] in fractions of height and width from 0 to 1, got {self.query}"
+            )
+
+
+def run(config: ShowConfig) -> list[str]:
+    """Write the pictures; returns lines to print: the files, and the kinds that the model does not have."""
+    from dmjd.evaluate.encoder import load_encoder
+    from dmjd.explore.figures import Shown
+    from dmjd.files import replace_file
+
+    frozen = load_encoder(config)
+    folder = frozen.run.pictures if config.output is None else Path(config.output)
+    figures, lines = (shown := Shown(config, frozen)).figures(config.kinds or KINDS, bool(config.kinds))
+    files = {folder / f"{'-'.join(filter(None, ('show', kind)))}.png": figure for kind, figure in figures.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, figure in files.items():
+            replace_file(file, shown.png(figure, 1000 * config.max_kb))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written to ({error.strerror}); name a folder for the pictures with output=FOLDER"
+        ) from error
+    return [*map(str, files), *lines]
+
+
+TOOL = Tool(
+    "show",
+    "Draw reconstructions, masks, HOG, attention maps and PCA as PNG: dmjd show RUN [IMAGE ...]",
+    ShowConfig,
+    run,
+)

@@ -1,0 +1,129 @@
+"""Files of embeddings that a command reads: the newest of a run, and several as one of the images they all hold."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dmjd.errors import ConfigError, DataError
+from dmjd.explore.embeddings import FORMATS, read_embeddings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dmjd.explore.embeddings import Embeddings
+
+
+def embeddings_file(source: str) -> Path:
+    """The file ``source``, or the newest one of the run folder ``source``.
+
+    Raises:
+        DataError: if the run folder has none.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        return path
+    files = [file for file in (path / "embeddings").glob("*") if file.suffix in FORMATS and file.is_file()]
+    if not files:
+        raise DataError(f"{path} has no file of embeddings; write one with dmjd embed {path}")
+    return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
+
+
+def output_folder(source: str, output: str | None) -> Path:
+    """``output``, or by default the folder ``explore`` of the run ``source``, or the folder of the file ``source``.
+
+    Raises:
+        ConfigError: if ``output`` is no folder.
+    """
+    path = Path(source)
+    folder = Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"output={folder} is a file; set a folder")
+    return folder
+
+
+def make_writable(folder: Path) -> None:
+    """Create ``folder`` if it does not exist; before the work whose results it gets.
+
+    Raises:
+        ConfigError: if it cannot be written to.
+    """
+    reason = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror
+    if reason or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write into {folder}: {reason or 'it is read-only'}; set another with output=FOLDER")
+
+
+def read_together(sources: Sequence[str]) -> Embeddings:
+    """The files of ``sources`` as one: the images that all hold, in the order of the first file, with its labels and
+    thumbnails, and the encoders of all.
+
+    Images are the same if name and split are. An encoder whose name an earlier file has is called FILE: NAME.
+
+    Raises:
+        DataError: for a file that cannot be read, and if no image is in all files.
+    """
+    paths = [embeddings_file(source) for source in sources]
+    files = [read_embeddings(path) for path in paths]
+    if len(files) == 1:
+        return files[0]
+    rows = [_rows(file) for file in files]
+    shared = [key for key in rows[0] if all(key in each for each in rows[1:])]
+    if not shared:
+        raise DataError(
+            f"{' and '.join(map(str, paths))} have no image of the same name and split in common; embed the same "
+            "images with each encoder"
+        )
+    features: dict[str, NDArray[np.float32]] = {}
+    encoders: dict[str, Any] = {}
+    titles = _titles(paths, files)
+    for file, row, renamed in zip(files, rows, titles, strict=True):
+        own = [row[key] for key in shared]
+        described = file.settings.get("encoders")
+        for name, values in file.features.items():
+            features[renamed[name]] = values[own]
+            encoders[renamed[name]] = described.get(name) if isinstance(described, dict) else None
+    first, own = files[0], [rows[0][key] for key in shared]
+    return replace(
+        first,
+        names=[first.names[index] for index in own],
+        ids=first.ids[own],
+        splits=first.splits[own],
+        labels=first.labels[own],
+        features=features,
+        thumbnails=None if first.thumbnails is None else [first.thumbnails[index] for index in own],
+        settings={**first.settings, "encoders": encoders},
+    )
+
+
+def _rows(file: Embeddings) -> dict[tuple[str, str], int]:
+    """(split, name) -> row; of equal ones the first."""
+    rows: dict[tuple[str, str], int] = {}
+    for index, key in enumerate(zip(map(str, file.splits), file.names, strict=True)):
+        rows.setdefault(key, index)
+    return rows
+
+
+def _titles(paths: Sequence[Path], files: Sequence[Embeddings]) -> list[dict[str, str]]:
+    """Encoder -> its name among those of all files, of each file."""
+    counts = Counter(name for file in files for name in file.features)
+    found: list[dict[str, str]] = []
+    taken: set[str] = set()
+    for path, file in zip(paths, files, strict=True):
+        found.append({})
+        for name in file.features:
+            title = name if counts[name] == 1 else f"{path.stem}: {name}"
+            number = 2
+            while title in taken:
+                title, number = f"{path.stem} ({number}): {name}", number + 1
+            taken.add(title)
+            found[-1][name] = title
+    return found

@@ -1,0 +1,360 @@
+"""``dmjd tsne``: t-SNE maps of embeddings, one panel per encoder, as a PNG and as a page with thumbnails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dmjd.config.fields import choice, number, path, suggestion
+from dmjd.errors import ConfigError, DataError, printable_message
+from dmjd.explore.registry import Tool
+from dmjd.files import printable, replace_file
+from dmjd.progress import Progress
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from dmjd.explore.embeddings import Embeddings
+
+CLASSES = 20
+"""Classes that are drawn if the images are of more, as in the paper's figure."""
+FEWEST = 10
+"""Images of which a map can be made."""
+ITERATIONS = (250, 500)
+"""Of openTSNE: early exaggeration, then the optimisation proper."""
+EXACT = 10_000
+"""Images up to which the nearest neighbours are exact; beyond, openTSNE's approximation (Annoy) is faster."""
+_EVERY = 25  # iterations between two updates of the progress bar
+_MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
+_LARGEST_THUMBNAIL = 1024  # pixels of a side
+
+
+@dataclass
+class TsneConfig:
+    """t-SNE maps of embeddings: the encoders of a file, or of several, side by side, of the same images.
+
+    embeddings: Files of dmjd embed, or run folders (the newest file of each).
+    output: Folder of tsne.png and tsne.html. Default: RUN/explore; for a file, its folder.
+    split: Images: all, or those of the split train or test.
+    classes: Number of classes, drawn at random by the seed, or a list of names: [cat,dog]. null: 20, or all of fewer.
+    images: Maximum number of images: the same number of each class, as far as it has them, evenly spaced. A map of
+        5,000 images with 384 features takes about 12 s per encoder on a CPU core.
+    perplexity: Number of neighbours that each image is attracted to, roughly. A third of the number of images if that
+        is less.
+    seed: Of the drawn classes and of t-SNE.
+    """
+
+    embeddings: list[str] = path("???")
+    output: str | None = path()
+    split: str = choice("all", "train", "test")
+    classes: list[str] | None = None
+    images: int = number(5000, least=FEWEST)
+    perplexity: float = number(30.0, least=1)
+    seed: int = number(0, least=0, below=2**32)
+
+
+class Selection(NamedTuple):
+    """Images of a map, and the numbers that they were selected from.
+
+    rows: int64 ``[N]``, ascending, of the embeddings. labels: int64 ``[N]``, indices of ``classes``, which are names,
+    none without labels. available: images of the split and these classes. present: classes of all images of the split.
+    unlabelled: images that were left out, since others have labels.
+    """
+
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    classes: list[str]
+    available: int
+    present: int
+    unlabelled: int
+
+
+def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
+    """The images of the split and the classes, at most ``config.images``: as many of each class as of every other that
+    has as many, evenly spaced. If any image has a label, those without are left out.
+
+    Raises:
+        ConfigError: for classes that there are not.
+        DataError: for fewer than :data:`FEWEST` images.
+    """
+    import numpy as np
+
+    candidates = np.arange(len(embeddings))
+    if config.split != "all":
+        candidates = candidates[np.asarray(embeddings.splits) == config.split]
+    labels = embeddings.labels[candidates]
+    unlabelled = int((labels < 0).sum()) if (labels >= 0).any() else 0
+    if (labels >= 0).any():
+        present = np.unique(labels[labels >= 0])
+        chosen = _chosen_classes(config, [embeddings.classes[label] for label in present])
+        kept = present[chosen]
+        groups = [candidates[labels == label] for label in kept]
+        classes, of = [embeddings.classes[label] for label in kept], len(present)
+    elif config.classes is not None:
+        raise ConfigError(f"classes={','.join(config.classes)}: these images have no labels; leave classes out")
+    else:
+        groups, classes, of = [candidates], [], 0
+    counts = shares([len(group) for group in groups], config.images)
+    spaced = [
+        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
+    ]
+    rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
+    if len(rows) < FEWEST:
+        which = "" if config.split == "all" else f" with split={config.split}"
+        raise DataError(f"there are {len(rows)} images{which}, and a t-SNE map needs at least {FEWEST}; embed more")
+    order = rows.argsort()
+    return Selection(rows[order], labels[order], classes, sum(map(len, groups)), of, unlabelled)
+
+
+def _chosen_classes(config: TsneConfig, present: Sequence[str]) -> list[int]:
+    """Ascending indices of the chosen classes among those that have images."""
+    import numpy as np
+
+    from dmjd.explore.scatter import MAX_CLASSES
+
+    if config.classes is not None and not (len(config.classes) == 1 and config.classes[0].isdecimal()):
+        for name in config.classes:
+            if name not in present:
+                hint = suggestion(name, present) or f"; there are {len(present)}, such as {', '.join(present[:5])}"
+                raise ConfigError(f"classes: no image is of the class {printable(name)!r}{hint}")
+        chosen = sorted({present.index(name) for name in config.classes})
+        if not 2 <= len(chosen) <= MAX_CLASSES:
+            raise ConfigError(f"classes must name between 2 and {MAX_CLASSES} classes, got {len(chosen)}")
+        return chosen
+    count = min(CLASSES, len(present)) if config.classes is None else int(config.classes[0])
+    if config.classes is not None and not 2 <= count <= min(MAX_CLASSES, len(present)):
+        raise ConfigError(
+            f"classes={count} must be at least 2 and at most {min(MAX_CLASSES, len(present))}: the images are of "
+            f"{len(present)} classes, and {MAX_CLASSES} have distinct marks; several names choose classes: [NAME,NAME]"
+        )
+    drawn = np.random.default_rng(config.seed).permutation(len(present))[:count]
+    return sorted(int(index) for index in drawn)
+
+
+def shares(counts: Sequence[int], total: int) -> list[int]:
+    """Images of each class, at most ``counts`` and ``total`` in all, as equal as the counts allow."""
+    found = [0] * len(counts)
+    left = total
+    smallest_first = sorted(range(len(counts)), key=counts.__getitem__)
+    for rank, index in enumerate(smallest_first):
+        found[index] = min(counts[index], left // (len(counts) - rank))
+        left -= found[index]
+    return found
+
+
+def tsne(
+    features: NDArray[np.float32], perplexity: float, seed: int, advance: Callable[[int], object] | None = None
+) -> NDArray[np.float64]:
+    """t-SNE of ``features [N, D]`` in two dimensions, ``[N, 2]``: cosine distance, PCA as initialisation, one thread,
+    so that equal arguments give equal maps on one machine.
+
+    advance: called with the number of iterations since its last call.
+
+    Source: openTSNE (Policar et al., 2024); its other settings are its defaults.
+    """
+    import numpy as np
+    from openTSNE import TSNE
+
+    def progress(iteration: int, error: float, embedding: NDArray[np.float64]) -> None:
+        if advance is not None:
+            advance(_EVERY)
+
+    early, iterations = ITERATIONS
+    fitted = TSNE(
+        perplexity=perplexity,
+        early_exaggeration_iter=early,
+        n_iter=iterations,
+        initialization="pca",
+        metric="cosine",
+        neighbors="exact" if len(features) <= EXACT else "auto",
+        n_jobs=1,
+        callbacks=progress,
+        callbacks_every_iters=_EVERY,
+        random_state=seed,
+    ).fit(features)
+    return np.asarray(fitted, dtype=np.float64)
+
+
+def perplexity_for(images: int, perplexity: float) -> float:
+    """``perplexity``, or the most that ``images`` allow: each takes its three times as many neighbours into account."""
+    return min(perplexity, (images - 1) / 3)
+
+
+def neighbour_agreement(features: NDArray[np.float32], labels: NDArray[np.int64], classes: int) -> tuple[int, float]:
+    """k and top-1 in per cent of ``dmjd knn``'s classifier (cosine, temperature 0.07) on the features, each image being
+    classified by all others."""
+    import torch
+
+    from dmjd.evaluate.features import Features
+    from dmjd.evaluate.knn import knn_table, neighbours_for
+
+    k = min(neighbours_for(len(labels), classes), len(labels) - 1)
+    bank = Features(torch.from_numpy(features), torch.from_numpy(labels))
+    table = knn_table(
+        *(bank, bank, classes),
+        device=torch.device("cpu"),
+        neighbours=[k],
+        temperatures=[0.07],
+        own=torch.arange(len(labels)),
+    )
+    return k, table[k, 0.07].top1
+
+
+def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
+    """``thumbnails`` if they have at most ``limit`` bytes in all, else smaller ones: WebP files with fewer pixels. One
+    that cannot be decoded is an empty file then."""
+    size = sum(map(len, thumbnails))
+    if size <= limit:
+        return list(thumbnails)
+    import io
+
+    from PIL import Image
+
+    found = []
+    scale = min(1.0, (1.5 * limit / size) ** 0.5)  # WebP takes about half the bytes of JPEG
+    for content in thumbnails:
+        file = io.BytesIO()
+        try:
+            with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+                if max(image.size) > _LARGEST_THUMBNAIL:
+                    raise ValueError("no thumbnail")
+                sides = tuple(max(1, round(scale * side)) for side in image.size)
+                image.convert("RGB").resize(sides, Image.Resampling.LANCZOS).save(file, "WEBP", quality=60)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+            file = io.BytesIO()
+        found.append(file.getvalue())
+    return found
+
+
+def run(config: TsneConfig) -> Iterator[str]:
+    """Compute the maps, and write the PNG and the page; returns the lines to print."""
+    if find_spec("openTSNE") is None:
+        raise ModuleNotFoundError("dmjd tsne needs openTSNE", name="openTSNE")  # before the files are read
+    if not config.embeddings:
+        raise ConfigError("embeddings must name at least one file or run folder, got []")
+    import numpy as np
+
+    from dmjd.explore.scatter import Panel, scatter_png
+    from dmjd.explore.scatter_page import scatter_page
+    from dmjd.explore.sources import make_writable, output_folder, read_together
+
+    folder = output_folder(config.embeddings[0], config.output)
+    embeddings = read_together(config.embeddings)
+    selection = select(embeddings, config)
+    count, classes = len(selection.rows), selection.classes
+    perplexity = perplexity_for(count, config.perplexity)
+    chosen = {name: values[selection.rows] for name, values in embeddings.features.items()}
+    for name, values in chosen.items():
+        lengths = np.linalg.norm(values, axis=1)
+        if values.shape[1] < 2:
+            raise DataError(f"{name} has one feature per image, and a map in two dimensions needs at least 2")
+        if not np.ptp(values, axis=0).any() or not (lengths > 0).all() or not np.isfinite(lengths).all():
+            raise DataError(
+                f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
+                "another checkpoint"
+            )
+    make_writable(folder)
+    panels, lines = [], []
+    with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
+        for name, values in chosen.items():
+            points = tsne(values, perplexity, config.seed, bar.advance)
+            notes = [_origin(embeddings, name)]
+            if len(classes) > 1:
+                k, top1 = neighbour_agreement(values, selection.labels, len(classes))
+                notes.append(f"kNN top-1 {top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
+            panels.append(Panel(name, ": ".join(filter(None, notes)), points))
+    about = [images_line(config, selection), map_line(config, perplexity)]
+    if lines:
+        about.append(
+            f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
+            "the features (not by distance in the map)."
+        )
+    order = np.random.default_rng(0).permutation(count)  # else the last class would cover the others
+    png = scatter_png(panels, selection.labels, classes, order, " ".join(about))
+    thumbnails = embeddings.thumbnails
+    page = scatter_page(
+        "t-SNE of " + (panels[0].title if len(panels) == 1 else f"{len(panels)} encoders"),
+        about,
+        panels,
+        names=[embeddings.names[row] for row in selection.rows],
+        splits=[str(embeddings.splits[row]) for row in selection.rows],
+        labels=selection.labels,
+        classes=classes,
+        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], _MOST_THUMBNAILS),
+        order=order,
+        settings=_settings(config, embeddings),
+        png=png,
+    )
+    replace_file(folder / "tsne.png", png)
+    replace_file(folder / "tsne.html", page)
+    return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+
+
+def images_line(config: TsneConfig, selection: Selection) -> str:
+    """The images of the maps, and how they were selected."""
+    import numpy as np
+
+    count, classes = len(selection.rows), selection.classes
+    text = f"{count:,} images" + (
+        f" of {len(classes)} class{'es' * (len(classes) > 1)}" if classes else " without labels"
+    )
+    if len(classes) < selection.present and (config.classes is None or len(config.classes) == 1):
+        text += f" drawn from {selection.present:,} (seed {config.seed})"
+    of_each = np.bincount(selection.labels)
+    if count < selection.available:
+        least, most = int(of_each.min()), int(of_each.max())
+        each = f"{least:,} to {most:,}" if least < most else f"{most:,}"
+        text += f"; {each} of each class, evenly spaced" if classes else ", evenly spaced"
+        text += f", of {selection.available:,} images"
+    if selection.unlabelled:
+        text += f"; {selection.unlabelled:,} without a label left out"
+    return text + ("." if config.split == "all" else f"; split {config.split}.")
+
+
+def map_line(config: TsneConfig, perplexity: float) -> str:
+    """The settings of t-SNE."""
+    reduced = f" (the most for so few images; {config.perplexity:g} was set)" if perplexity < config.perplexity else ""
+    return (
+        f"t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity {perplexity:.3g}{reduced}, seed "
+        f"{config.seed}."
+    )
+
+
+def _origin(embeddings: Embeddings, encoder: str) -> str:
+    """Weights and step of an encoder, as far as the file has them."""
+    encoders = embeddings.settings.get("encoders")
+    described = encoders.get(encoder) if isinstance(encoders, dict) else None
+    weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
+    parts = [weights] if isinstance(weights, str) else []
+    return printable_message(", ".join(parts + ([f"step {step}"] if isinstance(step, int) and step else [])))
+
+
+def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:
+    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data."""
+    import openTSNE
+
+    rows = [("files", ", ".join(Path(source).absolute().name for source in config.embeddings))]
+    rows.append(("openTSNE", openTSNE.__version__))
+    for key, value in embeddings.settings.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        rows += [(f"{key} {name}".strip(), _plain(each)) for name, each in inner]
+    return [(printable_message(key), printable_message(printable(value))) for key, value in rows]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_leaf(each)}" for key, each in value.items())
+    return _leaf(value)
+
+
+def _leaf(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)
