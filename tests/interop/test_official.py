@@ -298,6 +298,7 @@ def test_a_training_file_describes_its_encoder_but_for_the_heads(name: str) -> N
     found = load_encoder(compose("knn", [f"checkpoint={path}", "backbone.num_heads=2", "data.root=x"]))
     named = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[32,32]"]))
     assert (found.trained.backbone, found.size) == (named.trained.backbone, named.size)
+    assert found.run.path == path.with_name("full")  # of scores, also for full.pth.tar
 
 
 @pytest.mark.parametrize(
