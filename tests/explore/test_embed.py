@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -251,6 +252,14 @@ def test_arguments_that_do_not_fit_are_one_line(dmjd: Command, words: list[str],
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+def test_without_pyarrow_a_table_is_one_line_before_anything_is_computed(
+    dmjd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = "error: dmjd embed needs pyarrow; pip install 'dmjd[explore]'\n"
+    assert dmjd("embed", "run", "output=a.parquet") == (2, "", error)
 
 
 def test_leading_arguments_are_checkpoints_with_any_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
