@@ -338,6 +338,8 @@ _CODES, _LINEAR, _PRED = "head.cls_head.", "neck.fc.", "neck.decoder_pred."
 
 
 def _from_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(name.startswith("neck.decoder_") for name in state):  # CAE's regressor has a mask token, too
+        state = {name: value for name, value in state.items() if name != "neck.mask_token"}
     return {
         re.sub(rf"^({re.escape(_CODES)}|{re.escape(_LINEAR)})", _PRED, name): value for name, value in state.items()
     }
@@ -463,6 +465,9 @@ LAYOUTS = {
             qv_bias="beit",
             after_reading=_from_mmpretrain,
             before_writing=_to_mmpretrain,
+            other_networks=re.compile(
+                r"(neck\.(regressors|decoders|norm_regressor|norm_decoder|head)|teacher)\."
+            ),  # CAE
         ),
         Layout(
             "timm",
@@ -502,6 +507,11 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     _check_stem(unknown[nearest])
+    if len(unknown[nearest]) == len(LAYOUTS[nearest]._prepared(state)):
+        raise CheckpointError(
+            f"no layout has all of these names, nor any: {summary(state)}; encoders here are ViT, ConvViT and Swin, "
+            f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
+        )
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "

@@ -68,6 +68,16 @@ def test_caes_encoder_is_converted_without_regressor_and_decoder(system: str, tm
     check_features(output, system, "encoder", HEADS)
 
 
+def test_caes_encoder_is_read_beside_the_neck_of_mmpretrain(tmp_path: Path) -> None:
+    path = tmp_path / "mmpretrain.pth"
+    convert(compose("convert", [f"input={OFFICIAL / 'cae/full.pth'}", f"output={path}", "to=mmpretrain"]))
+    state, neck = torch.load(path)["state_dict"], ("mask_token", "regressors.0.gamma_1_cross", "decoders.0.gamma_1")
+    layers = ("norm_regressor", "norm_decoder", "head", "regressors.0.cross_attn.proj")
+    names = [*neck, *(f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias"))]
+    torch.save({"state_dict": state | {f"neck.{name}": torch.ones(24) for name in names}}, path)
+    check_features(path, "cae", "encoder", HEADS)
+
+
 @pytest.mark.parametrize(
     ("system", "name", "message"),
     [
