@@ -140,7 +140,7 @@ def run(config: EmbedConfig) -> Iterator[str]:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
-    yield f"{output}: {embedded} images of {images.source}; {config.dtype} features: {sizes}"
+    yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
