@@ -42,7 +42,7 @@ _THREADS = min(8, os.cpu_count() or 1)  # decoding releases the GIL
 def load_encoder(
     checkpoint: str | os.PathLike[str],
     *,
-    weights: Literal["trained", "ema", "untrained"] = "trained",
+    weights: Literal["trained", "ema", "untrained", "student"] = "trained",
     device: Literal["auto", "cpu", "cuda"] | torch.device = "auto",
     **keys: Any,
 ) -> Encoder:
@@ -51,11 +51,12 @@ def load_encoder(
     Args:
         checkpoint: a ``dmjd.Run`` or a run folder (its newest checkpoint), a checkpoint folder, or a file of weights of
             dmjd or of another code base.
-        weights: "trained": weights of the last step. "ema": their exponential moving average. "untrained": weights at
-            initialisation.
+        weights: "trained": weights of the last step, or the teacher of a file with a student and a teacher. "ema":
+            their exponential moving average. "untrained": weights at initialisation. "student": that of such a file.
         device: "auto": CUDA if available, else CPU.
-        keys: for a file of weights, the keys that describe its model: ``experiment="mae_vit_base"``,
-            ``backbone="vit_large"``, ``backbone={"patch_size": 14}``; also other keys of ``dmjd knn``.
+        keys: for a file of weights, keys that describe its model in place of what its tensors show:
+            ``experiment="mae_vit_base"``, ``backbone="vit_large"``, ``backbone={"num_heads": 8}``; also other keys of
+            ``dmjd knn``.
 
     Raises:
         UserError: if there is no complete checkpoint, or it holds another model than described.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import Attention
 from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
@@ -81,8 +82,17 @@ def read_file(
 ) -> WeightsFile:
     """Read a file of weights: consolidated, or of another code base; arguments and errors as for
     :func:`~dmjd.interop.weights_file.read_weights`."""
-    if not native_files.is_consolidated(path):
-        return read_weights(path, weights, source, drop_unknown=drop_unknown, keep_nonfinite=keep_nonfinite)
+    if native_files.is_consolidated(path):
+        return _read_own(path, weights, keep_nonfinite)
+    return read_weights(path, weights, source, drop_unknown=drop_unknown, keep_nonfinite=keep_nonfinite)
+
+
+def _read(path: Path, weights: str) -> WeightsFile:
+    return _read_own(path, weights) if path.is_dir() else read_file(path, weights)
+
+
+def _read_own(path: Path, weights: str, keep_nonfinite: bool = False) -> WeightsFile:
+    """Read a checkpoint folder or a consolidated file."""
     found = join_qv_bias(model_in(path, weights))
     if not keep_nonfinite:
         _check_finite(found, path)
@@ -100,6 +110,7 @@ def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfi
     Raises:
         CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given.
     """
+    _check_registers(file)
     try:
         described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
         config = PretrainConfig(backbone=described.backbone_config(given), data=described.data_config(data))
@@ -141,10 +152,10 @@ def _renamed(weights: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict
     return dict(weights)
 
 
-def load_weights(objective: Objective, path: Path) -> str:
-    """Load the weights at ``path``, a checkpoint folder or a file, into ``objective``; all or nothing.
+def load_weights(objective: Objective, path: Path, weights: str = "trained") -> str:
+    """Load ``weights`` at ``path``, a checkpoint folder or a file, into ``objective``; all or nothing.
 
-    A checkpoint of ours must be of the same model. A file of weights must hold the encoder
+    A checkpoint of ours must be of the same model; its average is of the encoder alone. A file must hold the encoder
     (:func:`load_encoder_weights`); a branch that is missing in it, or has other shapes, keeps its initial values.
 
     Returns:
@@ -153,13 +164,13 @@ def load_weights(objective: Objective, path: Path) -> str:
     Raises:
         CheckpointError: naming what is missing, unexpected or of another shape, or the layouts that are known.
     """
-    if path.is_dir() or native_files.is_consolidated(path):
+    if weights == "trained" and (path.is_dir() or native_files.is_consolidated(path)):
         parameters = store.read_model(path)
         _check_finite(parameters, path)
         store.load_strictly(objective, parameters, path)
         return str(path)
     model = objective.model
-    file = _fitted(read_file(path), model.encoder)
+    file = _fitted(_read(path, weights), model.encoder)
     taken, left = _of_encoder(model.encoder, file)
     own = model.state_dict()
     for branch in _BRANCHES:
@@ -205,12 +216,7 @@ def load_classifier(
         CheckpointError: as :func:`load_weights`. ConfigError: if it does not have ``weights``.
     """
     model = objective.model
-    if path.is_dir():
-        found = join_qv_bias(model_in(path, weights))
-        _check_finite(found, path)
-        file = WeightsFile(path, str(path), found, LAYOUTS["ours"])
-    else:
-        file = read_file(path, weights)
+    file = _read(path, weights)
     kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
     file = _fitted(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder, geometric=True)
     own = {name: value.shape for name, value in model.state_dict().items()}
@@ -258,6 +264,9 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
         weights = with_positions(weights, stored, file.grid, encoder.grid, "this model")
         kind = "shared" if SHARED_TABLE in own else "per_block" if _BLOCK_TABLE in own else "keep"
         weights = with_bias_tables(weights, kind, file.grid, encoder.grid, geometric=geometric)
+        if POSITIONS in own:  # biases beside learned positions begin at 0, as in CAE's fine-tuning: features stay equal
+            tables = {name: shape for name, shape in own.items() if name == SHARED_TABLE or name.endswith(BIAS_TABLE)}
+            weights = {name: torch.zeros(shape) for name, shape in tables.items()} | weights
         weights = with_window_tables(weights, own)
     except CheckpointError as error:
         hint = (
@@ -270,11 +279,7 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
 
 def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor], list[str]]:
     """The encoder's weights in ``file``, and the names that it lacks."""
-    if REGISTERS in file.weights:
-        raise CheckpointError(
-            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
-            "encoders of dmjd do not have; use the model's own code"
-        )
+    _check_registers(file)
     ours = _shapes({_ENCODER + name: value for name, value in encoder.state_dict().items()}, _ENCODER)
     theirs = _shapes(file.weights, _ENCODER)
     faults = [
@@ -294,7 +299,32 @@ def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor],
             f"{file.description} is of another encoder than the configuration: it {', '.join(faults)}"
             f"{_described(file, encoder)}"
         )
+    _compare_heads(encoder, file)
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
+
+
+def _compare_heads(encoder: Encoder, file: WeightsFile) -> None:
+    """Log a warning if ``encoder`` has another number of attention heads than models like that of ``file``. The shapes
+    of plain blocks do not depend on it: MoCo v3's ViT-S has 12 heads, others of its width have 6."""
+    try:
+        usual = describe(file.weights, file.noted, file.grid).backbone.get("num_heads")
+    except CheckpointError:
+        return
+    heads = next((part.num_heads for part in encoder.modules() if isinstance(part, Attention)), None)
+    if None not in (usual, heads) and usual != heads:
+        logger.warning(
+            "%s: backbone.num_heads=%d, but models of its width and positions have %d heads, which tensors do not show "
+            "and features depend on; remove backbone=, or set backbone.num_heads=%d",
+            *(file.path, heads, usual, usual),
+        )
+
+
+def _check_registers(file: WeightsFile) -> None:
+    if REGISTERS in file.weights:
+        raise CheckpointError(
+            f"{file.description}: it has registers ({REGISTERS}), on which features depend and which the "
+            "encoders of dmjd do not have; use the model's own code"
+        )
 
 
 def _described(file: WeightsFile, encoder: Encoder) -> str:

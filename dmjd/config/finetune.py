@@ -17,9 +17,9 @@ class FinetuneConfig(TrainConfig):
 
     ema_decay: Decay of an exponential moving average of the model's weights, which is validated and exported. null: no
         average.
-    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. A run's
-        backbone, channels and normalisation hold unless they are typed, and its image size and data set unless they
-        are typed or set by the preset. null: an untrained encoder. Ignored when resuming.
+    init: Run folder (its newest checkpoint), checkpoint folder, or file of weights of any known code base. Its
+        backbone, channels and normalisation hold unless they are typed, and its image size and a run's data set unless
+        they are typed or set by the preset. null: an untrained encoder. Ignored when resuming.
     weights: Initial weights of init. trained: all; of a file with a student and a teacher the teacher. ema: their
         exponential moving average. student: the student of a file with a teacher. untrained: none, only the
         configuration of init is read.

@@ -39,12 +39,15 @@ class PretrainConfig(TrainConfig):
 
     batch_size: Images per step over all processes; each gives mask.views masked views.
     ema_decay: Decay of an exponential moving average of the encoder's weights. null: no average.
+    weights: Initial weights of init. trained: all; of a file with a student and a teacher the teacher. ema: the
+        exponential moving average of the encoder. student: the student of a file with a teacher.
     recipe: none: keys that are not typed have the presets' values. small_data: at the first start, sizes of the model,
         the crops and the schedule follow the training images and the device (docs/own_photos.md).
     """
 
     run: str = may_change(path("runs/pretrain", of="a folder"))
     epochs: int = positive(800)
+    weights: str = choice("trained", "ema", "student")
     optim: PretrainOptimConfig = field(default_factory=PretrainOptimConfig)
     mask: MaskConfig = field(default_factory=MaskConfig)
     method: MethodConfig = field(default_factory=MethodConfig)

@@ -16,10 +16,25 @@ from torch import Tensor, nn
 from dmjd.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.builders.average import ENCODER
 from dmjd.builders.model import build_classification
-from dmjd.builders.weights import check_described, classes_of, described_model, load_encoder_weights, load_weights
+from dmjd.builders.weights import (
+    check_described,
+    classes_of,
+    described_model,
+    load_classifier,
+    load_encoder_weights,
+    load_weights,
+)
 from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run, to_yaml
-from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, ImagesConfig, PretrainConfig, TrainConfig
+from dmjd.config import (
+    DataConfig,
+    EvaluationConfig,
+    FinetuneConfig,
+    HeadConfig,
+    ImagesConfig,
+    PretrainConfig,
+    TrainConfig,
+)
 from dmjd.data.build import AUTO, build_dataset, report, resolve_auto
 from dmjd.data.dataset import EvenSubset, ImageDataset, Split
 from dmjd.data.held_out import HeldOut
@@ -201,6 +216,32 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     return FrozenEncoder(
         encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
     )
+
+
+def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
+    """The classifier of a fine-tuned file of weights; ``frozen`` itself if the file has no head.
+
+    A file with ``fc_norm`` pools the mean of the patch tokens before it (MAE, BEiT); another one normalises first and
+    reads the class token, or the mean without one (DeiT, Swin). Its classes have no names.
+
+    Raises:
+        CheckpointError: as :func:`~dmjd.builders.weights.load_classifier`.
+    """
+    file = _file(frozen.path, frozen.weights)
+    if HEAD not in file.weights:
+        return frozen
+    pooled = hasattr(frozen.encoder, "fc_norm")
+    pooling = "mean" if pooled or not frozen.encoder.num_prefix_tokens else "cls"
+    head = HeadConfig(pooling=pooling, norm="pooled" if pooled else "encoder")
+    trained = FinetuneConfig(init=None, backbone=frozen.trained.backbone, data=frozen.data, head=head)
+    objective = build_classification(trained, len(file.weights[HEAD]))
+    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
+    classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
+    return replace(frozen, classifier=classifier, encoder=classifier.encoder)
+
+
+HEAD = "classifier.weight"
+"""Name of the head's weights in a file of a fine-tuned model, as dmjd.interop reads it."""
 
 
 def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path, TrainConfig]]:

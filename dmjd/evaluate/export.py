@@ -24,6 +24,7 @@ from dmjd.builders.weights import load_weights
 from dmjd.config import EvaluationConfig, ExportConfig, FinetuneConfig, HeadConfig, PretrainConfig
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
+from dmjd.evaluate.features import pool_features
 from dmjd.evaluate.onnx_model import Features, Logits, check_onnx, write_onnx
 from dmjd.evaluate.output import check_output
 from dmjd.evaluate.registry import BASELINES
@@ -123,8 +124,6 @@ def sidecar(path: Path) -> Path:
 
 def _encoder(config: ExportConfig) -> _Encoder:
     """Load the encoder in the type of the export."""
-    if config.data is not None and Path(config.checkpoint).is_dir():
-        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     frozen = load_encoder(
         EvaluationConfig(
             checkpoint=config.checkpoint,
@@ -135,8 +134,12 @@ def _encoder(config: ExportConfig) -> _Encoder:
             device="cpu",
         )
     )
+    if config.data is not None and frozen.path.is_dir():
+        raise ConfigError(f"data describes a file of weights, and {config.checkpoint} has its own; remove data=")
     trained, classifier = frozen.trained, frozen.classifier
     head = trained.head if isinstance(trained, FinetuneConfig) else None
+    if head is None and hasattr(frozen.encoder, "fc_norm"):  # a fine-tuned file, evaluated without its head
+        head = HeadConfig(pooling="mean", norm="pooled")
     if config.format == "huggingface":
         huggingface.check_vit(trained.backbone)
         if head is not None:
@@ -371,13 +374,13 @@ def _shape(made: _Encoder) -> tuple[int, int, int]:
 
 
 def _sample(made: _Encoder) -> tuple[Tensor, Tensor, Tensor]:
-    """A fixed batch of images, the encoder's tokens, and their mean or the logits. Raises UserError if the tokens are
-    not finite."""
+    """A fixed batch of images, the encoder's tokens, and the pooled features or the logits. Raises UserError if the
+    tokens are not finite."""
     encoder, classifier = made.frozen.encoder, made.frozen.classifier
     images = torch.randn((2, *_shape(made)), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         tokens = encoder(images)
-        outputs = tokens[:, encoder.num_prefix_tokens :].mean(1) if classifier is None else classifier(images)
+        outputs = pool_features(encoder, tokens, "mean") if classifier is None else classifier(images)
     if not bool(tokens.isfinite().all()):
         raise UserError(
             "the encoder's features hold NaN or infinity: export an earlier checkpoint, or with dtype=fp32 or bf16"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError, UserError
+from dmjd.evaluate.features import pool_features
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
 
@@ -46,7 +47,7 @@ class Features(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         tokens = self.encoder(images)
         patches = tokens[:, self.encoder.num_prefix_tokens :]
-        outputs = (patches.mean(1), patches)
+        outputs = (pool_features(self.encoder, tokens, "mean"), patches)
         return (*outputs, tokens[:, 0]) if self.encoder.num_prefix_tokens else outputs
 
 

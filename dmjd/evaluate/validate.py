@@ -28,6 +28,8 @@ logger = logging.getLogger("dmjd")
 class ValidateConfig(EvaluationConfig):
     """Accuracy of a fine-tuned classifier, head included, on the test images.
 
+    A file of weights has no names of classes: its logits are those of the class folders in sorted order.
+
     weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
         one.
     batch_size: Images per forward pass.
@@ -37,29 +39,22 @@ class ValidateConfig(EvaluationConfig):
 
     weights: str = choice("auto", "trained", "ema")
     batch_size: int = positive(64)
-    model: PretrainConfig | None = recorded()
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
     few_shot: float | None = recorded()
     labels: str | None = recorded()
     untrained: bool | None = recorded(False)
 
-    def check(self) -> None:
-        super().check()
-        if Path(self.checkpoint).is_file():
-            raise ConfigError(
-                f"checkpoint={self.checkpoint} is a file, and dmjd validate reads runs: name one of dmjd finetune, or "
-                "fine-tune this file with dmjd finetune"
-            )
-
 
 def run(context: Context[ValidateConfig]) -> Scores:
     """Classify the test images."""
     from dmjd.data.build import AUTO
-    from dmjd.evaluate.encoder import loader_workers
-    from dmjd.evaluate.validation import check_same_classes, evaluate_classifier
+    from dmjd.evaluate.encoder import loader_workers, with_head
+    from dmjd.evaluate.validation import check_same_classes, class_names, evaluate_classifier
 
     config, frozen = context.config, context.frozen
+    if frozen.path.is_file():
+        frozen = with_head(frozen)
     classifier = frozen.classifier
     if classifier is None:
         raise ConfigError(
@@ -73,6 +68,8 @@ def run(context: Context[ValidateConfig]) -> Scores:
         )
     test = context.dataset("test")
     names = frozen.classes or frozen.class_labels
+    if frozen.path.is_file() and len(names) == test.num_classes:  # its classes have no names
+        names = class_names(test)
     check_same_classes(test, names, f"checkpoint={config.checkpoint}")
     workers = loader_workers(len(test), config.batch_size) if config.workers is None else config.workers
     found = evaluate_classifier(frozen.logits, test, frozen.data, config.batch_size, workers, device=frozen.device)

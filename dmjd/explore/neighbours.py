@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 class Pairs(NamedTuple):
     """Near duplicates, the most similar first, of equal ones those of the first rows. rows: int64 ``[P, 2]``, ascending
-    in each pair; similarities: float32 ``[P]``; total: number of pairs, of which at most :data:`MOST_PAIRS` are kept."""
+    in each pair; similarities: float32 ``[P]``; total: number of pairs, of which :data:`MOST_PAIRS` are kept."""
 
     rows: npt.NDArray[np.int64]
     similarities: npt.NDArray[np.float32]

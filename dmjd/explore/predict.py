@@ -50,8 +50,8 @@ those that vote, bool ``[B]``."""
 class PredictConfig(ImagesConfig):
     """Predict the class of each image, with probabilities, and write them as CSV.
 
-    A fine-tuned run predicts with its classifier. An encoder, a run or a file of weights, predicts by weighted votes of
-    the nearest labelled images, as dmjd knn does.
+    A fine-tuned run or file of weights predicts with its classifier. An encoder predicts by weighted votes of the
+    nearest labelled images, as dmjd knn does.
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
     output: CSV file. Default: RUN/predictions/WEIGHTS-step########.csv, or ...-NAME.csv for the files of NAME.
@@ -168,9 +168,11 @@ class Tally:
 
 def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
-    from dmjd.evaluate.encoder import load_encoder
+    from dmjd.evaluate.encoder import load_encoder, with_head
 
     frozen = load_encoder(config)
+    if frozen.path.is_file() and config.labelled is None:
+        frozen = with_head(frozen)
     output = _output(frozen, config)
     if frozen.classifier is not None:
         classes, predict = _by_classifier(frozen, config)
@@ -178,6 +180,8 @@ def run(config: PredictConfig) -> Iterator[str]:
         classes, predict = _by_neighbours(frozen, config)
     parts = _parts(frozen, config, classes)
     classes = list(map(plain_name, classes))
+    if frozen.classifier is not None and not frozen.classes and len(parts[0].classes) == len(classes):
+        classes = list(parts[0].classes)  # of a file of weights, which has no names
     tallies = {part.name: Tally() for part in parts}
     known = set(classes)
     few = sum(len(part.images) for part in parts) <= PRINTED
@@ -241,8 +245,8 @@ def _bank_of_run(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features
 
     if frozen.path.is_file():
         raise ConfigError(
-            f"checkpoint={config.checkpoint} is a file, which has no training images: add labelled=FILE, which dmjd "
-            "embed writes for labelled images"
+            f"checkpoint={config.checkpoint} is a file without a classifier; add labelled=FILE, labelled images that "
+            "dmjd embed has embedded"
         )
     own = resolve_auto(frozen.trained.data)
     data = replace(frozen.data, **{key: getattr(own, key) for key in ("name", *OF_DATA_SET)})
@@ -407,7 +411,7 @@ def _line(found: Prediction) -> str:
 def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
     """Lines about the images of each part."""
     for name, tally in tallies.items():
-        parts = [f"{tally.images} images"]
+        parts = [f"{tally.images} image{'s' * (tally.images != 1)}"]
         if tally.unreadable:
             parts.append(f"{tally.unreadable} of them cannot be read, the first: {tally.first_fault}")
         if tally.labelled:
@@ -418,7 +422,7 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
         if tally.predicted:
             most = tally.predicted.most_common(MOST_CLASSES)
             more = f" and {len(tally.predicted) - len(most)} more classes" if len(tally.predicted) > len(most) else ""
-            yield "predicted: " + ", ".join(f"{label} {count}" for label, count in most) + more
+            yield "predicted: " + ", ".join(f"{label} ({count})" for label, count in most) + more
 
 
 def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:

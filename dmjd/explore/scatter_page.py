@@ -161,7 +161,7 @@ button { font: inherit; font-size: .85rem; color: var(--ink); background: var(--
   border-radius: 4px; padding: .1rem .5rem; min-width: 1.7rem; cursor: pointer }
 .static { margin-top: 1rem } .static img { display: block; width: 100%; height: auto; background: #fff }
 .scripted .static { display: none }
-.classes { gap: .3rem .4rem; margin-top: .4rem }
+.classes { gap: .3rem .4rem; margin-top: .4rem; max-height: 8.6rem; overflow-y: auto; padding: 3px }
 .classes button { display: flex; gap: .35rem; align-items: center; text-align: left; overflow-wrap: anywhere }
 .classes svg { width: 1rem; height: 1rem }
 .classes small { color: var(--muted) }

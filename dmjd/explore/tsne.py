@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -250,6 +251,8 @@ def run(config: TsneConfig) -> Iterator[str]:
     chosen = {name: values[selection.rows] for name, values in embeddings.features.items()}
     for name, values in chosen.items():
         lengths = np.linalg.norm(values, axis=1)
+        if values.shape[1] < 2:
+            raise DataError(f"{name} has one feature per image, and a map in two dimensions needs at least 2")
         if not np.ptp(values, axis=0).any() or not (lengths > 0).all() or not np.isfinite(lengths).all():
             raise DataError(
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
@@ -346,8 +349,12 @@ def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {_plain(each)}" for key, each in value.items())
-    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+        return ", ".join(f"{key} {_leaf(each)}" for key, each in value.items())
+    return _leaf(value)
+
+
+def _leaf(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)

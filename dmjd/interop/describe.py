@@ -17,23 +17,19 @@ from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import CheckpointError
 from dmjd.files import read_file
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, SHARED_TABLE
-from dmjd.interop.state_file import is_safetensors
+from dmjd.interop.state_file import OF_HUGGING_FACE, is_safetensors
 from dmjd.interop.tables import is_fixed
 from dmjd.interop.tensors import Grid, depth_of, grid_of_bias_table, grids_of
 from dmjd.safe_load import parse_json
 
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
 """Width of a ViT -> its attention heads, which no tensor of plain blocks shows."""
-_HEADS_OF_MOCO = HEADS | {384: 12}
-"""MoCo v3's ViT-S has 12 heads of 32."""
+_HEADS_OF_MOCO = HEADS | {192: 12, 384: 12}
+"""MoCo v3's ViT-S, and CAE's Tiny and Small, whose positions are MoCo v3's, have 12 heads."""
 
-_SIZE = 224
-"""Side of an image in pixels, where positions are computed from any grid."""
 _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
 _MOST_PIXELS = 16_384
-OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 """Names of the files beside the weights in a folder of Hugging Face."""
 
@@ -53,7 +49,7 @@ NOTHING = Noted()
 @dataclass(frozen=True)
 class Described:
     """The encoder of a file. backbone: keys of :class:`~dmjd.config.BackboneConfig` and their values; num_heads may be
-    missing. image_size: (height, width) in pixels; None if the positions fit no square grid.
+    missing. image_size: (height, width) in pixels; None without positions, and if they fit no square grid.
     """
 
     backbone: dict[str, Any]
@@ -101,13 +97,15 @@ class Described:
         return config
 
     def data_config(self, other: DataConfig | None) -> DataConfig:
-        """Image size, channels and normalisation: as noted, those of ``other`` if it has as many channels, ImageNet's,
-        or .5 per channel."""
+        """Image size, channels and normalisation: as shown, else those of ``other``, of ImageNet by default: the size
+        rounded to whole patches, and the normalisation of as many channels, or .5 for each."""
         base = DataConfig() if other is None else other
+        patch = self.backbone.get("patch_size", BackboneConfig.patch_size)
+        size = self.image_size or [max(1, round(side / patch)) * patch for side in base.image_size]
         fitting = len(base.mean) == len(base.std) == self.channels
         plain = [0.5] * self.channels
         return DataConfig(
-            image_size=list(self.image_size or base.image_size),
+            image_size=list(size),
             channels=self.channels,
             mean=list(self.noted.mean or (base.mean if fitting else plain)),
             std=list(self.noted.std or (base.std if fitting else plain)),
@@ -148,6 +146,10 @@ def noted_at(path: Path) -> Noted:
     if not path.name.startswith(OF_HUGGING_FACE) or not config.is_file():
         return NOTHING
     model, images = _json_file(config), _json_file(processor)
+    if (activation := model.get("hidden_act", "gelu")) != "gelu":
+        raise CheckpointError(
+            f"{config}: hidden_act={str(activation)[:40]!r}, and dmjd's encoders have gelu; use the model's own code"
+        )
     return _noted(
         model.get("num_attention_heads"), model.get("image_size"), images.get("image_mean"), images.get("image_std")
     )
@@ -220,9 +222,6 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
     size = noted.image_size
     if size is None and grid is not None:
         size = grid[0] * patch, grid[1] * patch
-    if size is None and rows is None:
-        side = max(1, round(_SIZE / patch)) * patch
-        size = side, side
     return Described(backbone, channels, size, noted)
 
 
@@ -247,7 +246,7 @@ def _convvit(weights: Mapping[str, Tensor], noted: Noted) -> Described:
     rows = weights.get(POSITIONS)
     patch = BackboneConfig.patch_size
     grids = grids_of(rows.shape[1], 0, None) if rows is not None and rows.ndim == 3 else []
-    size = noted.image_size or ((grids[0][0] * patch, grids[0][1] * patch) if grids else (_SIZE, _SIZE))
+    size = noted.image_size or ((grids[0][0] * patch, grids[0][1] * patch) if grids else None)
     return Described(backbone, channels, size, noted)
 
 
@@ -255,12 +254,13 @@ def _swin(weights: Mapping[str, Tensor], noted: Noted) -> Described:
     first, channels, _ = _embedding(weights, "encoder.patch_embed.proj.weight")
     stages = _count(weights, "encoder.layers")
     tables = [weights.get(f"encoder.layers.{stage}.blocks.0.{BIAS_TABLE}") for stage in range(stages)]
-    windows = [grid_of_bias_table(table, 0) for table in tables if table is not None and table.ndim == 2]
-    sides = [window[0] for window in windows if window is not None]
-    if stages != 4 or len(sides) != 4:
+    tables = [table for table in tables if table is not None and table.ndim == 2]
+    # A stage with fewer tokens than a window has a smaller table, which need not be square.
+    sides = [window[0] for table in tables if (window := grid_of_bias_table(table, 0)) is not None]
+    if stages != 4 or len(tables) != 4 or not sides:
         raise CheckpointError(
-            f"its Swin has {stages} stages and {len(sides)} tables of square windows, and dmjd's has 4 of both; use "
-            "its own code"
+            f"its Swin has {stages} stages, {len(tables)} with a table of relative biases, and dmjd's has 4; use its "
+            "own code"
         )
     backbone = {
         "name": "swin",
@@ -271,7 +271,7 @@ def _swin(weights: Mapping[str, Tensor], noted: Noted) -> Described:
         "masked_tokens": "mask_token",
         "windows": {
             "depths": [_count(weights, f"encoder.layers.{stage}.blocks") for stage in range(stages)],
-            "num_heads": [table.shape[1] for table in tables if table is not None],
+            "num_heads": [table.shape[1] for table in tables],
             "size": max(sides),
         },
     }

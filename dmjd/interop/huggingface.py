@@ -1,4 +1,4 @@
-"""Our ViTs as models of Hugging Face's transformers: configuration, names and preprocessing.
+"""Our ViTs as models of Hugging Face's transformers: configuration, names and preprocessing; and names of its files.
 
 Names are those of transformers 4, which 5 reads too. A ViT with a class token and plain blocks is a ``ViTModel``; with
 MAE's decoder and pixels as the target the whole model is a ``ViTMAEForPreTraining``.
@@ -208,3 +208,56 @@ def preprocessor_config(data: DataConfig) -> dict[str, Any]:
         "image_mean": list(data.mean),
         "image_std": list(data.std),
     }
+
+
+_OFFICIAL = (
+    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
+    (r"^embeddings\.position_embeddings$", "pos_embed"),
+    (r"^embeddings\.(cls_token|mask_token)$", r"\1"),
+    (r"^(?:encoder\.)?layers?\.(\d+)\.", r"blocks.\1."),
+    (r"^decoder\.decoder_(?:encoder\.layer|layers)\.(\d+)\.", r"decoder_blocks.\1."),
+    (r"^decoder\.(?=decoder_|mask_token)", ""),
+    (r"^encoder\.relative_position_bias\.", "rel_pos_bias."),
+    (r"^(blocks\.\d+)\..*relative_position_bias\.(relative_position_bias_\w+)$", r"\1.attn.\2"),
+    (r"(blocks\.\d+)\.attention\.(?:attention\.)?(?:(q)uery|(k)ey|(v)alue)\.", r"\1.attn.\2\3\4."),
+    (r"(blocks\.\d+)\.attention\.([qkv])_proj\.", r"\1.attn.\2."),
+    (r"(blocks\.\d+)\.attention\.(?:output\.dense|o_proj)\.", r"\1.attn.proj."),
+    (r"(blocks\.\d+)\.layernorm_before\.", r"\1.norm1."),
+    (r"(blocks\.\d+)\.layernorm_after\.", r"\1.norm2."),
+    (r"(blocks\.\d+)\.intermediate\.dense\.", r"\1.mlp.fc1."),
+    (r"(blocks\.\d+)\.output\.dense\.", r"\1.mlp.fc2."),
+    (r"(blocks\.\d+)\.lambda_([12])$", r"\1.gamma_\2"),
+    (r"^layernorm\.", "norm."),
+    (r"^pooler\.layernorm\.", "fc_norm."),
+    (r"^classifier\.", "head."),
+)
+"""Names of transformers 4 and 5 -> those of MAE and BEiT, by rules applied one after the other."""
+_EMBEDDING = "embeddings.patch_embeddings.projection.weight"
+_POOLER = "pooler.dense."
+"""A layer on the class token that was not trained with the encoder."""
+
+
+def official_names(state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The state of a ViT, ViTMAE, BEiT or data2vec of transformers under the names of MAE's and BEiT's files; None for
+    a state of other names. Names without a counterpart stay.
+
+    Separate weights of q, k and v become one; so do their biases, or ``q_bias`` and ``v_bias`` where k has none.
+    """
+    prefix = next((name.removesuffix(_EMBEDDING) for name in state if name.endswith(_EMBEDDING)), None)
+    if prefix is None:
+        return None
+    named: dict[str, Tensor] = {}
+    for name, value in state.items():
+        official = name.removeprefix(prefix)
+        for pattern, replacement in _OFFICIAL:
+            official = re.sub(pattern, replacement, official)
+        if not official.startswith(_POOLER):
+            named[official] = value
+    for name in [name for name in named if re.search(r"\.attn\.q\.(weight|bias)$", name)]:
+        stem, _, leaf = name.rpartition("q.")
+        parts = [f"{stem}{letter}.{leaf}" for letter in "qkv"]
+        if all(part in named for part in parts):
+            named[f"{stem}qkv.{leaf}"] = torch.cat([named.pop(part) for part in parts])
+        elif leaf == "bias" and parts[2] in named:
+            named |= {f"{stem}q_bias": named.pop(parts[0]), f"{stem}v_bias": named.pop(parts[2])}
+    return named

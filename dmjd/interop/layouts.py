@@ -170,7 +170,7 @@ def is_beit(weights: State) -> bool:
 
 
 def _lacks_positions(weights: State) -> bool:
-    """Whether a ViT has neither positions nor relative position biases. Only ours leaves fixed ones out of its files."""
+    """Whether a ViT has neither positions nor relative position biases. Our own files alone leave fixed ones out."""
     tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
     return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)
 
@@ -245,7 +245,12 @@ def _official(vocabulary: Sequence[str]) -> Names:
 
 
 def _from_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it."""
+    """The head's 1 x 1 convolution to a matrix in our order of pixels; Swin's patch merging to the layer after it.
+
+    A fine-tuned Swin, as Swin's authors store theirs, has no prefix.
+    """
+    if "layers.0.downsample.reduction.weight" in state:
+        state = {name if name.startswith("head.") else f"encoder.{name}": value for name, value in state.items()}
     state = {_moved(name, +1): value for name, value in state.items()}
     return _reordered(
         state, lambda value, channels: channels_last(value.flatten(1) if value.ndim > 1 else value, channels)
@@ -257,7 +262,10 @@ def _to_simmim(state: dict[str, Tensor]) -> dict[str, Tensor]:
         rows = channels_first(value, channels)
         return rows[:, :, None, None] if rows.ndim > 1 else rows
 
-    return _reordered({_moved(name, -1): value for name, value in state.items()}, convolution)
+    state = {_moved(name, -1): value for name, value in state.items()}
+    if "head.weight" in state:
+        return {name.removeprefix("encoder."): value for name, value in state.items()}
+    return _reordered(state, convolution)
 
 
 def _moved(name: str, by: int) -> str:
@@ -330,6 +338,8 @@ _CODES, _LINEAR, _PRED = "head.cls_head.", "neck.fc.", "neck.decoder_pred."
 
 
 def _from_mmpretrain(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(name.startswith("neck.decoder_") for name in state):  # CAE's regressor has a mask token, too
+        state = {name: value for name, value in state.items() if name != "neck.mask_token"}
     return {
         re.sub(rf"^({re.escape(_CODES)}|{re.escape(_LINEAR)})", _PRED, name): value for name, value in state.items()
     }
@@ -353,8 +363,11 @@ def _to_timm(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "head.fc.", name): value for name, value in state.items()}
 
 
-_PROJECTION = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
-"""MoCo v3's projection and prediction networks."""
+_OF_DINO = re.compile(r"head\.(mlp|last_layer)\.")
+_OF_IBOT = re.compile(r"head\.(mlp|last_layer|last_norm)2?\.")
+"""Projection heads."""
+_OF_MOCOV3 = re.compile(r"(base_encoder\.)?head\.(?=\d+\.)|predictor\.")
+"""Projection and prediction networks."""
 
 
 def _from_mocov3(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -396,7 +409,9 @@ LAYOUTS = {
         Layout("dmjd", _official([*dict.fromkeys([*CONVIT, *VIT[:1], *VIT[2:]]), *DECODER, *HEAD, *VISIBLE_BRANCH])),
         Layout(
             "simmim",
-            _renamed([*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD], (r"^head\.", "decoder.0.")),
+            _renamed(
+                [*dict.fromkeys([*VIT, *BEIT, *SWIN]), *HEAD, *CLASSIFIER], (r"^head\.", "decoder.0."), _FINE_TUNED
+            ),
             qv_bias="always",
             after_reading=_from_simmim,
             before_writing=_to_simmim,
@@ -407,13 +422,14 @@ LAYOUTS = {
             _renamed([*VIT, *BEIT, *HEAD, *CLASSIFIER], _TOP, (r"^head\.", "lm_head."), _FINE_TUNED),
             qv_bias="always",
         ),
-        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None),
+        Layout("dino", _renamed(_PLAIN_VIT, _TOP), container=None, other_networks=_OF_DINO),
         Layout(
             "ibot",
             _renamed([*_PLAIN_VIT, "encoder.mask_token"], _TOP, (r"^mask_token$", _IBOT_MASK)),
             container="state_dict",
             after_reading=_from_ibot,
             before_writing=_to_ibot,
+            other_networks=_OF_IBOT,
         ),
         Layout(
             "mocov3",
@@ -421,7 +437,7 @@ LAYOUTS = {
             container="state_dict",
             after_reading=_from_mocov3,
             before_writing=_to_mocov3,
-            other_networks=_PROJECTION,
+            other_networks=_OF_MOCOV3,
         ),
         Layout(
             "cae",
@@ -449,6 +465,9 @@ LAYOUTS = {
             qv_bias="beit",
             after_reading=_from_mmpretrain,
             before_writing=_to_mmpretrain,
+            other_networks=re.compile(
+                r"(neck\.(regressors|decoders|norm_regressor|norm_decoder|head)|teacher)\."
+            ),  # CAE
         ),
         Layout(
             "timm",
@@ -470,10 +489,11 @@ LAYOUTS = {
 }
 
 
-def detect(state: State) -> tuple[Layout, list[str]]:
+def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]:
     """The first layout that has every name in ``state``, and the names of all layouts that do.
 
-    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes.
+    They agree then: MAE's encoder and timm's ViT, for example, have the same names and shapes. Layouts whose
+    ``other_networks`` are those ``beside`` the state are preferred: DINO's by its projection head.
 
     Raises:
         CheckpointError: if there is none, with the names that the nearest layout does not have.
@@ -481,9 +501,17 @@ def detect(state: State) -> tuple[Layout, list[str]]:
     unknown = {name: layout.unknown(state) for name, layout in LAYOUTS.items()}
     fitting = [name for name, rest in unknown.items() if not rest]
     if fitting:
+        networks = {name: LAYOUTS[name].other_networks for name in fitting if beside}
+        theirs = [name for name, found in networks.items() if found is not None and all(map(found.match, beside))]
+        fitting = theirs or fitting
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     _check_stem(unknown[nearest])
+    if len(unknown[nearest]) == len(LAYOUTS[nearest]._prepared(state)):
+        raise CheckpointError(
+            f"no layout has all of these names, nor any: {summary(state)}; encoders here are ViT, ConvViT and Swin, "
+            f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
+        )
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
@@ -494,22 +522,34 @@ def detect(state: State) -> tuple[Layout, list[str]]:
 _PREFIXES = ("encoder.", "backbone.", "base_encoder.", "visual.", "vit.", "model.", "net.")
 
 
+_IN_FRONT = re.compile(r"([^.]+\.)(?:.*\.)?patch_embed")
+"""A prefix of an encoder."""
 _MOST_PREFIXES = 4
 
 
 def peel(state: State, most: int = _MOST_PREFIXES) -> tuple[dict[str, Tensor], list[str]]:
     """``state`` without a prefix such as ``backbone.`` in front of a layout's names, and the names beside it.
 
-    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged.
+    Up to ``most`` prefixes may be stacked. A state that a layout has as it is, or that has no prefix, is unchanged, as
+    is one with several encoders under prefixes that are not known.
     """
-    for prefix in _PREFIXES if most else ():
-        inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
-            continue
-        inner, left_out = peel(inner, most - 1)
-        if any(not layout.unknown(inner) for layout in LAYOUTS.values()):
-            return inner, left_out + [name for name in state if not name.startswith(prefix)]
+    others = dict.fromkeys(found[1] for name in state if (found := _IN_FRONT.match(name)) and found[1] not in _PREFIXES)
+    for prefixes in (_PREFIXES, others) if most else ():
+        fitting = [peeled for prefix in prefixes if (peeled := _without(state, prefix, most)) is not None]
+        if fitting and (prefixes is _PREFIXES or len(fitting) == 1):
+            return fitting[0]
     return dict(state), []
+
+
+def _without(state: State, prefix: str, most: int) -> tuple[dict[str, Tensor], list[str]] | None:
+    """``state`` as :func:`peel` gives it, if it is to be peeled of ``prefix``."""
+    inner = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    if not inner or not all(layout.unknown(_prefixed(inner, prefix)) for layout in LAYOUTS.values()):
+        return None
+    inner, left_out = peel(inner, most - 1)
+    if all(layout.unknown(inner) for layout in LAYOUTS.values()):
+        return None
+    return inner, left_out + [name for name in state if not name.startswith(prefix)]
 
 
 def _prefixed(state: State, prefix: str) -> dict[str, Tensor]:

@@ -17,13 +17,17 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from dmjd.errors import CheckpointError, ConfigError
-from dmjd.files import replace_file
+from dmjd.files import read_file, replace_file
 from dmjd.interop.names import LEAVES, summary
 from dmjd.safe_load import load_torch, one_line, parse_json
 
 SAFETENSORS = ".safetensors"
+OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
+"""Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
 GRID = "dmjd.token_grid"
 """Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
+INDEX = ".index.json"
+"""End of the name of an index of sharded weights in a folder of Hugging Face."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
 CONTAINERS = (
@@ -35,7 +39,7 @@ CONTAINERS = (
 AVERAGES = (
     *("model_ema", "ema", "ema_model", "ema_state", "state_dict_ema", "ema_state_dict", "model_ema_state_dict"),
     *("model_state_dict_ema", "ema_weights", "ema_params", "params_ema", "averaged_model", "teacher", "shadow"),
-    *("target_network", "target_encoder", "momentum_encoder", "shadow_params"),
+    *("target_network", "target_encoder", "momentum_encoder", "encoder_k", "shadow_params"),
 )
 """Keys and prefixes of an average of the weights (EMA); ``shadow_params`` is a list in the order of the parameters."""
 
@@ -46,6 +50,8 @@ _AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shad
 _TRAINED_KEY = re.compile(r"student|online|model_state|state_dict")
 """Other keys of the two, such as ``teacher_state_dict``."""
 
+_NO_MODEL = re.compile(r"optim|sched|scaler|loss|callback")
+"""Keys of a file's other states, which are not searched."""
 _SHADOWS = ("shadow", "shadow_params")
 
 _WRAPPERS = frozenset(
@@ -61,6 +67,8 @@ _MOST_OUTER = 4
 _MOST_LISTED = 50
 """Names that an error takes from a file without weights."""
 
+_ENCODER = re.compile(r"([^.]+)\.(?:.*\.)?patch_embed")
+"""The first part of an encoder's names."""
 _COUNTERS = re.compile(r"(^|\.)(n_averaged|num_averaged|num_updates|initted|steps?|iter|epoch|decay)$")
 """Names of counters that averages keep beside the weights."""
 
@@ -138,26 +146,28 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        _check_start(path)
-        file: Any = load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
+        file = _parts(path) if path.name.endswith(INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:
         fault = one_line(error)
         cure = next((cure for end, cure in _CURES.items() if end in fault), "")
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}{cure}") from error
     if not isinstance(file, Mapping):
-        raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name")
+        raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name; save a state_dict()")
     keys = [key for key in file if isinstance(key, str)]
     averages = [key for key in keys if _AVERAGE_KEY.search(key)]
     others = [key for key in keys if _TRAINED_KEY.search(key) and key not in averages]
     (key, entries), (average_key, averaged) = _held(file, [*CONTAINERS, *others]), _held(file, [*AVERAGES, *averages])
     if entries is None and (any(_is_weight(name) for name in _tensors(file)) or (averaged is None and _tensors(file))):
         key, entries = "", file
+    if entries is None and averaged is None:
+        (key, entries), (average_key, averaged) = _deeper(path, file)
     if entries is not None and averaged is None:
         (key, entries), (average_key, averaged) = _split(key, entries)
-    elif entries is None and isinstance(averaged, Mapping):
+    elif isinstance(averaged, Mapping):  # ema-pytorch's file has both
         within, average_within = _split(average_key, averaged)
         if average_within[1] is not None:
-            (key, entries), (average_key, averaged) = within, average_within
+            average_key, averaged = average_within
+            key, entries = within if entries is None else (key, entries)
     distilled = _is_distillation(key, average_key)
     average = weights == "ema" or (weights == "trained" and distilled)
     if isinstance(averaged, Sequence) and (average or entries is None):
@@ -167,6 +177,8 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if weights == "student" and not distilled:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
+        for part in (file, *(file[key] for key in keys if isinstance(file[key], Mapping))):
+            _check_weights(path, part)
         found = summary(islice(_listing(file), _MOST_LISTED)) or "nothing by name"
         raise CheckpointError(
             f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has {found}; "
@@ -176,6 +188,29 @@ def read_state(path: Path, weights: str = "trained") -> State:
         return State(_clean(path, averaged), "ema", average_key, key)
     assert entries is not None
     return State(_clean(path, entries), "trained", key, average_key)
+
+
+def _content(path: Path) -> Any:
+    _check_start(path)
+    return load_file(path) if is_safetensors(path) else load_torch(path, None, _inert)
+
+
+def _parts(path: Path) -> dict[str, Tensor]:
+    """The tensors of all files that the index ``path`` of Hugging Face lists, which lie beside it."""
+    try:
+        listed: dict[str, str] = parse_json(read_file(path))["weight_map"]
+        files = sorted(set(listed.values()))
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("it is no index of a sharded model, which has a weight_map of names and files") from error
+    found: dict[str, Tensor] = {}
+    for name in files:
+        if not isinstance(name, str) or Path(name).name != name or not (path.parent / name).is_file():
+            raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
+        content = _content(path.parent / name)
+        found |= {key: value for key, value in content.items() if listed.get(key) == name}
+    if absent := listed.keys() - found.keys():
+        raise ValueError(f"its parts lack {summary(absent)}; download the whole folder again")
+    return found
 
 
 _CURES = {
@@ -224,10 +259,8 @@ def _check_start(path: Path) -> None:
 
 
 def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> tuple[str, Any]:
-    """The first of ``keys`` that holds tensors, also one container deeper, and what it holds; ("", None) if none does.
-
-    ``shadow_params`` holds a list of tensors.
-    """
+    """The first of ``keys`` that holds tensors by name or in a list, also one container deeper, and what it holds;
+    ("", None) if none does."""
     for key in keys:
         part = file.get(key)
         if isinstance(part, Mapping) and _weights(part):
@@ -236,15 +269,43 @@ def _held(file: Mapping[Any, Any], keys: Sequence[str], deeper: bool = True) -> 
             inner, entries = _held(part, (*CONTAINERS, *_SHADOWS), deeper=False)
             if entries is not None:
                 return f"{key}.{inner}", entries
-        if key in _SHADOWS and isinstance(part, list) and part and all(isinstance(value, Tensor) for value in part):
+        if isinstance(part, list) and part and all(isinstance(value, Tensor) for value in part):
             return key, part
     return "", None
+
+
+def _deeper(path: Path, file: Mapping[Any, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Trained weights and an average at any other place of a file that has one of each at most.
+
+    Raises:
+        CheckpointError: if there are several models.
+    """
+    trained, average = dict[str, Any](), dict[str, Any]()
+    for key, part in _states(file):
+        (average if _AVERAGE_KEY.search(key) else trained)[key] = part
+    for found in (trained, average):
+        if len(found) > 1:
+            raise CheckpointError(f"{path} holds several models: {summary(found)}; save one of them to a file")
+    return next(iter(trained.items()), ("", None)), next(iter(average.items()), ("", None))
+
+
+def _states(file: Mapping[Any, Any], prefix: str = "", depth: int = _MOST_OUTER) -> Iterator[tuple[str, Any]]:
+    """Dotted keys of mappings of weights by name, but for those of optimizers, and the mappings."""
+    for key, part in file.items():
+        if not isinstance(part, Mapping) or not depth or _NO_MODEL.search(str(key)):
+            continue
+        if any(_is_weight(name) for name in _tensors(part)):
+            yield f"{prefix}{key}", part
+        else:
+            yield from _states(part, f"{prefix}{key}.", depth - 1)
 
 
 def _split(key: str, entries: Mapping[Any, Any]) -> tuple[tuple[str, Any], tuple[str, Any]]:
     """Trained weights and an average that stand in one state under the prefixes ``student.`` and ``teacher.``."""
     first = [str(name).partition(".")[0] for name in _without_wrappers(entries)]
-    average = next((part for part in AVERAGES if part in first), None)
+    encoders = {found[1] for name in _without_wrappers(entries) if (found := _ENCODER.match(name))}
+    others = (part for part in first if part in encoders and _AVERAGE_KEY.search(part))
+    average = next((part for part in AVERAGES if part in first), None) or next(others, None)
     if average is None:
         return (key, entries), ("", None)
     named = dict(zip(_without_wrappers(entries), entries.values(), strict=True))
@@ -278,7 +339,9 @@ def _clean(path: Path, entries: Mapping[Any, Any]) -> dict[str, Tensor]:
     state, before = {}, dict[str, str]()
     for original, name in zip(entries, _without_wrappers(entries), strict=True):
         if name in before:
-            raise CheckpointError(f"{path}: {before[name]} and {original} are both {name} without their wrappers")
+            raise CheckpointError(
+                f"{path}: {before[name]} and {original} are both {name} without their wrappers; save one of them"
+            )
         before[name] = str(original)
         if isinstance(entries[original], Tensor) and not _COUNTERS.search(name):
             state[name] = entries[original]
@@ -334,7 +397,7 @@ def _listing(entries: Mapping[Any, Any], depth: int = 4) -> Iterator[str]:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the file is .safetensors, by its first bytes, else by its suffix."""
+    """Whether the file is .safetensors, by its first bytes, else by its suffix; not an index of several."""
     with path.open("rb") as file:
         start = file.read(9)
     return _has_header(start) or (path.suffix == SAFETENSORS and start[:2] not in (_ZIP, _PICKLE))
@@ -365,6 +428,9 @@ def _check_weights(path: Path, entries: Mapping[Any, Any]) -> None:
     for name, value in entries.items():
         if _is_weight(str(name)) and (fault := _fault(value)):
             faults.setdefault(fault, []).append(str(name))
+    flat = [str(name) for name in entries if str(name).endswith("_flat_param")]
+    if flat:
+        raise CheckpointError(f"{path}: {summary(flat)} hold all weights of FSDP in a row; save a FULL_STATE_DICT")
     for fault, names in faults.items():
         raise CheckpointError(f"{path}: {summary(names)} {'is' if len(names) == 1 else 'are'} {fault}")
 
@@ -372,7 +438,7 @@ def _check_weights(path: Path, entries: Mapping[Any, Any]) -> None:
 def _fault(value: Any) -> str | None:
     """Why ``value`` is not a weight, to follow "NAME is"; None if it is one."""
     if not isinstance(value, Tensor):
-        return "not stored as torch's tensors"
+        return "not stored as torch's tensors; store what torch.as_tensor() gives"
     if value.is_quantized:
         return "quantised; store what dequantize() gives"
     if value.layout is not torch.strided:
@@ -380,11 +446,12 @@ def _fault(value: Any) -> str | None:
     if value.numel() * value.element_size() > value.untyped_storage().nbytes() and not value.is_meta:
         return "larger than what the file holds of it; store what contiguous() gives"
     if value.is_meta:
-        return "without values, for the model was on torch's meta device"
+        return "without values, for the model was on torch's meta device; save it after loading its weights"
     if value.dtype not in FLOATS:
-        return f"of {value.dtype}, as after quantisation; weights are read in {', '.join(map(str, FLOATS))}"
+        kinds = ", ".join(map(str, FLOATS))
+        return f"of {value.dtype}, and weights are read in {kinds}; store what dequantize() or float() gives"
     if not value.ndim:
-        return "a single number, which no weight is"
+        return "a single number, which no weight is; save the state_dict() of the model"
     if not value.numel():
         return "empty, as where each process of a sharded model stores its own part; gather them first"
     return None

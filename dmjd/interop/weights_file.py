@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmjd.errors import CheckpointError
 from dmjd.interop.describe import NOTHING, Noted, noted_at
+from dmjd.interop.huggingface import official_names
 from dmjd.interop.layouts import LAYOUTS, Layout, detect, peel
 from dmjd.interop.names import summary
 from dmjd.interop.state_file import grid_noted, read_state
@@ -50,12 +51,14 @@ def read_weights(
             have ``weights``.
     """
     held = read_state(path, weights)
-    state, beside = peel(held.tensors)
+    official = official_names(held.tensors)
+    state, beside = peel(held.tensors if official is None else official)
     try:
-        layout, fitting = detect(state) if source == "auto" else (LAYOUTS[source], [source])
+        layout, fitting = detect(state, beside) if source == "auto" else (LAYOUTS[source], [source])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    description = f"{path} in the layout of {' / '.join(fitting)}{held.note}"
+    origin = "" if official is None else ", from transformers' names"
+    description = f"{path} in the layout of {' / '.join(fitting)}{origin}{held.note}"
     if beside := [*beside, *layout.left_out(state)]:
         description += f", without {summary(beside)}"
     try:

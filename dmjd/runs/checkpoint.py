@@ -27,7 +27,7 @@ import torch
 from dmjd.config.data import ENDINGS
 from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import read_file, replace_file, standing_place
-from dmjd.interop.state_file import SUFFIXES
+from dmjd.interop.state_file import INDEX, OF_HUGGING_FACE, SUFFIXES
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.runs.best import Validated, best_steps, read_best, write_best
@@ -383,7 +383,8 @@ def _holds_images(path: Path) -> bool:
 
 
 def weights_at(name: str, key: str, which: str = "newest") -> Path:
-    """The weights for a user's path ``name`` under ``key``: a file, or a checkpoint folder as :func:`resolve` finds it.
+    """The weights for a user's path ``name`` under ``key``: a file, a checkpoint folder as :func:`resolve` finds it, or
+    the file or index of weights in a folder of Hugging Face.
 
     Args:
         which: of a run folder the "newest" checkpoint, or the "best" one.
@@ -405,6 +406,10 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     except CheckpointError:
         if (path / MANIFEST).is_file() or (path / FOLDER).is_dir() or (path / CONFIG).is_file():
             raise
+        if (path / "config.json").is_file():
+            weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", INDEX)]
+            if found := next((file for file in weights if file.is_file()), None):
+                return found
         files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
         if not files and _holds_images(path):
             raise CheckpointError(

@@ -115,6 +115,23 @@ def a_swin_of_simmim() -> tuple[nn.Module, State]:
     return model, state | {"decoder.0.bias": torch.randn(3072)}
 
 
+def a_fine_tuned_beit() -> tuple[nn.Module, State]:
+    """As BEiT's and MAE's fine-tuning leaves it: its norm follows the pooling."""
+    options: dict[str, Any] = {"use_rel_pos_bias": True, "use_abs_pos_emb": False, "init_values": 0.1}
+    model: Any = drawn(
+        Beit(SIZE, embed_dim=DIM, depth=2, num_heads=3, num_classes=5, norm_layer=nn.LayerNorm, **options)
+    )
+    return model, model.state_dict()
+
+
+def a_fine_tuned_swin() -> tuple[nn.Module, State]:
+    """As Swin's authors and SimMIM's fine-tuning leave it."""
+    model, pretrained = a_swin_of_simmim()
+    state = {name.removeprefix("encoder."): value for name, value in pretrained.items() if "mask_token" not in name}
+    state = {name: value for name, value in state.items() if not name.startswith("decoder.")}
+    return model, state | {"head.weight": torch.randn(5, 32), "head.bias": torch.randn(5)}
+
+
 SWIN = (
     "backbone.embed_dim=32",
     "backbone.windows={depths:[1,1,2,1],num_heads:[1,1,2,2],size:4}",
@@ -126,6 +143,8 @@ FILES: dict[str, tuple[Callable[[], tuple[nn.Module, State]], str, tuple[str, ..
     "beit_absolute": (a_beit_with_learned_positions, "beit_vit_base_absolute", SMALL),
     "simmim": (a_beit_of_simmim, "simmim_vit_base", SMALL),
     "simmim_swin": (a_swin_of_simmim, "simmim_swin_base", SWIN),
+    "beit_tuned": (a_fine_tuned_beit, "beit_vit_base", (*SMALL, "backbone.bias_tables=per_block")),
+    "swin_tuned": (a_fine_tuned_swin, "simmim_swin_base", SWIN),
 }
 
 
@@ -166,7 +185,7 @@ def test_a_file_describes_its_own_model(kind: str, tmp_path: Path) -> None:
     oracle, state = FILES[kind][0]()
     path = stored(tmp_path / "theirs.pth", state)
     frozen = encoder_of(path, *(["backbone.num_heads=3"] if kind in ("mae", "learned", "beit_absolute") else []))
-    check_tokens(frozen, oracle) if kind != "simmim_swin" else None
+    check_tokens(frozen, oracle) if "swin" not in kind else None
     described_by_hand = encoder_of(path, *described(kind), f"data.image_size={frozen.data.image_size}").trained
     # Rates of a training; heads and depth of a Swin, which windows set; mask tokens, which features do not have.
     ignored = {
@@ -232,7 +251,8 @@ def test_a_whole_official_file_gives_the_official_losses(case: Case, tmp_path: P
 
 
 def objective_of(kind: str, *words: str) -> Objective:
-    config: PretrainConfig = compose("pretrain", [*described(kind), f"data.image_size=[{SIZE},{SIZE}]", *words])
+    small = ["method.decoder.dim=16", "method.decoder.depth=1", "method.decoder.num_heads=2"]
+    config: PretrainConfig = compose("pretrain", [*described(kind), *small, f"data.image_size=[{SIZE},{SIZE}]", *words])
     return build_objective(config, 108)
 
 
@@ -245,6 +265,28 @@ def test_what_a_file_does_not_have_begins_as_ever_and_is_said(tmp_path: Path) ->
         found = objective.model.state_dict()[name]
         expected = state[name.removeprefix("encoder.")] if name.startswith("encoder.") else value
         assert torch.equal(found, expected), name
+
+
+def test_initial_weights_are_the_average_or_the_student_on_demand(tmp_path: Path, finished_run: Path) -> None:
+    _, state = a_vit_of_mae()
+    average = {name: value + 1 if "pos_embed" not in name else value for name, value in state.items()}
+    averaged, distilled = tmp_path / "averaged.pth", tmp_path / "distilled.pth"
+    torch.save({"model": state, "model_ema": average}, averaged)
+    torch.save({"student": state, "teacher": average}, distilled)
+    objective = objective_of("mae")
+    for path, weights, expected in (
+        (averaged, "trained", state),
+        (averaged, "ema", average),
+        (distilled, "trained", average),
+        (distilled, "student", state),
+    ):
+        load_weights(objective, path, weights)
+        for name, value in objective.model.encoder.state_dict().items():
+            assert torch.equal(value, expected[name]), (path, weights, name)
+    checkpoint = next((finished_run / "checkpoints").glob("step-*"))
+    for weights, fault in (("ema", "has no average"), ("student", "has no student beside a teacher")):
+        with pytest.raises(ConfigError, match=f"weights={weights}, but .* {fault}"):
+            load_weights(objective, checkpoint, weights)
 
 
 def test_a_branch_of_another_shape_is_left(tmp_path: Path) -> None:

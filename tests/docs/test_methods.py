@@ -36,3 +36,5 @@ def test_every_system_has_a_status_and_every_preset_named_exists() -> None:
         if status == "preset":
             for name in re.findall(r"`([a-z0-9_*]+)`", reason):
                 assert any(Path(one).match(name) for one in existing), f"{system}: {name}"
+        for name in re.findall(r"backbone=([a-z0-9_]+)", reason):
+            assert (configs_dir() / "backbone" / f"{name}.yaml").is_file(), f"{system}: {name}"

@@ -60,7 +60,7 @@ def test_commands_compose(page: Path) -> None:
 
 
 def test_overrides_in_the_text_compose() -> None:
-    keys = {*vars(SCHEMAS["pretrain"]()), *groups()}
+    keys = {*vars(SCHEMAS["pretrain"]()), *groups()} - {"weights"}  # of evaluations and exports with other values
     texts = {text for page in PAGES for span in _SPAN.findall(page.read_text()) for text in span.split()}
     found = [text for text in sorted(texts) if (key := _OVERRIDE.fullmatch(text)) and key[1].partition(".")[0] in keys]
     found = [text for text in found if not _PLACEHOLDER.search(text)]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 
@@ -125,6 +126,44 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
         assert [row["name"] for row in rows] == files
     assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1) for row in rows)
     assert {row["predicted_2"] for row in rows} | {row["predicted"] for row in rows} == {"up", "down"}
+
+
+@pytest.mark.parametrize("pooling", ["avg", "token"])
+def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
+    pooling: str, image_folder: Path, dmjd: Command, tmp_path: Path
+) -> None:
+    """The file of MAE's fine-tuning, with fc_norm, and that of DeiT's, without."""
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=2, global_pool=pooling
+    ).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    file = tmp_path / "tuned.pth"
+    torch.save({"model": model.state_dict()}, file)
+    words = [str(file), *CPU, "data=folder", f"data.root={image_folder}", "data.image_size=16", "backbone.num_heads=3"]
+    code, out, error = dmjd("predict", *words, "split=test", "data.crop_pct=1", f"output={tmp_path / 'out.csv'}")
+    assert code == 0, error
+    paths = sorted((image_folder / "val").glob("*/*.png"))
+    pixels = torch.stack([torch.from_numpy(np.array(Image.open(path).convert("RGB"))) for path in paths])
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        expected = model(((pixels / 255 - mean) / std).permute(0, 3, 1, 2)).softmax(1)
+    rows = rows_of(tmp_path / "out.csv")
+    found = torch.tensor([[float(row["p_down"]), float(row["p_up"])] for row in rows])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert [row["label"] for row in rows] == [path.parent.name for path in paths]
+    right = sum(row["predicted"] == row["label"] for row in rows)
+    assert f"test: 12 images; top-1 {100 * right / 12:.2f} % of 12 labelled ones" in out
+    code, out, error = dmjd("validate", *words, "data.crop_pct=1")
+    assert code == 0, error
+    assert f"top-1 {100 * right / 12:.2f} %" in out
+    _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
+    assert out.splitlines()[1:] == [
+        "1 image",
+        f"predicted: {expected[0].argmax()} (1)",
+        str(next(tmp_path.glob("*/*/*.csv"))),
+    ]
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------

@@ -302,8 +302,10 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_embeddings(tmp_path / "same.npz", replace(made(), features={"encoder": same}))
     (tmp_path / "file").touch()
     write_embeddings(tmp_path / "x.npz", made())
+    write_embeddings(tmp_path / "one.npz", replace(made(), features={"encoder": made().features["encoder"][:, :1]}))
     for arguments, message in (
         (["same.npz"], "the features of encoder are equal, zero or too large"),
+        (["one.npz"], "encoder has one feature per image"),
         (["missing.npz"], "missing.npz cannot be read"),
         (["x.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
         (["x.npz", f"output={tmp_path / 'file' / 'in'}"], "cannot write into"),

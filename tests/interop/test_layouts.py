@@ -181,13 +181,23 @@ def test_a_name_on_which_features_depend_is_never_to_be_dropped(name: str) -> No
     assert "drop" not in str(caught.value)
 
 
-@pytest.mark.parametrize("prefix", ["backbone.", "encoder.model.", "encoder.encoder.", "visual.", "model.net.vit."])
+@pytest.mark.parametrize(
+    "prefix", ["backbone.", "encoder.model.", "encoder.encoder.", "visual.", "model.net.vit.", "trunk.f.", "encoder_q."]
+)
 def test_prefixes_that_no_layout_has_are_peeled(prefix: str) -> None:
     state = draw(states.timm_vit())
     beside = {"head.mlp.0.weight": torch.ones(1), "predictor.weight": torch.ones(1)}
     found, left_out = peel({prefix + name: value for name, value in state.items()} | beside)
     same_bits(LAYOUTS["ours" if "encoder" in prefix[8:] else "timm"].read(found), LAYOUTS["timm"].read(state))
     assert sorted(left_out) == sorted(beside)
+
+
+def test_of_two_encoders_under_unknown_prefixes_none_is_chosen() -> None:
+    state = draw(states.timm_vit())
+    two = {f"{part}.{name}": value for part in ("one", "two") for name, value in state.items()}
+    found, left_out = peel(two)
+    same_bits(found, two)
+    assert not left_out
 
 
 @EACH
@@ -207,13 +217,20 @@ def test_weights_that_are_not_finite_are_named(value: float) -> None:
     assert not LAYOUTS["mae"].read(state, keep_nonfinite=True)["encoder.blocks.1.norm1.bias"].isfinite().all()
 
 
-def test_swins_own_merging_is_not_taken_for_timms() -> None:
-    bare = {
-        name.removeprefix("encoder."): value for name, value in draw(states.simmim_swin()).items() if "encoder." in name
-    }
-    del bare["mask_token"]
-    with pytest.raises(CheckpointError, match=r"does not know 3 .*layers\.0\.downsample"):
-        detect(bare)
+def test_a_fine_tuned_swin_of_its_authors_is_read_and_written() -> None:
+    """Its patch merging ends a layer, as in pre-training, and its names have no prefix."""
+    pretrained = draw(states.simmim_swin())
+    state = {name.removeprefix("encoder."): value for name, value in pretrained.items() if "encoder." in name}
+    del state["mask_token"]
+    state |= draw(states.layer("head", 5, 16))
+    found, fitting = detect(state)
+    assert fitting == ["simmim"]
+    weights = found.read(state)
+    expected = LAYOUTS["simmim"].read(pretrained)
+    of_encoder = {name: value for name, value in weights.items() if name.startswith("encoder.")}
+    same_bits(of_encoder, {name: expected[name] for name in of_encoder})
+    assert weights.keys() - of_encoder.keys() == {"classifier.weight", "classifier.bias"}
+    same_bits(LAYOUTS["simmim"].write(weights).state, state)
 
 
 def test_what_the_encoder_needs_is_not_left_out() -> None:

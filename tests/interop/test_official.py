@@ -292,6 +292,14 @@ def test_outputs_are_those_of_the_authors_code(
 SYSTEMS = ["dino", "ibot", "mocov3"]
 
 
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_training_file_describes_its_encoder_but_for_the_heads(name: str) -> None:
+    path, tiny = OFFICIAL_FILES / name / FIXTURES[name]["cases"][0]["file"], FIXTURES[name]["backbone"]
+    found = load_encoder(compose("knn", [f"checkpoint={path}", "backbone.num_heads=2", "data.root=x"]))
+    named = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[32,32]"]))
+    assert (found.trained.backbone, found.size) == (named.trained.backbone, named.size)
+
+
 @pytest.mark.parametrize(
     ("name", "weights", "extracted", "container", "prefix"),
     [
@@ -311,6 +319,40 @@ def test_conversion_to_the_authors_layout_is_what_their_own_script_extracts(
     theirs = next((theirs[key] for key in ("model", "state_dict") if key in theirs), theirs)
     assert written.keys() == {prefix + key for key in theirs}
     assert all(torch.equal(written[prefix + key], value) for key, value in theirs.items())
+
+
+@pytest.mark.parametrize("name", ["dino", "ibot"])
+def test_at_another_size_features_differ_from_theirs_by_the_interpolation_alone(name: str) -> None:
+    expected = load_file(OFFICIAL_FILES / name / "expected.safetensors")
+    path, tiny = OFFICIAL_FILES / name / "full.pth", FIXTURES[name]["backbone"]
+    frozen = load_encoder(compose("knn", [f"checkpoint={path}", *tiny, "data.root=x", "data.image_size=[48,48]"]))
+    images, theirs = normalise(expected["images_48"], frozen.data.mean, frozen.data.std), expected["teacher_48"]
+    encoder: Any = frozen.encoder
+    difference = (encoder(images) - theirs).square().mean().sqrt() / theirs.std()
+    assert 1e-3 < difference < 0.03
+    # 4 x 4 positions to 6 x 6, by vision_transformer.interpolate_pos_encoding
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        table = torch.load(path)["teacher"]["backbone.pos_embed"]
+    factor, maps = (6 + 0.1) / 4, table[:, 1:].transpose(1, 2).unflatten(2, (4, 4))
+    maps = torch.nn.functional.interpolate(maps, scale_factor=(factor, factor), mode="bicubic")
+    encoder.pos_embed.data = torch.cat((table[:, :1], maps.flatten(2).transpose(1, 2)), dim=1)
+    torch.testing.assert_close(encoder(images), theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backbone", "warned"), [("mocov3_vit_small", False), ("dino_vit_small", True)])
+def test_a_wrong_number_of_heads_is_a_warning(
+    backbone: str, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = ["backbone=mocov3_vit_small", "backbone.depth=1", "data.image_size=[32,32]"]
+    torch.manual_seed(0)
+    state = build_encoder(compose("pretrain", [*small, "method=mae"])).state_dict()
+    first, second = sincos_positions((2, 2), 384).chunk(2, dim=1)
+    state["pos_embed"] = torch.cat((torch.zeros(1, 384), torch.cat((second, first), dim=1)))[None]
+    state = {name: torch.nan_to_num(value) for name, value in state.items()}
+    torch.save({"state_dict": {f"module.base_encoder.{name}": value for name, value in state.items()}}, tmp_path / "m")
+    words = [f"backbone={backbone}", *small[1:], "data.root=x"]
+    load_encoder(compose("knn", [f"checkpoint={tmp_path / 'm'}", *words]))
+    assert ("backbone.num_heads=6, but" in caplog.text and "have 12 heads" in caplog.text) == warned
 
 
 def without(part: Any, ends: str) -> Any:

@@ -57,6 +57,19 @@ def test_wrappers_inside_names_are_taken_off(tmp_path: Path, wrapper: str) -> No
     same_bits(read_state(path).tensors, STATE)
 
 
+def test_weights_under_any_other_keys_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"checkpoint": {"data": {"base": STATE}}, "optimizer": {"norm.weight": torch.ones(3)}}, path)
+    same_bits(read_state(path).tensors, STATE)
+
+
+def test_flattened_parameters_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save({"model": {"_fsdp_wrapped_module._flat_param": torch.ones(9), "norm.weight": torch.ones(3)}}, path)
+    with pytest.raises(CheckpointError, match=r"_flat_param hold all weights of FSDP in a row; save a FULL_STATE_DICT"):
+        read_state(path)
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pth"
     torch.save({**STATE, "module.norm.weight": torch.ones(3)}, path)
@@ -73,6 +86,9 @@ def under(prefix: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 COUNTERS = {"n_averaged": torch.tensor(3), "steps": torch.tensor(4)}
 BOTH: dict[str, dict[str, Any]] = {
+    "deep": {"a": {"net": STATE, "net_ema": AVERAGE}},
+    "a list": {"state_dict": STATE, "ema_weights": list(AVERAGE.values())},
+    "both in one": {"model": STATE, "ema": under("online_model.", STATE) | under("ema_model.", AVERAGE)},
     **{
         key: {"model": STATE, key: AVERAGE}
         for key in ("model_ema", "ema", "state_dict_ema", "ema_state_dict", "ema_model", "teacher", "shadow")
@@ -318,9 +334,9 @@ FAULTS: dict[str, tuple[object, str]] = {
     "scalar": (torch.tensor(1.0), "is a single number, which no weight is"),
     "integers": (
         torch.ones(3, dtype=torch.int8),
-        "is of torch.int8, as after quantisation; weights are read in torch",
+        "is of torch.int8, and weights are read in torch.float64, torch",
     ),
-    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, as after quantisation"),
+    "eight bits": (torch.ones(3).to(torch.float8_e4m3fn), "is of torch.float8_e4m3fn, and weights are read in"),
     "meta": (torch.ones(3, device="meta"), "is without values, for the model was on torch's meta device"),
     "a shard of none": (torch.ones(0), "is empty, as where each process of a sharded model stores its own part"),
     "list": ([1.0, 2.0], "is not stored as torch's tensors"),
@@ -371,8 +387,9 @@ def test_a_file_without_weights_says_what_it_has(tmp_path: Path) -> None:
     torch.save({"epoch": 3, "lr": 0.1}, path)
     with pytest.raises(CheckpointError, match=r"holds no tensors .*it has epoch, lr"):
         read_state(path)
-    torch.save({"epoch": 3, "model": {"state": {"model": {"norm.weight": torch.ones(2)}}}}, path)
-    with pytest.raises(CheckpointError, match=r"it has epoch, model\.state\.model; "):
+    two = {"a": {"net": {"b": {"norm.weight": torch.ones(2)}}}, "c": {"d": {"norm.weight": torch.ones(2)}}}
+    torch.save({"epoch": 3, "optimizer": {"norm.weight": torch.ones(2)}, "models": two}, path)
+    with pytest.raises(CheckpointError, match=r"several models: models\.a\.net\.b, models\.c\.d; save one of them"):
         read_state(path)
     torch.save([1, 2], path)
     with pytest.raises(CheckpointError, match="holds a list, not weights by name"):
