@@ -80,7 +80,7 @@ class PredictConfig(ImagesConfig):
 
     def check(self) -> None:
         super().check()
-        if self.paths and self.data is not None:
+        if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
 
 
