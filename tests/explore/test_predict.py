@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
 
 @pytest.mark.parametrize("pooling", ["avg", "token"])
 def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
-    pooling: str, image_folder: Path, dmjd: Command, tmp_path: Path
+    pooling: Literal["avg", "token"], image_folder: Path, dmjd: Command, tmp_path: Path
 ) -> None:
     """The file of MAE's fine-tuning, with fc_norm, and that of DeiT's, without."""
     torch.manual_seed(0)
@@ -178,7 +179,7 @@ def test_a_gpu_predicts_the_same(
             words = (str(checkpoint), str(image_folder / "val"), f"device={device}", f"output={tmp_path / device}.csv")
             assert dmjd("predict", *words)[0] == 0
             found.append([[float(row["p_down"]), float(row["p_up"])] for row in rows_of(tmp_path / f"{device}.csv")])
-        np.testing.assert_allclose(*found, atol=1e-3)
+        np.testing.assert_allclose(found[0], found[1], atol=1e-3)
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------
