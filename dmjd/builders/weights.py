@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.layers import Attention
 from torch import Tensor
 
 from dmjd.builders import build_objective, target_dim
@@ -298,7 +299,24 @@ def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor],
             f"{file.description} is of another encoder than the configuration: it {', '.join(faults)}"
             f"{_described(file, encoder)}"
         )
+    _compare_heads(encoder, file)
     return {name: file.weights[name] for name in ours if name in theirs}, [name for name in ours if name not in theirs]
+
+
+def _compare_heads(encoder: Encoder, file: WeightsFile) -> None:
+    """Log a warning if ``encoder`` has another number of attention heads than models like that of ``file``. The shapes
+    of plain blocks do not depend on it: MoCo v3's ViT-S has 12 heads, others of its width have 6."""
+    try:
+        usual = describe(file.weights, file.noted, file.grid).backbone.get("num_heads")
+    except CheckpointError:
+        return
+    heads = next((part.num_heads for part in encoder.modules() if isinstance(part, Attention)), None)
+    if None not in (usual, heads) and usual != heads:
+        logger.warning(
+            "%s: backbone.num_heads=%d, but models of its width and positions have %d heads, which tensors do not show "
+            "and features depend on; remove backbone=, or set backbone.num_heads=%d",
+            *(file.path, heads, usual, usual),
+        )
 
 
 def _check_registers(file: WeightsFile) -> None:

@@ -273,7 +273,7 @@ def _averages_classifier(trained: TrainConfig) -> bool:
 
 def _run_of(path: Path) -> Path:
     if path.is_file():
-        return path.with_suffix("")
+        return path.with_name(path.name.removesuffix(".tar")).with_suffix("")  # MoCo v3 names its files .pth.tar
     return path.parent.parent if path.parent.name == checkpoint.FOLDER else path
 
 

@@ -507,6 +507,11 @@ def detect(state: State, beside: Sequence[str] = ()) -> tuple[Layout, list[str]]
         return LAYOUTS[fitting[0]], fitting
     nearest = min(unknown, key=lambda name: len(unknown[name]))
     _check_stem(unknown[nearest])
+    if len(unknown[nearest]) == len(LAYOUTS[nearest]._prepared(state)):
+        raise CheckpointError(
+            f"no layout has all of these names, nor any: {summary(state)}; encoders here are ViT, ConvViT and Swin, "
+            f"the layouts {', '.join(LAYOUTS)}; use the model's own code"
+        )
     raise CheckpointError(
         f"no layout has all of these names; the nearest is {nearest}, which does not know {len(unknown[nearest])} of "
         f"{len(state)}: {summary(unknown[nearest])}; {_advice(unknown[nearest], f'source={nearest} unknown=drop')}; "
