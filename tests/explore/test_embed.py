@@ -180,29 +180,26 @@ def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
     words = [str(finished_run), *of(image_folder), "batch_size=7", *QUICK]
     whole, path = tmp_path / f"whole{suffix}", tmp_path / f"killed{suffix}"
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
-    kill = "; ".join(
+    begin = "\n".join(
         (
             "import os, signal, pathlib, dmjd.explore.embed as embed",
-            "embed.PART_SECONDS, count, replace = 0.0, [0], pathlib.Path.replace",
+            "embed.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
             "die = lambda: os.kill(os.getpid(), signal.SIGKILL)",
-            "count_up = lambda: count.append(count.pop() + 1) or count[0]",
         )
     )
-    # After its second part; while it writes the first part of the next launch, and the file at the end.
+    # While it writes its third part, and while it writes the file.
     moments = (
-        "pathlib.Path.replace = lambda self, to: (replace(self, to), count_up() == 2 and die())",
-        "pathlib.Path.replace = lambda self, to: die()",
-        f"pathlib.Path.replace = lambda self, to: die() if to.suffix == {suffix!r} and 'parts' not in str(to) else "
-        "replace(self, to)",
+        "pathlib.Path.replace = lambda self, to: die() if len(replaced) == 2 else replaced.append(replace(self, to))",
+        "pathlib.Path.replace = lambda self, to: die() if self.name == 'unfinished' else replace(self, to)",
     )
     sizes = []
     for moment in moments if suffix == ".npz" else moments[-1:]:
-        process = launch(["embed", *words, f"output={path}"], f"{kill}\n{moment}")
+        process = launch(["embed", *words, f"output={path}"], f"{begin}\n{moment}")
         process.join(60)
         assert process.exitcode == -9
         assert not path.exists()
         sizes.append(len(list(Path(f"{path}.parts").glob("part-*.npz"))))
-    assert sizes == ([2, 2, 9] if suffix == ".npz" else [9])
+    assert sizes == ([2, 9] if suffix == ".npz" else [9])
     code, _, err = dmjd("embed", *words, f"output={path}")
     assert code == 0
     assert "60 of 60 images are done" in err
