@@ -70,8 +70,9 @@ class EmbedConfig:
         score.
     model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
         backbone=NAME set it, backbone.KEY=VALUE single values.
-    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
-        (needs a run with ema_decay).
+    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
+        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
+        that has one). student: the student of a file with a teacher.
     pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
         for each.
     split: Images: all, or those of the split train or test.
@@ -90,7 +91,7 @@ class EmbedConfig:
     output: str | None = path()
     which: str = choice("newest", "best")
     model: PretrainConfig | None = None
-    weights: str = choice("trained", "untrained", "ema")
+    weights: str = choice("trained", "untrained", "ema", "student")
     pooling: list[str] = choices("mean", "cls")
     split: str = choice("all", "train", "test")
     images: int | None = number(None, least=1)
@@ -139,7 +140,7 @@ def run(config: EmbedConfig) -> Iterator[str]:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
-    yield f"{output}: {embedded} images of {images.source}; {config.dtype} features: {sizes}"
+    yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:

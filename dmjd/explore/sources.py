@@ -10,28 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd.errors import ConfigError, DataError
-from dmjd.explore.embeddings import FORMATS, read_embeddings
+from dmjd.explore.embeddings import embeddings_at, read_embeddings
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from dmjd.explore.embeddings import Embeddings
-
-
-def embeddings_file(source: str) -> Path:
-    """The file ``source``, or the newest one of the run folder ``source``.
-
-    Raises:
-        DataError: if the run folder has none.
-    """
-    path = Path(source)
-    if not path.is_dir():
-        return path
-    files = [file for file in (path / "embeddings").glob("*") if file.suffix in FORMATS and file.is_file()]
-    if not files:
-        raise DataError(f"{path} has no file of embeddings; write one with dmjd embed {path}")
-    return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
 def output_folder(source: str, output: str | None) -> Path:
@@ -71,7 +56,7 @@ def read_together(sources: Sequence[str]) -> Embeddings:
     Raises:
         DataError: for a file that cannot be read, and if no image is in all files.
     """
-    paths = [embeddings_file(source) for source in sources]
+    paths = [embeddings_at(source) for source in sources]
     files = [read_embeddings(path) for path in paths]
     if len(files) == 1:
         return files[0]

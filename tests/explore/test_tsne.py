@@ -25,10 +25,10 @@ from sklearn.neighbors import KNeighborsClassifier
 from dmjd.cli import main
 from dmjd.compose import compose, with_first_key
 from dmjd.errors import ConfigError, DataError
-from dmjd.explore.embeddings import Embeddings, write_embeddings
+from dmjd.explore.embeddings import Embeddings, embeddings_at, write_embeddings
 from dmjd.explore.scatter import MAX_CLASSES, Panel, mark
 from dmjd.explore.scatter_page import scatter_page
-from dmjd.explore.sources import embeddings_file, read_together
+from dmjd.explore.sources import read_together
 from dmjd.explore.tsne import TsneConfig, fitting, neighbour_agreement, perplexity_for, select, shares, tsne
 from tests.report.html_page import Page
 
@@ -212,13 +212,13 @@ def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> No
 
 def test_of_a_run_the_newest_file_is_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no file of embeddings; write one with dmjd embed"):
-        embeddings_file(str(tmp_path))
+        embeddings_at(str(tmp_path))
     folder = tmp_path / "embeddings"
     folder.mkdir()
     for age, name in enumerate(("b.npz", "a.parquet", "c.npz", ".d.npz.1.tmp", "e.txt")):
         (folder / name).touch()
         os.utime(folder / name, (100, 100 + age % 3))
-    assert embeddings_file(str(tmp_path)) == folder / "c.npz"
+    assert embeddings_at(str(tmp_path)) == folder / "c.npz"
 
 
 def test_thumbnails_that_are_too_large_become_smaller_ones() -> None:
