@@ -82,9 +82,6 @@ class PredictConfig(ImagesConfig):
         super().check()
         if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
-        for path in self.paths or ():
-            if not os.path.lexists(path):
-                raise ConfigError(f"{path} does not exist; name image files or folders of images")
 
 
 class Part(NamedTuple):
@@ -173,6 +170,9 @@ def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
     from dmjd.evaluate.encoder import load_encoder, with_head
 
+    for each in config.paths or ():
+        if not os.path.lexists(each):
+            raise ConfigError(f"{each} does not exist; name image files or folders of images")
     frozen = load_encoder(config)
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
