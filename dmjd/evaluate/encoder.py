@@ -237,6 +237,8 @@ def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
     objective = build_classification(trained, len(file.weights[HEAD]))
     logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
     classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
+    if pooled:
+        classifier.encoder.fc_norm = classifier.fc_norm
     return replace(frozen, classifier=classifier, encoder=classifier.encoder)
 
 
@@ -271,7 +273,7 @@ def _averages_classifier(trained: TrainConfig) -> bool:
 
 def _run_of(path: Path) -> Path:
     if path.is_file():
-        return path.with_suffix("")
+        return path.with_name(path.name.removesuffix(".tar")).with_suffix("")  # MoCo v3 names its files .pth.tar
     return path.parent.parent if path.parent.name == checkpoint.FOLDER else path
 
 

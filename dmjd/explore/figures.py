@@ -143,7 +143,7 @@ class Shown:
         if frozen.classifier is None:
             return []
         found = frozen.logits(self.crops.to(frozen.device)).float().softmax(-1).max(-1)
-        names = [printable_message(frozen.class_labels[index]) for index in found.indices.tolist()]
+        names = [_in_one_line(frozen.class_labels[index]) for index in found.indices.tolist()]
         return [f"{name} {100 * value:.0f} %" for name, value in zip(names, found.values.tolist(), strict=True)]
 
     def _image(self, token: int) -> list[Column]:
@@ -433,6 +433,12 @@ def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator
 def _evenly(length: int, count: int) -> list[int]:
     count = min(length, count)
     return [index * length // count for index in range(count)]
+
+
+def _in_one_line(name: str) -> str:
+    """The name of a class, which may be that of any folder, in at most 40 characters."""
+    text = printable_message(name).replace("\n", "\\n")
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _loss_text(losses: Losses) -> str:

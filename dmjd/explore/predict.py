@@ -80,8 +80,11 @@ class PredictConfig(ImagesConfig):
 
     def check(self) -> None:
         super().check()
-        if self.paths and self.data is not None:
+        if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
+        for path in self.paths or ():
+            if not os.path.lexists(path):
+                raise ConfigError(f"{path} does not exist; name image files or folders of images")
 
 
 class Part(NamedTuple):

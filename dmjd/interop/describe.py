@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -19,7 +19,7 @@ from dmjd.files import read_file
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, SHARED_TABLE
 from dmjd.interop.state_file import OF_HUGGING_FACE, is_safetensors
 from dmjd.interop.tables import is_fixed
-from dmjd.interop.tensors import Grid, depth_of, grid_of_bias_table, grids_of
+from dmjd.interop.tensors import Grid, bias_rows, depth_of, grid_of_bias_table, grids_of
 from dmjd.safe_load import parse_json
 
 HEADS = {192: 3, 384: 6, 768: 12, 1024: 16, 1280: 16}
@@ -29,7 +29,8 @@ _HEADS_OF_MOCO = HEADS | {192: 12, 384: 12}
 
 _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
-_MOST_PIXELS = 16_384
+_MOST_PIXELS = 4096
+_STAGES = 4
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 """Names of the files beside the weights in a folder of Hugging Face."""
 
@@ -96,6 +97,9 @@ class Described:
             setattr(reduce(getattr, sections, config), name, value)
         return config
 
+    def _of_channels(self, values: list[float] | None) -> list[float]:
+        return list(values) if values is not None and len(values) == self.channels else []
+
     def data_config(self, other: DataConfig | None) -> DataConfig:
         """Image size, channels and normalisation: as shown, else those of ``other``, of ImageNet by default: the size
         rounded to whole patches, and the normalisation of as many channels, or .5 for each."""
@@ -107,8 +111,8 @@ class Described:
         return DataConfig(
             image_size=list(size),
             channels=self.channels,
-            mean=list(self.noted.mean or (base.mean if fitting else plain)),
-            std=list(self.noted.std or (base.std if fitting else plain)),
+            mean=self._of_channels(self.noted.mean) or list(base.mean if fitting else plain),
+            std=self._of_channels(self.noted.std) or list(base.std if fitting else plain),
         )
 
 
@@ -191,9 +195,14 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
     rows = weights.get(POSITIONS)
     prefix = int("encoder.cls_token" in weights)
     scaled = "encoder.blocks.0.gamma_1" in weights
+    _check_blocks(weights, "encoder.blocks", width)
+    if table is not None and table.ndim != 2:
+        raise CheckpointError(f"its relative biases are of shape {list(table.shape)}, not [rows, heads]")
     if table is not None:
+        grid = grid or _noted_grid(noted, patch, lambda size: table.shape[0] == bias_rows(size))
         grid = grid or grid_of_bias_table(table)
     elif rows is not None and rows.ndim == 3:
+        grid = grid or _noted_grid(noted, patch, lambda size: rows.shape[1] - math.prod(size) in (0, 1))
         grid = grid or next(iter(grids_of(rows.shape[1], prefix, None)), None)
     kinds = ["relative"] * (table is not None)
     if rows is not None and (kinds or not _is_fixed(rows, grid)):  # fixed ones have no name beside relative ones
@@ -219,10 +228,16 @@ def _vit(weights: Mapping[str, Tensor], noted: Noted, grid: Grid | None, has_qv_
         backbone["bias_tables"] = "per_block" if shared is None else "shared"
     if scaled:
         backbone["layer_scale"] = _LAYER_SCALE
-    size = noted.image_size
-    if size is None and grid is not None:
-        size = grid[0] * patch, grid[1] * patch
+    size = None if grid is None else (grid[0] * patch, grid[1] * patch)
     return Described(backbone, channels, size, noted)
+
+
+def _noted_grid(noted: Noted, patch: int, fits: Callable[[Grid], bool]) -> Grid | None:
+    """The grid of the image size that is noted, if tables of the file are of that grid."""
+    if noted.image_size is None or any(side % patch for side in noted.image_size):
+        return None
+    grid = noted.image_size[0] // patch, noted.image_size[1] // patch
+    return grid if fits(grid) else None
 
 
 def _convvit(weights: Mapping[str, Tensor], noted: Noted) -> Described:
@@ -232,6 +247,8 @@ def _convvit(weights: Mapping[str, Tensor], noted: Noted) -> Described:
     heads = noted.num_heads or HEADS.get(width)
     stages = ["encoder.blocks1", "encoder.blocks2", "encoder.blocks3"]
     depths = [_count(weights, stage) for stage in stages]
+    for stage, dim in zip(stages, (first, second, width), strict=True):
+        _check_blocks(weights, stage, dim)
     ratios = [_mlp_ratio(weights, f"{stage}.0") for stage in stages]
     backbone = {
         "name": "convvit",
@@ -253,15 +270,17 @@ def _convvit(weights: Mapping[str, Tensor], noted: Noted) -> Described:
 def _swin(weights: Mapping[str, Tensor], noted: Noted) -> Described:
     first, channels, _ = _embedding(weights, "encoder.patch_embed.proj.weight")
     stages = _count(weights, "encoder.layers")
-    tables = [weights.get(f"encoder.layers.{stage}.blocks.0.{BIAS_TABLE}") for stage in range(stages)]
-    tables = [table for table in tables if table is not None and table.ndim == 2]
+    found = [weights.get(f"encoder.layers.{stage}.blocks.0.{BIAS_TABLE}") for stage in range(min(stages, _STAGES))]
+    tables = [table for table in found if table is not None and table.ndim == 2]
     # A stage with fewer tokens than a window has a smaller table, which need not be square.
     sides = [window[0] for table in tables if (window := grid_of_bias_table(table, 0)) is not None]
-    if stages != 4 or len(tables) != 4 or not sides:
+    if stages != _STAGES or len(tables) != _STAGES or not sides:
         raise CheckpointError(
-            f"its Swin has {stages} stages, {len(tables)} with a table of relative biases, and dmjd's has 4; use its "
-            "own code"
+            f"its Swin has {stages} stages, {len(tables)} with a table of relative biases, and dmjd's has {_STAGES}; "
+            "use its own code"
         )
+    for stage in range(_STAGES):
+        _check_blocks(weights, f"encoder.layers.{stage}.blocks", first << stage)
     backbone = {
         "name": "swin",
         "patch_size": 32,
@@ -277,6 +296,24 @@ def _swin(weights: Mapping[str, Tensor], noted: Noted) -> Described:
     }
     side = 32 * max(sides)
     return Described(backbone, channels, noted.image_size or (side, side), noted)
+
+
+def _check_blocks(weights: Mapping[str, Tensor], stem: str, width: int) -> None:
+    """Raise CheckpointError for blocks that are not of ``width``: the model would be larger than the file."""
+    hidden = weights.get(f"{stem}.0.mlp.fc1.weight")
+    known = {
+        "attn.qkv.weight": (3 * width, width),
+        "conv1.weight": (width, width),
+        "mlp.fc1.weight": (0 if hidden is None else hidden.shape[0], width),
+    }
+    for name, value in weights.items():
+        found = re.match(rf"{re.escape(stem)}\.\d+\.(.+)", name)
+        expected = known.get(found[1]) if found else None
+        if expected is not None and tuple(value.shape[:2]) != expected:
+            raise CheckpointError(
+                f"{name} is of shape {list(value.shape)}, and blocks of one width have {list(expected)} there; use the "
+                "model's own code"
+            )
 
 
 def _embedding(weights: Mapping[str, Tensor], name: str) -> tuple[int, int, int]:

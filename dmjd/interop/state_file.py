@@ -177,8 +177,9 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if weights == "student" and not distilled:
         raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     if entries is None and averaged is None:
-        for part in (file, *(file[key] for key in keys if isinstance(file[key], Mapping))):
-            _check_weights(path, part)
+        for part in (file, *map(file.get, keys)):
+            if isinstance(part, Mapping):
+                _check_weights(path, part)
         found = summary(islice(_listing(file), _MOST_LISTED)) or "nothing by name"
         raise CheckpointError(
             f"{path} holds no tensors by name, at the top or under a key such as model or state_dict; it has {found}; "

@@ -96,13 +96,16 @@ def test_values_that_are_noted_or_given_rule() -> None:
         CheckpointError, match=r"none is known for backbone\.embed_dim=24 \(known are 192: 3, .*num_heads="
     ):
         describe(weights).backbone_config({})
-    noted = Noted(num_heads=2, image_size=(16, 64), mean=[0.5, 0.5, 0.5])
+    noted = Noted(num_heads=2, image_size=(16, 64), mean=[0.5, 0.5, 0.5], std=[0.5])
     described = describe(weights, noted)
     assert described.backbone_config({}).num_heads == 2
     assert described.backbone_config({"num_heads": 4, "windows.size": 7}).num_heads == 4
     data = described.data_config(DataConfig(mean=[0.1, 0.1, 0.1], std=[0.2, 0.2, 0.2]))
     assert (data.image_size, data.mean, data.std) == ([16, 64], [0.5, 0.5, 0.5], [0.2, 0.2, 0.2])
-    assert describe(weights).data_config(None).image_size == [states.GRID * states.PATCH] * 2
+    square = [states.GRID * states.PATCH] * 2
+    assert describe(weights).data_config(None).image_size == square
+    for size in ((16, 60), (64, 64)):  # of other tokens than the file has
+        assert describe(weights, Noted(image_size=size)).data_config(None).image_size == square
 
 
 def test_size_and_statistics_of_files_without_them_are_those_of_the_images() -> None:
@@ -118,7 +121,7 @@ def test_size_and_statistics_of_files_without_them_are_those_of_the_images() -> 
 
 @pytest.mark.parametrize("hidden", [1, 41, 48, 73, 97])
 def test_the_ratio_of_an_mlp_gives_its_hidden_width(hidden: int) -> None:
-    weights = read("mae") | {"encoder.blocks.0.mlp.fc1.weight": torch.zeros(hidden, 24)}
+    weights = read("mae") | {f"encoder.blocks.{index}.mlp.fc1.weight": torch.zeros(hidden, 24) for index in (0, 1)}
     config: BackboneConfig = describe(weights).backbone_config({"num_heads": 3})
     assert int(24 * config.mlp_ratio) == hidden
 

@@ -25,7 +25,7 @@ from dmjd.ops.images import normalise
 OFFICIAL = Path(__file__).parent / "official"
 TINY = ("backbone.patch_size=8", "backbone.embed_dim=24", "backbone.depth=2", "backbone.num_heads=2")
 HEADS = "backbone.num_heads=2"
-"""All that a file does not tell of a model of this width."""
+"""The only key of these models that tensors do not show."""
 
 
 def file_of(system: str) -> Any:
@@ -92,9 +92,8 @@ def test_a_weight_that_features_depend_on_is_missed(system: str, name: str, mess
     file = file_of(system)
     del file["model"][name]
     torch.save(file, tmp_path / "full.pth")
-    words = [f"backbone={system}_vit_base", *TINY, "data=folder", "data.image_size=[32,32]"]
     with pytest.raises(CheckpointError, match=message):
-        load_encoder(compose("knn", [f"checkpoint={tmp_path / 'full.pth'}", *words]))
+        load_encoder(compose("knn", [f"checkpoint={tmp_path / 'full.pth'}", "data=folder", "device=cpu", HEADS]))
 
 
 @pytest.mark.parametrize(
@@ -113,10 +112,9 @@ def test_backbones_have_as_many_parameters_as_in_their_code(backbone: str, value
     assert sum(parameter.numel() for parameter in encoder.parameters()) == values
 
 
-@pytest.mark.parametrize("system", ["cae", "data2vec"])
-def test_the_export_of_a_fine_tuned_file_gives_the_features_that_its_head_reads(system: str, tmp_path: Path) -> None:
-    expected, path = load_file(OFFICIAL / system / "expected.safetensors"), tmp_path / "exported.safetensors"
-    export(compose("export", [f"checkpoint={OFFICIAL / system / 'finetuned.pth'}", f"output={path}", HEADS]))
+def test_the_export_of_a_fine_tuned_file_gives_the_features_that_its_head_reads(tmp_path: Path) -> None:
+    expected, path = load_file(OFFICIAL / "cae/expected.safetensors"), tmp_path / "exported.safetensors"
+    export(compose("export", [f"checkpoint={OFFICIAL / 'cae/finetuned.pth'}", f"output={path}", HEADS]))
     card = json.loads(sidecar(path).read_text())
     model = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
     with torch.no_grad():
