@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embeddings import (
     EMBEDDINGS,
     FORMATS,
@@ -215,7 +214,7 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
                 # Other images than those of the run, too few for its rule, or with a split of their own.
                 data = replace(data, val_percent=0.0)
                 datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and re.search("has no (test split|val shards)", str(error)):
+            elif found and isinstance(error, NoSplit):
                 break
             else:
                 raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, cast
@@ -24,7 +25,7 @@ from dmjd.data.crops import evaluation_view
 from dmjd.data.dataset import OpenImage, Split
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import CheckpointError, ConfigError, DataError, UserError, printable_message
+from dmjd.errors import CheckpointError, ConfigError, NoSplit, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
@@ -411,11 +412,8 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
     split: Split = "test" if config.split == "test" else "train"
     dataset = None
     if config.split == "auto":
-        try:
+        with suppress(NoSplit):
             dataset, split = frozen.dataset("test"), "test"
-        except DataError as error:
-            if "has no test split" not in str(error):
-                raise
     dataset = frozen.dataset(split) if dataset is None else dataset
     ids = _evenly(len(dataset), config.images)
     return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"
