@@ -196,9 +196,8 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    import numpy as np
-
     from dmjd.data.build import build_dataset, report
+    from dmjd.data.dataset import evenly
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
@@ -222,8 +221,8 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
             report(datasets[min(channels)])
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
-    count = total if config.images is None else min(config.images, total)
-    chosen, start, splits, digest = np.arange(count) * total // count, 0, [], hashlib.sha256()
+    chosen = evenly(total, total if config.images is None else config.images)
+    start, splits, digest = 0, [], hashlib.sha256()
     for split, datasets in found:
         dataset = datasets[min(channels)]
         own = chosen[(chosen >= start) & (chosen < start + len(dataset))] - start

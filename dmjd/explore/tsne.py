@@ -84,6 +84,8 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     """
     import numpy as np
 
+    from dmjd.data.dataset import evenly
+
     candidates = np.arange(len(embeddings))
     if config.split != "all":
         candidates = candidates[np.asarray(embeddings.splits) == config.split]
@@ -100,9 +102,7 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     else:
         groups, classes, of = [candidates], [], 0
     counts = shares([len(group) for group in groups], config.images)
-    spaced = [
-        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
-    ]
+    spaced = [group[evenly(len(group), count)] for group, count in zip(groups, counts, strict=True)]
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
