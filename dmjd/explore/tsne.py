@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dmjd.config.fields import choice, number, path, suggestion
 from dmjd.errors import ConfigError, DataError, printable_message
 from dmjd.explore.registry import Tool
-from dmjd.files import printable, replace_file
+from dmjd.files import printable
 from dmjd.progress import Progress
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def run(config: TsneConfig) -> Iterator[str]:
 
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
-    from dmjd.explore.sources import make_writable, output_folder, read_together
+    from dmjd.explore.sources import output_folder, read_together, write_files
 
     folder = output_folder(config.embeddings[0], config.output)
     embeddings = read_together(config.embeddings)
@@ -258,7 +258,6 @@ def run(config: TsneConfig) -> Iterator[str]:
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
                 "another checkpoint"
             )
-    make_writable(folder)
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
@@ -291,9 +290,7 @@ def run(config: TsneConfig) -> Iterator[str]:
         settings=_settings(config, embeddings),
         png=png,
     )
-    replace_file(folder / "tsne.png", png)
-    replace_file(folder / "tsne.html", page)
-    return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+    return iter([*about[:2], *lines, *write_files(folder, {"tsne.png": png, "tsne.html": page})])
 
 
 def images_line(config: TsneConfig, selection: Selection) -> str:

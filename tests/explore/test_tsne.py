@@ -307,8 +307,8 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["same.npz"], "the features of encoder are equal, zero or too large"),
         (["one.npz"], "encoder has one feature per image"),
         (["missing.npz"], "missing.npz cannot be read"),
-        (["x.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
-        (["x.npz", f"output={tmp_path / 'file' / 'in'}"], "cannot write into"),
+        (["missing.npz", f"output={tmp_path / 'file'}"], f"cannot write into {tmp_path / 'file'}: "),
+        (["missing.npz", f"output={tmp_path / 'file' / 'in'}"], f"{tmp_path / 'file'} is a file; set another folder"),
         (["x.npz", "embeddings=[]"], "embeddings must name at least one file or run folder"),
     ):
         assert main(["tsne", str(tmp_path / arguments[0]), *arguments[1:]]) == 2
