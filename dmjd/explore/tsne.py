@@ -185,26 +185,6 @@ def perplexity_for(images: int, perplexity: float) -> float:
     return min(perplexity, (images - 1) / 3)
 
 
-def neighbour_agreement(features: NDArray[np.float32], labels: NDArray[np.int64], classes: int) -> tuple[int, float]:
-    """k and top-1 in per cent of ``dmjd knn``'s classifier (cosine, temperature 0.07) on the features, each image being
-    classified by all others."""
-    import torch
-
-    from dmjd.evaluate.features import Features
-    from dmjd.evaluate.knn import knn_table, neighbours_for
-
-    k = min(neighbours_for(len(labels), classes), len(labels) - 1)
-    bank = Features(torch.from_numpy(features), torch.from_numpy(labels))
-    table = knn_table(
-        *(bank, bank, classes),
-        device=torch.device("cpu"),
-        neighbours=[k],
-        temperatures=[0.07],
-        own=torch.arange(len(labels)),
-    )
-    return k, table[k, 0.07].top1
-
-
 def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
     """``thumbnails`` if they have at most ``limit`` bytes in all, else smaller ones: WebP files with fewer pixels. One
     that cannot be decoded is an empty file then."""
@@ -238,7 +218,10 @@ def run(config: TsneConfig) -> Iterator[str]:
     if not config.embeddings:
         raise ConfigError("embeddings must name at least one file or run folder, got []")
     import numpy as np
+    import torch
 
+    from dmjd.evaluate.features import Features
+    from dmjd.evaluate.knn import LEFT_OUT, leave_one_out
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
     from dmjd.explore.sources import output_folder, read_together, write_files
@@ -264,9 +247,10 @@ def run(config: TsneConfig) -> Iterator[str]:
             points = tsne(values, perplexity, config.seed, bar.advance)
             notes = [_origin(embeddings, name)]
             if len(classes) > 1:
-                k, top1 = neighbour_agreement(values, selection.labels, len(classes))
-                notes.append(f"kNN top-1 {top1:.1f} %")
-                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
+                bank = Features(torch.from_numpy(values), torch.from_numpy(selection.labels))
+                result, k = leave_one_out(bank, len(classes), torch.device("cpu"))
+                notes.append(f"kNN top-1 {result.top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out, {min(count, LEFT_OUT):,} images)")
             panels.append(Panel(name, ": ".join(filter(None, notes)), points))
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
