@@ -174,7 +174,7 @@ def shuffled(embeddings: Embeddings, rows: NDArray[np.int64], name: str) -> Embe
     )
 
 
-def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> None:
+def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = made()
     rows = np.random.default_rng(0).permutation(40)[:30]
     for name, content in (("a", first), ("b", shuffled(first, rows, "encoder")), ("c", shuffled(first, rows, "c"))):
@@ -191,6 +191,11 @@ def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> No
     write_embeddings(tmp_path / "other.npz", replace(first, names=[f"other {name}" for name in first.names]))
     with pytest.raises(DataError, match="have no image of the same name and split in common"):
         read_together([str(tmp_path / "a.npz"), str(tmp_path / "other.npz")])
+    (tmp_path / "run/embeddings").mkdir(parents=True)
+    shutil.copy(tmp_path / "a.npz", tmp_path / "run/embeddings/new.npz")
+    with caplog.at_level(logging.INFO, "dmjd"):
+        assert read_together([str(tmp_path / "run")]).names == first.names
+    assert caplog.messages == [f"reading {tmp_path}/run/embeddings/new.npz, the newest file of {tmp_path}/run"]
 
 
 def test_thumbnails_that_are_too_large_become_smaller_ones() -> None:
