@@ -28,6 +28,8 @@ MOST_SEARCHED = 50_000
 """Images among which near duplicates are searched, at most: the similarities of all pairs are computed."""
 MOST_PAIRS = 10_000
 """Near duplicates that are kept, at most: the most similar ones."""
+SAME = 1 - 1e-6
+"""Cosine similarity from which on two images count as equal."""
 _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 

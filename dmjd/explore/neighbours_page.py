@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from dmjd.errors import printable_message
+from dmjd.explore.neighbours import SAME
 from dmjd.report.html import document, heading, paragraph, table
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 SHOWN_PAIRS = 60
 """Near duplicates of each encoder on the page; duplicates.csv has more."""
-SAME = 1 - 1e-6
-"""Cosine similarity from which on two images are marked as duplicates of each other."""
 
 _STYLE = """
 .encoders td:nth-child(n + 3) { white-space: nowrap }

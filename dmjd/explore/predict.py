@@ -16,6 +16,7 @@ from dmjd.config.fields import choice, number, path, positive
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embed import digest_of, name_below, preparation
 from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
+from dmjd.explore.neighbours import SAME
 from dmjd.explore.registry import Tool
 from dmjd.files import drafted, standing_place
 from dmjd.progress import Progress
@@ -37,9 +38,6 @@ PRINTED = 10
 """Up to this many images, the prediction of each is printed."""
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
-
-EQUAL = 1 - 1e-6
-"""Cosine similarity from which on an image equals one of those that vote."""
 
 Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 """uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
@@ -235,7 +233,7 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
         features = encode(frozen.encoder, images, mean=frozen.data.mean, std=frozen.data.std, pooling=config.pooling)
         similarity, nearest = (F.normalize(features, dim=1) @ values.T).topk(k, dim=1)
         found = votes(similarity, labels[nearest], len(classes), config.temperature)
-        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= EQUAL
+        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= SAME
 
     return classes, predict
 
