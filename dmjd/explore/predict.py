@@ -53,8 +53,9 @@ class PredictConfig(ImagesConfig):
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
     output: CSV file. Default: RUN/predictions/WEIGHTS-step########.csv, or ...-NAME.csv for the files of NAME.
-    weights: trained: weights of the last step. ema: exponential moving average. auto: of a fine-tuned run the average
-        if there is one, else trained.
+    weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
+        the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
+        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
@@ -67,7 +68,7 @@ class PredictConfig(ImagesConfig):
     """
 
     paths: list[str] | None = path()
-    weights: str = choice("auto", "trained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     split: str = choice("auto", "all", "train", "test")
     probabilities: str = choice("all", "top1", "top5")
     labelled: str | None = path()

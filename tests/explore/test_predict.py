@@ -224,6 +224,7 @@ def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmj
         ([str(tuned), str(tmp_path / "empty")], "empty holds no images"),
         ([str(tuned), val, "data.root=x"], "paths and data both name images; give one of them"),
         ([str(tuned), val, "output=x.txt"], "output=x.txt must end in .csv"),
+        ([str(tuned), val, "weights=student"], "step-00000008 has no student beside a teacher; use weights=trained"),
         ([str(tuned), val, "neighbours=3"], "neighbours is for encoders, and checkpoint="),
         ([str(encoder), val, "neighbours=49"], "neighbours=49 must be at most the number of labelled images, 48"),
         ([str(encoder), val, f"labelled={embedded}"], "was not made with this encoder: it has other weights; embed"),
