@@ -18,7 +18,7 @@ from dmjd.explore.embed import digest_of, name_below, preparation
 from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
 from dmjd.explore.neighbours import SAME
 from dmjd.explore.registry import Tool
-from dmjd.files import drafted, standing_place
+from dmjd.files import drafted
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -187,6 +187,7 @@ def run(config: PredictConfig) -> Iterator[str]:
     tallies = {part.name: Tally() for part in parts}
     known = set(classes)
     few = sum(len(part.images) for part in parts) <= PRINTED
+    output.parent.mkdir(parents=True, exist_ok=True)
     with drafted(output) as draft, open(draft, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\r\n")
         head = _head(classes, config.probabilities)
@@ -427,7 +428,7 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
 
 def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
     """The file to write. Raises ConfigError if it cannot be written."""
-    from dmjd.evaluate.output import check_output
+    from dmjd.explore.sources import check_output
 
     if config.output is not None:
         path = Path(config.output)
@@ -438,12 +439,7 @@ def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
         stem = re.sub(r"[^\w.-]+", "_", Path(shown(other)).name)
         name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", stem)))
         path = frozen.run.path / "predictions" / f"{name}.csv"
-        standing = standing_place(path.parent)
-        if not standing.is_dir() or not os.access(standing, os.W_OK):
-            raise ConfigError(f"{standing} cannot be written to; name a file with output=FILE.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output(path, (".csv",), frozen.path)
-    return path
+    return check_output(path, (".csv",))
 
 
 TOOL = Tool(

@@ -119,10 +119,10 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
     tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path
 ) -> None:
     files = [str(image_folder / "val" / name) for name in ("up/03.png", "down/00.png")]
-    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'few.csv'}"]
+    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'new' / 'few.csv'}"]
     for columns, head in (("top1", []), ("top5", ["predicted_2", "probability_2"])):
         assert dmjd("predict", *words, f"probabilities={columns}")[0] == 0
-        rows = rows_of(tmp_path / "few.csv")
+        rows = rows_of(tmp_path / "new" / "few.csv")
         assert list(rows[0]) == ["name", "label", "predicted", "probability", "error", *head]
         assert [row["name"] for row in rows] == files
     assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1) for row in rows)
@@ -224,6 +224,7 @@ def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmj
         ([str(tuned), str(tmp_path / "empty")], "empty holds no images"),
         ([str(tuned), val, "data.root=x"], "paths and data both name images; give one of them"),
         ([str(tuned), val, "output=x.txt"], "output=x.txt must end in .csv"),
+        ([str(tuned), val, f"output={embedded}/x.csv"], f"{embedded} is a file; set another file with output=FILE.csv"),
         ([str(tuned), val, "weights=student"], "step-00000008 has no student beside a teacher; use weights=trained"),
         ([str(tuned), val, "neighbours=3"], "neighbours is for encoders, and checkpoint="),
         ([str(encoder), val, "neighbours=49"], "neighbours=49 must be at most the number of labelled images, 48"),
