@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from dmjd.evaluate.features import Features
     from dmjd.explore.embeddings import Embeddings
 
+FILE_PARTS = 2
+"""Paths in the name of the default file."""
 RANKS = 5
 """Classes of the columns of probabilities=top5."""
 MOST_CLASSES = 5
@@ -52,7 +54,8 @@ class PredictConfig(ImagesConfig):
     nearest labelled images, as dmjd knn does.
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
-    output: CSV file. Default: RUN/predictions/WEIGHTS-step########.csv, or ...-NAME.csv for the files of NAME.
+    output: CSV file; an earlier one is replaced. Default: RUN/predictions/WEIGHTS-step########.csv, with the images
+        (paths, data.root or data) and the split before the suffix if they are given.
     weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
         the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
         initialisation. ema: exponential moving average. student: the student of a file with a teacher.
@@ -187,6 +190,7 @@ def run(config: PredictConfig) -> Iterator[str]:
     tallies = {part.name: Tally() for part in parts}
     known = set(classes)
     few = sum(len(part.images) for part in parts) <= PRINTED
+    replaced = output.exists()
     output.parent.mkdir(parents=True, exist_ok=True)
     with drafted(output) as draft, open(draft, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\r\n")
@@ -200,6 +204,8 @@ def run(config: PredictConfig) -> Iterator[str]:
                 if few:
                     yield _line(found)
     yield from _described(tallies)
+    if replaced:
+        yield f"replaced the earlier {output.name}"
     yield str(output)
 
 
@@ -433,13 +439,22 @@ def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
     if config.output is not None:
         path = Path(config.output)
     else:
-        other = config.paths[0] if config.paths else ""
-        if not config.paths and config.data is not None:
-            other = frozen.data.root or frozen.data.name
-        stem = re.sub(r"[^\w.-]+", "_", Path(shown(other)).name)
-        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", stem)))
+        of = config.paths or []
+        if not of and config.data is not None:
+            of = [frozen.data.root or frozen.data.name]
+        images = "-".join(_label(each) for each in of[:FILE_PARTS])
+        if len(of) > FILE_PARTS:
+            images += f"-and-{len(of) - FILE_PARTS}-more"
+        split = "" if config.paths or config.split == "auto" else config.split
+        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
         path = frozen.run.path / "predictions" / f"{name}.csv"
     return check_output(path, (".csv",))
+
+
+def _label(images: str) -> str:
+    """The last two parts of a path, of at most 30 characters, for the name of a file."""
+    parts = [part for part in Path(shown(images)).parts[-2:] if part not in ("..", os.sep)]
+    return re.sub(r"[^\w.-]+", "_", "_".join(parts))[-30:]
 
 
 TOOL = Tool(

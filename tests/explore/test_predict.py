@@ -70,7 +70,7 @@ def test_a_classifier_predicts_what_it_predicts_in_python(tuned: Path, image_fol
     score = dmjd("validate", str(tuned), *CPU)[1]
     assert f"top-1 {100 * right / 12:.2f} %" in score
     assert dmjd("predict", str(tuned), *CPU, "split=all", "weights=trained")[0] == 0
-    every = rows_of(tuned / "predictions" / "trained-step00000008.csv")
+    every = rows_of(tuned / "predictions" / "trained-step00000008-all.csv")
     assert [row["name"].split("/")[0] for row in every] == ["train"] * 48 + ["val"] * 12
 
 
@@ -162,11 +162,12 @@ def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
     assert code == 0, error
     assert f"top-1 {100 * right / 12:.2f} %" in out
     _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
-    assert out.splitlines()[1:] == [
-        "1 image",
-        f"predicted: {expected[0].argmax()} (1)",
-        str(next(tmp_path.glob("*/*/*.csv"))),
-    ]
+    written = tmp_path / "tuned" / "predictions" / "trained-step00000000-down_00.png.csv"
+    assert out.splitlines()[1:] == ["1 image", f"predicted: {expected[0].argmax()} (1)", str(written)]
+    _, out, _ = dmjd("predict", str(file), *map(str, paths[:4]), *CPU, "backbone.num_heads=3")
+    assert out.endswith("/trained-step00000000-down_00.png-down_01.png-and-2-more.csv\n")
+    _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
+    assert out.endswith(f"replaced the earlier {written.name}\n{written}\n")
 
 
 @pytest.mark.gpu
