@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 from collections import Counter
@@ -40,6 +41,8 @@ PRINTED = 10
 """Up to this many images, the prediction of each is printed."""
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
+
+logger = logging.getLogger("dmjd")
 
 Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 """uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
@@ -287,6 +290,7 @@ def _bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Feature
     known = torch.from_numpy(file.labels >= 0)
     if not known.any():
         raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
+    logger.info("%d labelled images of %s vote", int(known.sum()), path)
     return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
 
 
