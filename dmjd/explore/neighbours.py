@@ -30,6 +30,8 @@ MOST_PAIRS = 10_000
 """Near duplicates that are kept, at most: the most similar ones."""
 SAME = 1 - 1e-6
 """Cosine similarity from which on two images count as equal."""
+MOST_NEIGHBOURS = 10_000
+"""Neighbours of all queries by one encoder, at most."""
 _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 
@@ -196,6 +198,11 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     from dmjd.explore.sources import output_folder, read_together, write_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.queries * config.neighbours > MOST_NEIGHBOURS:
+        raise ConfigError(
+            f"queries={config.queries} times neighbours={config.neighbours} must be at most {MOST_NEIGHBOURS:,}, the "
+            "limit of a page"
+        )
     folder = output_folder(config.embeddings[0], config.output)
     found = read_together(config.embeddings)
     if found.thumbnails is None:

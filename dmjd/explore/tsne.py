@@ -31,7 +31,7 @@ ITERATIONS = (250, 500)
 EXACT = 10_000
 """Images up to which the nearest neighbours are exact; beyond, openTSNE's approximation (Annoy) is faster."""
 _EVERY = 25  # iterations between two updates of the progress bar
-_MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
+MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
 _LARGEST_THUMBNAIL = 1024  # pixels of a side
 _LONGEST_SETTING = 500  # characters
 
@@ -272,7 +272,7 @@ def run(config: TsneConfig) -> Iterator[str]:
         splits=[str(embeddings.splits[row]) for row in selection.rows],
         labels=selection.labels,
         classes=classes,
-        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], _MOST_THUMBNAILS),
+        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], MOST_THUMBNAILS),
         order=order,
         settings=_settings(config, embeddings),
         png=png,

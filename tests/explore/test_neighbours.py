@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -179,6 +180,10 @@ def test_the_page_and_the_tables_hold_the_same_neighbours(file: Path, dmjd: Comm
     assert_accessible(page)
     assert not {"script", "iframe", "object", "form", "video"} & {tag for tag, _ in page.tags}
     assert all(link.startswith(("data:", "#")) for link in page.links)
+    shown = {each["href"]: each["id"] for each in page.attributes("image")}
+    assert set(shown) <= {f"data:image/jpeg;base64,{b64encode(jpeg(5 * row)).decode()}" for row in range(36)}
+    assert {each["href"] for each in page.attributes("use")} == {f"#{name}" for name in shown.values()}
+    assert len(page.attributes("image")) == len(shown)  # each once
     whole, agreeing = embeddings(), 0
     for name, values in whole.features.items():
         own = [row for row in rows if row["encoder"] == name]
@@ -244,6 +249,10 @@ def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.Monk
         (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is no image of the file; the closest name is b/"),
         (["e.npz", "output=e.npz"], "cannot write into e.npz: e.npz is a file; set another folder with output=FOLDER"),
         (["e.npz", "duplicates=1.5"], "duplicates must be above 0 and at most 1, got 1.5"),
+        (
+            ["e.npz", "queries=900", "neighbours=20"],
+            "queries=900 times neighbours=20 must be at most 10,000, the limit",
+        ),
         (["bare.npz"], "bare.npz has no thumbnails, which the page shows; write it again with dmjd embed thumbnail=64"),
     ):
         code, _, error = dmjd("neighbours", *words)
