@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 MOST_IMAGES = 64
 """Images of one figure."""
+BESIDE = "pred. + visible"
+"""Title of the prediction on masked patches beside the target on visible ones."""
 WIDEST = 1600
 """Pixels of the columns of all heads."""
 
@@ -159,7 +161,8 @@ class Shown:
         )
         filled = first_prediction(predictions[: len(mask)], predictions[0], mask)
         beside = torch.where(mask[0, :, :, None], predictions[0], targets)
-        shown = {"target": targets, "prediction": filled, "+ visible": beside}
+        title = "HOG target" if isinstance(tokenizer, HogTarget) else "target"
+        shown = {title: targets, "prediction": filled, BESIDE: beside}
         rendered = {name: [render(each, self.grid) for each in sets] for name, sets in shown.items()}
         if isinstance(tokenizer, HogTarget):
             rendered = {name: [_few_greys(each) for each in pictures] for name, pictures in rendered.items()}
@@ -169,14 +172,14 @@ class Shown:
 
         def in_short(token: int) -> list[Column]:
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
-            target = {} if isinstance(tokenizer, PixelTarget) else {"target": rendered["target"]}
-            return masked + self._resized(target | {"reconstruction": rendered["+ visible"]}, token)
+            target = {} if isinstance(tokenizer, PixelTarget) else {title: rendered[title]}
+            return masked + self._resized(target | {"reconstruction": rendered[BESIDE]}, token)
 
         view = "view 1" if len(mask) > 1 else "the view"
         branches = " = L_vis + lambda L_mim" if self._objective.model.visible_branch is not None else ""
         return Figure(
             columns,
-            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. + visible: the "
+            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. {BESIDE}: the "
             f"prediction on the masked patches of {view}, the target on its visible ones.{scale} Loss of each "
             f"image{branches}. {self._masks_text}",
             in_short,
@@ -267,7 +270,10 @@ class Shown:
         model = self._config.model
         described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
         if self._frozen.path.is_file() and not described:
-            raise Missing("the file does not describe its pre-training; add experiment=NAME, such as mae_vit_base")
+            raise Missing(
+                "a file of weights does not describe masks and target; of masked image modelling with a decoder, add "
+                "experiment=NAME, such as mae_vit_base"
+            )
         return self._frozen.trained
 
     @property

@@ -174,7 +174,7 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
     samples = replace(samples, targets=target(samples.crops), predictions=predictions)
     figures.__dict__["_predicted"] = (samples, target, losses)
     drawn = {column.title: column.cells for column in figures.reconstruction().columns(patch)}
-    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "+ visible"]
+    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "pred. + visible"]
     for index, image in enumerate(samples.crops[..., 0].double()):
         for token in range(rows * columns):
             top, left = token // columns * patch, token % columns * patch
@@ -185,7 +185,7 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
             expected = [(255 * each).round().clamp(0, 255) for each in by_view]
             first = expected[0] if mask[0, index, token] or not mask[1, index, token] else expected[1]
             beside = expected[0] if mask[0, index, token] else image[place]
-            for name, values in (("target", image[place]), ("prediction", first), ("+ visible", beside)):
+            for name, values in (("target", image[place]), ("prediction", first), ("pred. + visible", beside)):
                 assert np.abs(drawn[name][index][place][..., 0] - values.numpy()).max() <= 1, (name, token)
 
 
