@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -22,10 +24,10 @@ from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.crops import evaluation_view
-from dmjd.data.dataset import OpenImage, Split, evenly
+from dmjd.data.dataset import ImageDataset, OpenImage, Split, evenly
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import CheckpointError, ConfigError, NoSplit, UserError, printable_message
+from dmjd.errors import BadImage, CheckpointError, ConfigError, DataError, NoSplit, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
@@ -54,6 +56,8 @@ from dmjd.train.preview import Samples, in_scale_of_images, predict_prepared
 
 if TYPE_CHECKING:
     from dmjd.explore.show import ShowConfig
+
+logger = logging.getLogger("dmjd")
 
 MOST_IMAGES = 64
 """Images of one figure."""
@@ -421,8 +425,8 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
         with suppress(NoSplit):
             dataset, split = frozen.dataset("test"), "test"
     dataset = frozen.dataset(split) if dataset is None else dataset
-    ids = evenly(len(dataset), config.images).tolist()
-    return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"
+    found = _readable(dataset, config, frozen)
+    return list(found.values()), list(found), f"{'training' if split == 'train' else 'test'} images"
 
 
 def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator[OpenImage]:
@@ -431,7 +435,33 @@ def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator
         yield open_image(read_bytes(path), path, channels)
         return
     folder = ImageFolder(path, "train", cast(Literal[1, 3], channels), "none")
-    yield from (folder.open(index) for index in evenly(len(folder), config.images).tolist())
+    yield from _readable(folder, config, frozen).values()
+
+
+def _readable(dataset: ImageDataset, config: ShowConfig, frozen: FrozenEncoder) -> dict[int, OpenImage]:
+    """Number -> image, of evenly spaced ones. One that cannot be decoded is logged, and the next one before the
+    following of these takes its place, if there is one.
+
+    Raises:
+        DataError: if none can be decoded.
+    """
+    starts = evenly(len(dataset), config.images).tolist()
+    found, faults = dict[int, OpenImage](), list[str]()
+    for start, stop in pairwise([*starts, len(dataset)]):
+        for index in range(start, stop):
+            try:
+                opened = dataset.open(index)
+                evaluation_view(opened, frozen.size, frozen.data.crop_pct)  # decodes it
+            except BadImage as error:
+                faults.append(f"{error.name} {error.fault}")
+            else:
+                found[index] = opened
+                break
+    if not found:
+        raise DataError(f"none of {len(dataset)} images can be decoded; the first: {faults[0]}")
+    if faults:
+        logger.warning("left out %d image(s) that cannot be decoded; the first: %s", len(faults), faults[0])
+    return found
 
 
 def _in_one_line(name: str) -> str:

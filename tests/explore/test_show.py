@@ -269,6 +269,27 @@ def test_errors_name_the_key(finished_run: Path, words: list[str], error: type[E
         shown(finished_run, *words)[0].figures(KINDS, given=True)
 
 
+def test_the_next_image_takes_the_place_of_one_that_cannot_be_decoded(
+    finished_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index in range(6):
+        Image.new("L", (16, 16), 40 * index).save(tmp_path / f"{index}.png")
+    for index in (2, 3):
+        (tmp_path / f"{index}.png").write_bytes((tmp_path / "2.png").read_bytes()[:50])
+    figures, _ = shown(finished_run, tmp_path, "images=4")  # 0, 1, 3 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 40, 160]
+    assert "left out 1 image(s) that cannot be decoded; the first: " in caplog.text
+    caplog.clear()
+    figures, _ = shown(finished_run, tmp_path, "images=3")  # 0, 2 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 160]
+    for index in range(6):
+        (tmp_path / f"{index}.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 6 images can be decoded; the first: "):
+        shown(finished_run, tmp_path)
+    with pytest.raises(DataError, match=r"0\.png"):
+        shown(finished_run, tmp_path / "0.png")
+
+
 def test_the_output_folder_is_checked_before_images_are_read(finished_run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^cannot write into .*/file/in: .*/file is a file; set another folder with"):
