@@ -425,8 +425,8 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
         with suppress(NoSplit):
             dataset, split = frozen.dataset("test"), "test"
     dataset = frozen.dataset(split) if dataset is None else dataset
-    found = _readable(dataset, config, frozen)
-    return list(found.values()), list(found), f"{'training' if split == 'train' else 'test'} images"
+    chosen = _readable(dataset, config, frozen)
+    return list(chosen.values()), list(chosen), f"{'training' if split == 'train' else 'test'} images"
 
 
 def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator[OpenImage]:
