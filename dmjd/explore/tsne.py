@@ -255,7 +255,8 @@ def run(config: TsneConfig) -> Iterator[str]:
                 notes.append(f"kNN top-1 {result.top1:.1f} %")
                 lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out, {min(count, LEFT_OUT):,} images)")
             panels.append(Panel(printable_message(name), ": ".join(filter(None, notes)), points))
-    about = [images_line(config, selection), map_line(config, perplexity)]
+    training = int((np.asarray(embeddings.splits)[selection.rows] == "train").sum())
+    about = [images_line(config, selection, training), map_line(config, perplexity)]
     if lines:
         about.append(
             f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
@@ -280,8 +281,9 @@ def run(config: TsneConfig) -> Iterator[str]:
     return iter([*about[:2], *lines, *write_files(folder, {"tsne.png": png, "tsne.html": page})])
 
 
-def images_line(config: TsneConfig, selection: Selection) -> str:
-    """The images of the maps, and how they were selected."""
+def images_line(config: TsneConfig, selection: Selection, training: int) -> str:
+    """The images of the maps, how they were selected, and the number of training images among them, which a fine-tuned
+    encoder has seen with their labels."""
     import numpy as np
 
     count, classes = len(selection.rows), selection.classes
@@ -298,7 +300,9 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
         text += f", of {selection.available:,} images"
     if selection.unlabelled:
         text += f"; {selection.unlabelled:,} without a label left out"
-    return text + ("." if config.split == "all" else f"; split {config.split}.")
+    if config.split != "all":
+        return f"{text}; split {config.split}."
+    return f"{text}; {training:,} training and {count - training:,} test images."
 
 
 def map_line(config: TsneConfig, perplexity: float) -> str:

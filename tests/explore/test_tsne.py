@@ -232,7 +232,12 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     write_embeddings(tmp_path / "x.npz", hostile)
     assert main(["tsne", str(tmp_path / "x.npz"), "classes=3", "images=24"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images."
+    chosen = select(hostile, settings("classes=3", "images=24"))
+    training = sum(hostile.splits[row] == "train" for row in chosen.rows)
+    assert printed[0] == (
+        "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images; "
+        f"{training} training and {24 - training} test images."
+    )
     assert printed[1].startswith(
         "t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity 7.67 (the most for"
     )
@@ -258,7 +263,6 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert picture_bytes == (tmp_path / "tsne.png").read_bytes()
     with Image.open(tmp_path / "tsne.png") as image:
         assert image.info["Description"].startswith(printed[0])
-    chosen = select(hostile, settings("classes=3", "images=24"))
     assert data["names"] == [hostile.names[row] for row in chosen.rows]
     assert data["labels"] == list(chosen.labels)
     assert data["thumbnails"] == [base64.b64encode(jpeg(int(row))).decode() for row in chosen.rows]
@@ -291,11 +295,13 @@ def test_without_labels_there_is_one_colour(tmp_path: Path, capsys: pytest.Captu
     write_embeddings(tmp_path / "x.npz", replace(bare, settings=long))
     assert main(["tsne", str(tmp_path / "x.npz"), "images=20"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "20 images without labels, evenly spaced, of 40 images."
+    assert printed[0] == "20 images without labels, evenly spaced, of 40 images; 20 training and 0 test images."
     assert "kNN" not in printed[2]
     source = (tmp_path / "tsne.html").read_text()
     assert secret not in source
-    assert not re.search("w{40}|0{100}|d{501}", source)
+    (note,) = re.findall("<p>(ww[^<]*)</p>", source)
+    assert len(note) < 60
+    assert not re.search("w{400}|0{400}|d{400}", source)
     data = page_data(source)
     assert set(data["labels"]) == {0}
     assert data["classes"] == []
