@@ -152,7 +152,7 @@ def embeddings(count: int = 36, **changed: Any) -> Embeddings:
         "classes": ["a", HOSTILE, "c"],
         "features": {"good": good, f"bad {HOSTILE}": bad},
         "thumbnails": [jpeg(5 * number) for number in range(count)],
-        "settings": {"encoders": {"good": {"weights": "trained", "step": 7, "pooling": HOSTILE}, "bad": None}},
+        "settings": {"encoders": {"good": {"weights": "trained", "step": 7, "pooling": 9 * HOSTILE}, "bad": None}},
     }
     return Embeddings(**values | changed)
 
@@ -198,6 +198,8 @@ def test_the_page_and_the_tables_hold_the_same_neighbours(file: Path, dmjd: Comm
         (line,) = (row for row in page.rows if row[0] == name)
         assert line[3] == f"{100 * agree / 24:.1f} %"
         assert line[2] in next(text for text in out.splitlines() if text.startswith(f"{name}: "))
+    assert page.rows[1][1].startswith("3 dimensions, trained, step 7, pooling </s")
+    assert len(page.rows[1][1]) < 80
     assert len(rows) == 2 * 6 * 4
     kinds = [each.get("class") for each in page.attributes("figure")]
     assert (kinds.count("tile agrees"), kinds.count("tile differs")) == (agreeing, len(rows) - agreeing)
@@ -233,7 +235,7 @@ def test_splits_names_and_unlabelled_images_are_chosen(file: Path, dmjd: Command
     write_embeddings(file, embeddings(labels=np.full(36, -1), classes=[]))
     code, out, _ = dmjd("neighbours", str(file))
     assert code == 0
-    assert "36 images without labels; 20 queries, evenly spaced," in out
+    assert "36 images without labels (24 training, 12 test); 20 queries, evenly spaced," in out
     assert "leave-one-out kNN top-1 - (no labels)" in out
     assert "✓" not in (tmp_path / "neighbours.html").read_text()
 
