@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embeddings import (
     EMBEDDINGS,
     FORMATS,
@@ -197,9 +196,8 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    import numpy as np
-
     from dmjd.data.build import build_dataset, report
+    from dmjd.data.dataset import evenly
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
@@ -215,7 +213,7 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
                 # Other images than those of the run, too few for its rule, or with a split of their own.
                 data = replace(data, val_percent=0.0)
                 datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and re.search("has no (test split|val shards)", str(error)):
+            elif found and isinstance(error, NoSplit):
                 break
             else:
                 raise
@@ -223,8 +221,8 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
             report(datasets[min(channels)])
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
-    count = total if config.images is None else min(config.images, total)
-    chosen, start, splits, digest = np.arange(count) * total // count, 0, [], hashlib.sha256()
+    chosen = evenly(total, total if config.images is None else config.images)
+    start, splits, digest = 0, [], hashlib.sha256()
     for split, datasets in found:
         dataset = datasets[min(channels)]
         own = chosen[(chosen >= start) & (chosen < start + len(dataset))] - start

@@ -267,3 +267,9 @@ def test_the_command_writes_into_the_run_and_its_report(finished_run: Path, tmp_
 def test_errors_name_the_key(finished_run: Path, words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shown(finished_run, *words)[0].figures(KINDS, given=True)
+
+
+def test_the_output_folder_is_checked_before_images_are_read(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write into .*/file/in: .*/file is a file; set another folder with"):
+        run(config_of(finished_run, "missing.png", f"output={tmp_path / 'file' / 'in'}"))
