@@ -52,6 +52,10 @@ class DataError(UserError):
     """A missing folder, an image that cannot be decoded, or a data set that is too small."""
 
 
+class NoSplit(DataError):
+    """A data set without the split that is asked for."""
+
+
 class BadFeatures(UserError):
     """Features that are not finite. A run goes on without the score."""
 

@@ -29,7 +29,7 @@ from dmjd.data.shards.sampler import shard_sampler
 from dmjd.data.small import Digits, FashionMnist
 from dmjd.data.stream.batches import StreamBatches, TarStream
 from dmjd.data.stream.tars import PIPE
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, NoSplit
 from dmjd.files import private_folder
 from dmjd.redact import MARK, is_incomplete, shown
 
@@ -47,6 +47,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     Raises:
         ConfigError: if ``config.channels`` differs from the data set's, or ``config.val_percent`` is for another one.
         DataError: if more than ``config.max_bad_percent`` percent of the images are missing, damaged or too small.
+        NoSplit: if a folder or shard set does not have ``split``.
     """
     _check(config)
     if config.name == STREAM:
@@ -322,7 +323,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:
-        raise DataError(f"{root} has no {name} shards, only {', '.join(splits)}; build from images with a {name} split")
+        raise NoSplit(f"{root} has no {name} shards, only {', '.join(splits)}; build from images with a {name} split")
     shards = splits[name]
     if not shards.manifest.samples:
         raise DataError(f"{shards.folder} holds no samples; build it again")

@@ -237,6 +237,8 @@ def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
     objective = build_classification(trained, len(file.weights[HEAD]))
     logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
     classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
+    if pooled:
+        classifier.encoder.fc_norm = classifier.fc_norm
     return replace(frozen, classifier=classifier, encoder=classifier.encoder)
 
 

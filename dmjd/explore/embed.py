@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import re
 import signal
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embeddings import (
     EMBEDDINGS,
     FORMATS,
@@ -70,8 +69,9 @@ class EmbedConfig:
         score.
     model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
         backbone=NAME set it, backbone.KEY=VALUE single values.
-    weights: trained: weights of the last step. untrained: weights at initialisation. ema: exponential moving average
-        (needs a run with ema_decay).
+    weights: trained: weights of the last step; of a file with a student and a teacher (DINO, iBOT) the teacher.
+        untrained: weights at initialisation. ema: exponential moving average (of a run with ema_decay, or of a file
+        that has one). student: the student of a file with a teacher.
     pooling: Image feature: mean of the patch tokens, or cls, the cls token. One for all checkpoints, or a list with one
         for each.
     split: Images: all, or those of the split train or test.
@@ -90,7 +90,7 @@ class EmbedConfig:
     output: str | None = path()
     which: str = choice("newest", "best")
     model: PretrainConfig | None = None
-    weights: str = choice("trained", "untrained", "ema")
+    weights: str = choice("trained", "untrained", "ema", "student")
     pooling: list[str] = choices("mean", "cls")
     split: str = choice("all", "train", "test")
     images: int | None = number(None, least=1)
@@ -139,7 +139,7 @@ def run(config: EmbedConfig) -> Iterator[str]:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
-    yield f"{output}: {embedded} images of {images.source}; {config.dtype} features: {sizes}"
+    yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
@@ -196,9 +196,8 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    import numpy as np
-
     from dmjd.data.build import build_dataset, report
+    from dmjd.data.dataset import evenly
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
@@ -214,7 +213,7 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
                 # Other images than those of the run, too few for its rule, or with a split of their own.
                 data = replace(data, val_percent=0.0)
                 datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and re.search("has no (test split|val shards)", str(error)):
+            elif found and isinstance(error, NoSplit):
                 break
             else:
                 raise
@@ -222,8 +221,8 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
             report(datasets[min(channels)])
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
-    count = total if config.images is None else min(config.images, total)
-    chosen, start, splits, digest = np.arange(count) * total // count, 0, [], hashlib.sha256()
+    chosen = evenly(total, total if config.images is None else config.images)
+    start, splits, digest = 0, [], hashlib.sha256()
     for split, datasets in found:
         dataset = datasets[min(channels)]
         own = chosen[(chosen >= start) & (chosen < start + len(dataset))] - start

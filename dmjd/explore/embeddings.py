@@ -13,15 +13,14 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, TypeAlias, cast
 
-from dmjd.errors import ConfigError, DataError
-from dmjd.files import open_regular
+from dmjd.errors import DataError
+from dmjd.files import drafted, open_regular
 from dmjd.safe_load import parse_json, read_npz, read_parquet
 
 if TYPE_CHECKING:
@@ -66,13 +65,13 @@ class Embeddings:
 
 
 def embeddings_at(path: str) -> Path:
-    """``path`` if it is a file; the newest file of embeddings of a run folder. Raises ConfigError if there is none."""
+    """``path`` if it is a file; the newest file of embeddings of a run folder. Raises DataError if there is none."""
     place = Path(path)
     if not place.is_dir():
         return place
     found = [file for file in (place / EMBEDDINGS).glob("*") if file.suffix in FORMATS and file.is_file()]
     if not found:
-        raise ConfigError(f"{place} has no embeddings; write them with dmjd embed {place}")
+        raise DataError(f"{place} has no file of embeddings; write one with dmjd embed {place}")
     return max(found, key=lambda file: (file.stat().st_mtime_ns, file.name))
 
 
@@ -98,7 +97,7 @@ def read_embeddings(path: str | os.PathLike[str]) -> Embeddings:
 def write_embeddings(path: str | os.PathLike[str], embeddings: Embeddings, dtype: str = "float32") -> None:
     """Write a file atomically; the suffix of ``path`` sets the format. ``dtype``: of features, float32 or float16."""
     path = Path(path)
-    with _replacing(path, path.with_name(f".{path.name}.{os.getpid()}.tmp")) as file:
+    with drafted(path) as draft, draft.open("wb") as file:
         if path.suffix == ".parquet":
             _write_parquet(file, [embeddings], embeddings, dtype)
         else:
@@ -114,25 +113,15 @@ def write_parts(path: Path, parts: Sequence[Path], scratch: Path, settings: dict
         scratch: folder on the same file system for the unfinished file.
         settings: of the file.
     """
-    with _replacing(path, scratch / "unfinished") as file:
+    draft = scratch / "unfinished"
+    with draft.open("wb") as file:
         if path.suffix == ".parquet":
             first = replace(read_embeddings(parts[0]), settings=settings)
             dtype = str(_read(parts[0])[_keys(len(first.features))[0]].dtype)
             _write_parquet(file, map(read_embeddings, parts), first, dtype)
         else:
             _write_npz(file, _joined(parts, settings))
-
-
-@contextmanager
-def _replacing(path: Path, draft: Path) -> Iterator[IO[bytes]]:
-    """A file that becomes ``path`` at the end of the block; ``draft``: its name until then."""
-    try:
-        with open(draft, "wb") as file:
-            yield file
-        draft.replace(path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
+    draft.replace(path)
 
 
 # Archives of numpy ----------------------------------------------------------------------------------------------------
@@ -327,12 +316,15 @@ def _table(embeddings: Embeddings, dtype: str, rows: slice = slice(None)) -> Any
 
 
 _CHILD = """
-import sys
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 sys.path.insert(0, {root!r})
 from dmjd.explore.embeddings import convert
 convert(open(0, "rb"), open(1, "wb"))
 """
 _CHILD_SECONDS, _CHILD_BYTES_PER_SECOND = 60, 1 << 24
+_CHILD_BYTES, _CHILD_COPIES = 4 << 30, 8
+"""Limit of the child's memory: libraries, and copies of the file."""
 _WRONG = "wrong: "
 
 
@@ -341,8 +333,10 @@ def _convert_in_child(file: BinaryIO, target: BinaryIO) -> None:
     import pyarrow.parquet  # noqa: F401 -- without it, the command names the extra
 
     root = str(Path(__file__).resolve().parents[2])
-    limit = _CHILD_SECONDS + os.fstat(file.fileno()).st_size / _CHILD_BYTES_PER_SECOND
-    command = [sys.executable, "-c", _CHILD.format(root=root)]
+    size = os.fstat(file.fileno()).st_size
+    limit = _CHILD_SECONDS + size / _CHILD_BYTES_PER_SECOND
+    memory = _CHILD_BYTES + _CHILD_COPIES * size
+    command = [sys.executable, "-c", _CHILD.format(root=root, memory=memory)]
     try:
         done = subprocess.run(command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, cast
@@ -21,10 +22,10 @@ from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.crops import evaluation_view
-from dmjd.data.dataset import OpenImage, Split
+from dmjd.data.dataset import OpenImage, Split, evenly
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import CheckpointError, ConfigError, DataError, UserError, printable_message
+from dmjd.errors import CheckpointError, ConfigError, NoSplit, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
@@ -143,7 +144,7 @@ class Shown:
         if frozen.classifier is None:
             return []
         found = frozen.logits(self.crops.to(frozen.device)).float().softmax(-1).max(-1)
-        names = [printable_message(frozen.class_labels[index]) for index in found.indices.tolist()]
+        names = [_in_one_line(frozen.class_labels[index]) for index in found.indices.tolist()]
         return [f"{name} {100 * value:.0f} %" for name, value in zip(names, found.values.tolist(), strict=True)]
 
     def _image(self, token: int) -> list[Column]:
@@ -411,13 +412,10 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
     split: Split = "test" if config.split == "test" else "train"
     dataset = None
     if config.split == "auto":
-        try:
+        with suppress(NoSplit):
             dataset, split = frozen.dataset("test"), "test"
-        except DataError as error:
-            if "has no test split" not in str(error):
-                raise
     dataset = frozen.dataset(split) if dataset is None else dataset
-    ids = _evenly(len(dataset), config.images)
+    ids = evenly(len(dataset), config.images).tolist()
     return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"
 
 
@@ -427,12 +425,13 @@ def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator
         yield open_image(read_bytes(path), path, channels)
         return
     folder = ImageFolder(path, "train", cast(Literal[1, 3], channels), "none")
-    yield from (folder.open(index) for index in _evenly(len(folder), config.images))
+    yield from (folder.open(index) for index in evenly(len(folder), config.images).tolist())
 
 
-def _evenly(length: int, count: int) -> list[int]:
-    count = min(length, count)
-    return [index * length // count for index in range(count)]
+def _in_one_line(name: str) -> str:
+    """The name of a class, which may be that of any folder, in at most 40 characters."""
+    text = printable_message(name).replace("\n", "\\n")
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _loss_text(losses: Losses) -> str:

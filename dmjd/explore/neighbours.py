@@ -13,7 +13,7 @@ from dmjd.config.fields import choice, number, path
 from dmjd.errors import ConfigError, DataError
 from dmjd.explore.registry import Tool
 from dmjd.explore.tsne import shares
-from dmjd.files import printable, replace_file
+from dmjd.files import printable
 from dmjd.progress import track
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     import torch
 
     from dmjd.explore.neighbours_page import Pictures, Section, page
-    from dmjd.explore.sources import output_folder, read_together
+    from dmjd.explore.sources import output_folder, read_together, write_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder = output_folder(config.embeddings[0], config.output)
@@ -232,19 +232,14 @@ def run(config: NeighboursConfig) -> Iterator[str]:
         "neighbours.csv": _neighbours_csv(pictures, queries, sections),
         **({"duplicates.csv": _duplicates_csv(pictures, sections)} if searched else {}),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in files.items():
-            replace_file(folder / file, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder}: {error.strerror}; set another with output=FOLDER") from error
+    written = write_files(folder, files)
     yield from notes
     for section in sections:
         parts = [f"leave-one-out kNN top-1 {section.score}"]
         if section.pairs is not None:
             parts.append(f"{section.pairs.total} pairs of images with a cosine of at least {config.duplicates:g}")
         yield f"{section.name}: {'; '.join(parts)}"
-    yield from (str(folder / file) for file in files)
+    yield from written
 
 
 def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], queries: int) -> str:

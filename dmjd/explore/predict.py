@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embed import digest_of, name_below, preparation
 from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
 from dmjd.explore.registry import Tool
@@ -80,7 +80,7 @@ class PredictConfig(ImagesConfig):
 
     def check(self) -> None:
         super().check()
-        if self.paths and self.data is not None:
+        if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
 
 
@@ -170,6 +170,9 @@ def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
     from dmjd.evaluate.encoder import load_encoder, with_head
 
+    for each in config.paths or ():
+        if not os.path.lexists(each):
+            raise ConfigError(f"{each} does not exist; name image files or folders of images")
     frozen = load_encoder(config)
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
@@ -329,9 +332,7 @@ def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str])
         return [part(cast("Split", config.split))]
     try:
         test = [part("test")]
-    except DataError as error:
-        if not re.search("has no (test split|val shards)", str(error)):
-            raise
+    except NoSplit:
         test = []
     return test if test and own and config.split == "auto" else [part("train"), *test]
 

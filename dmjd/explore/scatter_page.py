@@ -76,7 +76,7 @@ def script_json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode(errors="backslashreplace").decode()  # lone surrogates, of names that are not UTF-8
+    return text
 
 
 def _figure(index: int, panel: Panel) -> str:

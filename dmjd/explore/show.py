@@ -17,7 +17,8 @@ KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
 class ShowConfig(ImagesConfig):
     """Pictures of a model for any images.
 
-    paths: Image files and folders; of a folder, `images` evenly spaced ones. Default: images of the run's data.
+    paths: Image files and folders; from each folder as many as images sets, evenly spaced. Default: images of the
+        run's data.
     images: Number of images of a data set or folder.
     split: Images of the run's data. auto: test images, or training images if there are none.
     kinds: Pictures, a list of reconstruction, masks, hog, attention and pca. null: all that the model has.
@@ -67,21 +68,14 @@ def run(config: ShowConfig) -> list[str]:
     """Write the pictures; returns lines to print: the files, and the kinds that the model does not have."""
     from dmjd.evaluate.encoder import load_encoder
     from dmjd.explore.figures import Shown
-    from dmjd.files import replace_file
+    from dmjd.explore.sources import check_folder, write_files
 
     frozen = load_encoder(config)
-    folder = frozen.run.pictures if config.output is None else Path(config.output)
+    folder = check_folder(frozen.run.pictures if config.output is None else Path(config.output))
     figures, lines = (shown := Shown(config, frozen)).figures(config.kinds or KINDS, bool(config.kinds))
-    files = {folder / f"{'-'.join(filter(None, ('show', kind)))}.png": figure for kind, figure in figures.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, figure in files.items():
-            replace_file(file, shown.png(figure, 1000 * config.max_kb))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error.strerror}); name a folder for the pictures with output=FOLDER"
-        ) from error
-    return [*map(str, files), *lines]
+    names = {kind: f"{'-'.join(filter(None, ('show', kind)))}.png" for kind in figures}
+    files = {names[kind]: shown.png(figure, 1000 * config.max_kb) for kind, figure in figures.items()}
+    return [*write_files(folder, files), *lines]
 
 
 TOOL = Tool(

@@ -1,16 +1,17 @@
-"""Files of embeddings that a command reads: the newest of a run, and several as one of the images they all hold."""
+"""Files of embeddings that a command reads, several as one of the images they all hold; the folder of its results."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd.errors import ConfigError, DataError
-from dmjd.explore.embeddings import FORMATS, read_embeddings
+from dmjd.explore.embeddings import embeddings_at, read_embeddings
+from dmjd.files import obstacle, replace_file, standing_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,47 +20,44 @@ if TYPE_CHECKING:
     from dmjd.explore.embeddings import Embeddings
 
 
-def embeddings_file(source: str) -> Path:
-    """The file ``source``, or the newest one of the run folder ``source``.
-
-    Raises:
-        DataError: if the run folder has none.
-    """
-    path = Path(source)
-    if not path.is_dir():
-        return path
-    files = [file for file in (path / "embeddings").glob("*") if file.suffix in FORMATS and file.is_file()]
-    if not files:
-        raise DataError(f"{path} has no file of embeddings; write one with dmjd embed {path}")
-    return max(files, key=lambda file: (file.stat().st_mtime_ns, file.name))
-
-
 def output_folder(source: str, output: str | None) -> Path:
     """``output``, or by default the folder ``explore`` of the run ``source``, or the folder of the file ``source``.
 
     Raises:
-        ConfigError: if ``output`` is no folder.
+        ConfigError: as :func:`check_folder`.
     """
     path = Path(source)
-    folder = Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"output={folder} is a file; set a folder")
+    return check_folder(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
+
+
+def check_folder(folder: Path) -> Path:
+    """``folder``, into which files can be written, or which can be created; before the work whose results it gets.
+
+    Raises:
+        ConfigError: if it is a file, or cannot be created or written to.
+    """
+    place = folder if os.path.lexists(folder) else standing_place(folder)
+    what = obstacle(place, folder=True) or ("" if os.access(place, os.W_OK | os.X_OK) else "read-only")
+    if what:
+        raise ConfigError(f"cannot write into {folder}: {place} is {what}; set another folder with output=FOLDER")
     return folder
 
 
-def make_writable(folder: Path) -> None:
-    """Create ``folder`` if it does not exist; before the work whose results it gets.
+def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
+    """Write files, name -> content, into ``folder``, which is created; returns their paths.
 
     Raises:
-        ConfigError: if it cannot be written to.
+        ConfigError: if one cannot be written.
     """
-    reason = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(folder / name, content)
     except OSError as error:
-        reason = error.strerror
-    if reason or not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write into {folder}: {reason or 'it is read-only'}; set another with output=FOLDER")
+        raise ConfigError(
+            f"cannot write into {folder}: {error.strerror}; set another folder with output=FOLDER"
+        ) from error
+    return [str(folder / name) for name in files]
 
 
 def read_together(sources: Sequence[str]) -> Embeddings:
@@ -71,7 +69,7 @@ def read_together(sources: Sequence[str]) -> Embeddings:
     Raises:
         DataError: for a file that cannot be read, and if no image is in all files.
     """
-    paths = [embeddings_file(source) for source in sources]
+    paths = [embeddings_at(source) for source in sources]
     files = [read_embeddings(path) for path in paths]
     if len(files) == 1:
         return files[0]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dmjd.config.fields import choice, number, path, suggestion
 from dmjd.errors import ConfigError, DataError, printable_message
 from dmjd.explore.registry import Tool
-from dmjd.files import printable, replace_file
+from dmjd.files import printable
 from dmjd.progress import Progress
 
 if TYPE_CHECKING:
@@ -84,6 +84,8 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     """
     import numpy as np
 
+    from dmjd.data.dataset import evenly
+
     candidates = np.arange(len(embeddings))
     if config.split != "all":
         candidates = candidates[np.asarray(embeddings.splits) == config.split]
@@ -100,9 +102,7 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     else:
         groups, classes, of = [candidates], [], 0
     counts = shares([len(group) for group in groups], config.images)
-    spaced = [
-        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
-    ]
+    spaced = [group[evenly(len(group), count)] for group, count in zip(groups, counts, strict=True)]
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
@@ -185,26 +185,6 @@ def perplexity_for(images: int, perplexity: float) -> float:
     return min(perplexity, (images - 1) / 3)
 
 
-def neighbour_agreement(features: NDArray[np.float32], labels: NDArray[np.int64], classes: int) -> tuple[int, float]:
-    """k and top-1 in per cent of ``dmjd knn``'s classifier (cosine, temperature 0.07) on the features, each image being
-    classified by all others."""
-    import torch
-
-    from dmjd.evaluate.features import Features
-    from dmjd.evaluate.knn import knn_table, neighbours_for
-
-    k = min(neighbours_for(len(labels), classes), len(labels) - 1)
-    bank = Features(torch.from_numpy(features), torch.from_numpy(labels))
-    table = knn_table(
-        *(bank, bank, classes),
-        device=torch.device("cpu"),
-        neighbours=[k],
-        temperatures=[0.07],
-        own=torch.arange(len(labels)),
-    )
-    return k, table[k, 0.07].top1
-
-
 def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
     """``thumbnails`` if they have at most ``limit`` bytes in all, else smaller ones: WebP files with fewer pixels. One
     that cannot be decoded is an empty file then."""
@@ -238,10 +218,13 @@ def run(config: TsneConfig) -> Iterator[str]:
     if not config.embeddings:
         raise ConfigError("embeddings must name at least one file or run folder, got []")
     import numpy as np
+    import torch
 
+    from dmjd.evaluate.features import Features
+    from dmjd.evaluate.knn import LEFT_OUT, leave_one_out
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
-    from dmjd.explore.sources import make_writable, output_folder, read_together
+    from dmjd.explore.sources import output_folder, read_together, write_files
 
     folder = output_folder(config.embeddings[0], config.output)
     embeddings = read_together(config.embeddings)
@@ -258,16 +241,16 @@ def run(config: TsneConfig) -> Iterator[str]:
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
                 "another checkpoint"
             )
-    make_writable(folder)
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
             points = tsne(values, perplexity, config.seed, bar.advance)
             notes = [_origin(embeddings, name)]
             if len(classes) > 1:
-                k, top1 = neighbour_agreement(values, selection.labels, len(classes))
-                notes.append(f"kNN top-1 {top1:.1f} %")
-                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
+                bank = Features(torch.from_numpy(values), torch.from_numpy(selection.labels))
+                result, k = leave_one_out(bank, len(classes), torch.device("cpu"))
+                notes.append(f"kNN top-1 {result.top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out, {min(count, LEFT_OUT):,} images)")
             panels.append(Panel(name, ": ".join(filter(None, notes)), points))
     about = [images_line(config, selection), map_line(config, perplexity)]
     if lines:
@@ -291,9 +274,7 @@ def run(config: TsneConfig) -> Iterator[str]:
         settings=_settings(config, embeddings),
         png=png,
     )
-    replace_file(folder / "tsne.png", png)
-    replace_file(folder / "tsne.html", page)
-    return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+    return iter([*about[:2], *lines, *write_files(folder, {"tsne.png": png, "tsne.html": page})])
 
 
 def images_line(config: TsneConfig, selection: Selection) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
@@ -17,12 +18,13 @@ from PIL import Image
 
 from dmjd.compose import compose
 from dmjd.config import ImagesConfig
+from dmjd.data.dataset import OpenImage
 from dmjd.data.folder import ImageFolder
 from dmjd.encoder import Encoder, load_encoder
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.explore import embed
+from dmjd.explore import embed, embeddings
 from dmjd.explore.embeddings import Embeddings, read_embeddings
 
 Command = Callable[..., tuple[int, str, str]]
@@ -54,7 +56,7 @@ def test_features_are_those_of_knn_and_of_the_python_interface_bit_for_bit(
 
     frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *of(image_folder), "data.check=none", *QUICK]))
     for split in ("train", "test"):
-        features = frozen.features(frozen.dataset(split), "mean", 20, 0)  # type: ignore[arg-type]
+        features = frozen.features(frozen.dataset(split), "mean", 20, 0)
         assert torch.equal(features.values, torch.from_numpy(values[found.splits == split]))
         assert torch.equal(features.labels, torch.from_numpy(found.labels[found.splits == split]))
     encoder = load_encoder(finished_run, device="cpu")
@@ -116,7 +118,12 @@ def test_several_encoders_read_each_image_once(
     monkeypatch.setattr("dmjd.evaluate.encoder.load_encoder", load)
     opened: list[int] = []
     original = ImageFolder.open
-    monkeypatch.setattr(ImageFolder, "open", lambda self, index: opened.append(index) or original(self, index))
+
+    def counted(self: ImageFolder, index: int) -> OpenImage:
+        opened.append(index)
+        return original(self, index)
+
+    monkeypatch.setattr(ImageFolder, "open", counted)
     words = [str(finished_run), str(other), str(finished_run), *of(image_folder), "split=train", "pooling=mean"]
     found = written(dmjd, tmp_path / "all.npz", *words)
     assert len(opened) == 48
@@ -161,46 +168,60 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(
     assert len(read_embeddings(tmp_path / "bad.npz")) == 27
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
-    dmjd: Command,
-    launch: Callable[..., BaseProcess],
-    finished_run: Path,
-    image_folder: Path,
-    tmp_path: Path,
-    suffix: str,
+    dmjd: Command, launch: Callable[..., BaseProcess], finished_run: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     words = [str(finished_run), *of(image_folder), "batch_size=7", *QUICK]
-    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"killed{suffix}"
+    whole, path = tmp_path / "whole.npz", tmp_path / "killed.npz"
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
-    kill = "; ".join(
+    begin = "\n".join(
         (
             "import os, signal, pathlib, dmjd.explore.embed as embed",
-            "embed.PART_SECONDS, count, replace = 0.0, [0], pathlib.Path.replace",
+            "embed.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
             "die = lambda: os.kill(os.getpid(), signal.SIGKILL)",
-            "count_up = lambda: count.append(count.pop() + 1) or count[0]",
         )
     )
-    # After its second part; while it writes the first part of the next launch, and the file at the end.
+    # While it writes its third part, and while it writes the file.
     moments = (
-        "pathlib.Path.replace = lambda self, to: (replace(self, to), count_up() == 2 and die())",
-        "pathlib.Path.replace = lambda self, to: die()",
-        f"pathlib.Path.replace = lambda self, to: die() if to.suffix == {suffix!r} and 'parts' not in str(to) else "
-        "replace(self, to)",
+        "pathlib.Path.replace = lambda self, to: die() if len(replaced) == 2 else replaced.append(replace(self, to))",
+        "pathlib.Path.replace = lambda self, to: die() if self.name == 'unfinished' else replace(self, to)",
     )
     sizes = []
     for moment in moments:
-        process = launch(["embed", *words, f"output={path}"], f"{kill}\n{moment}")
+        process = launch(["embed", *words, f"output={path}"], f"{begin}\n{moment}")
         process.join(60)
         assert process.exitcode == -9
         assert not path.exists()
         sizes.append(len(list(Path(f"{path}.parts").glob("part-*.npz"))))
-    assert sizes == [2, 2, 9]
+    assert sizes == [2, 9]
     code, _, err = dmjd("embed", *words, f"output={path}")
     assert code == 0
     assert "60 of 60 images are done" in err
     assert path.read_bytes() == whole.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {whole.name, path.name}
+
+
+def test_a_table_does_not_depend_on_its_parts(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "_GROUP", 16)
+    words = [str(finished_run), *of(image_folder), "batch_size=7", "dtype=float16", *QUICK]
+    assert dmjd("embed", *words, f"output={tmp_path / 'one.parquet'}")[0] == 0
+    monkeypatch.setattr(embed, "PART_SECONDS", 0.0)
+    assert dmjd("embed", *words, f"output={tmp_path / 'nine.parquet'}")[0] == 0
+    assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
+
+
+@pytest.mark.gpu
+def test_features_of_a_gpu_are_those_of_knn(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    words = (*of(image_folder), "device=cuda", "batch_size=20")
+    assert dmjd("embed", str(finished_run), *words, f"output={tmp_path / 'a.npz'}")[0] == 0
+    (values,) = read_embeddings(tmp_path / "a.npz").features.values()
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *words, "data.check=none"]))
+    expected = [frozen.features(frozen.dataset(split), "mean", 20, 0).values for split in ("train", "test")]
+    assert torch.equal(torch.cat(expected), torch.from_numpy(values))
 
 
 def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
@@ -251,6 +272,14 @@ def test_arguments_that_do_not_fit_are_one_line(dmjd: Command, words: list[str],
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+def test_without_pyarrow_a_table_is_one_line_before_anything_is_computed(
+    dmjd: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    error = "error: dmjd embed needs pyarrow; pip install 'dmjd[explore]'\n"
+    assert dmjd("embed", "run", "output=a.parquet") == (2, "", error)
 
 
 def test_leading_arguments_are_checkpoints_with_any_characters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

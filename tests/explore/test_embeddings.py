@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dmjd
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import DataError
 from dmjd.explore import embeddings
 from dmjd.explore.embeddings import Embeddings, convert, embeddings_at, plain_name, read_embeddings, write_embeddings
 
@@ -92,7 +92,7 @@ def test_names_are_one_line_of_text() -> None:
 
 
 def test_the_newest_file_of_a_run_is_found(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"dmjd embed {tmp_path}$"):
+    with pytest.raises(DataError, match=f"dmjd embed {tmp_path}$"):
         embeddings_at(str(tmp_path))
     (tmp_path / "embeddings/z.npz.parts").mkdir(parents=True)
     for name in ("b.npz", "a.parquet"):

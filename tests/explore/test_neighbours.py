@@ -94,6 +94,16 @@ def test_near_duplicates_are_all_pairs_of_a_loop() -> None:
     assert len(near_duplicates(values[:3], 0.9999, CPU).rows) == 0
 
 
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_near_duplicates() -> None:
+    values = features(3000, dim=8)
+    values[[60, 149]] = 2 * values[3]
+    found, expected = (near_duplicates(values, 0.98, torch.device(device)) for device in ("cuda", "cpu"))
+    assert (found.rows[:3] == expected.rows[:3]).all()
+    assert abs(found.total - expected.total) <= 2  # similarities at the limit
+    np.testing.assert_allclose(found.similarities[:100], expected.similarities[:100], atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("count", "of_each"), [(1, [0, 0, 1, 0]), (3, [1, 0, 1, 1]), (8, [2, 2, 2, 2]), (22, [7, 2, 7, 6])]
 )
@@ -230,7 +240,7 @@ def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.Monk
         (["e.npz", "neighbours=36"], "neighbours=36 must be less than the number of images, 36"),
         (["e.npz", "split=test", "neighbours=12"], "must be less than the number of images of split=test, 12"),
         (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is no image of the file; the closest name is b/"),
-        (["e.npz", "output=e.npz"], "output=e.npz is a file; set a folder"),
+        (["e.npz", "output=e.npz"], "cannot write into e.npz: e.npz is a file; set another folder with output=FOLDER"),
         (["e.npz", "duplicates=1.5"], "duplicates must be above 0 and at most 1, got 1.5"),
         (["bare.npz"], "bare.npz has no thumbnails, which the page shows; write it again with dmjd embed thumbnail=64"),
     ):

@@ -25,7 +25,7 @@ from dmjd.data.build import build_dataset
 from dmjd.errors import ConfigError, DataError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.explore.attention import attention_of, attention_weights
-from dmjd.explore.figures import Shown, framed, heat, pca_colours
+from dmjd.explore.figures import Shown, _in_one_line, framed, heat, pca_colours
 from dmjd.explore.show import KINDS, ShowConfig, run
 from dmjd.models.convvit import ConvViTEncoder
 from dmjd.models.masked_image_model import Encoder
@@ -213,7 +213,8 @@ def test_glyphs_are_line_segments_across_the_gradient_of_their_bin() -> None:
         assert abs((angle + 90) % 180 - 90) < 4
 
 
-def test_maps_and_frames() -> None:
+def test_maps_frames_and_names_of_classes() -> None:
+    assert _in_one_line("a\nb\x1b" + 50 * "c") == "a\\nb\\x1b" + 29 * "c" + "..."
     picture = heat(torch.tensor([[0.0, 1.0], [0.5, 0.25]]))
     assert [picture[0, 0].tolist(), picture[0, 1].tolist()] == [[0, 0, 3], [252, 254, 164]]  # both ends of "inferno"
     cell = framed(np.full((8, 12, 3), 7, np.uint8), (1, 2), 4)
@@ -235,7 +236,8 @@ def test_a_classifier_has_its_classes_below_the_images(finished_run: Path) -> No
     assert [line.partition(":")[0] for line in lines] == ["no reconstruction", "no masks"]
     pixels = classified.crops.permute(0, 3, 1, 2) / 255
     values = model((pixels - frozen.data.mean[0]) / frozen.data.std[0]).softmax(-1)
-    expected = [f"{['$zero', *map(str, range(1, 10))][row.argmax()]} {100 * row.max():.0f} %" for row in values]
+    names = ["$zero", *map(str, range(1, 10))]
+    expected = [f"{names[int(row.argmax())]} {100 * row.max():.0f} %" for row in values]
     assert classified._classes == expected
     with pytest.raises(ConfigError, match="kinds=masks: this is a classifier"):
         classified.figures(["masks"], given=True)
@@ -265,3 +267,9 @@ def test_the_command_writes_into_the_run_and_its_report(finished_run: Path, tmp_
 def test_errors_name_the_key(finished_run: Path, words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shown(finished_run, *words)[0].figures(KINDS, given=True)
+
+
+def test_the_output_folder_is_checked_before_images_are_read(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write into .*/file/in: .*/file is a file; set another folder with"):
+        run(config_of(finished_run, "missing.png", f"output={tmp_path / 'file' / 'in'}"))

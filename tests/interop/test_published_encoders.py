@@ -25,7 +25,7 @@ from dmjd.ops.images import normalise
 OFFICIAL = Path(__file__).parent / "official"
 TINY = ("backbone.patch_size=8", "backbone.embed_dim=24", "backbone.depth=2", "backbone.num_heads=2")
 HEADS = "backbone.num_heads=2"
-"""All that a file does not tell of a model of this width."""
+"""The only key of these models that tensors do not show."""
 
 
 def file_of(system: str) -> Any:
