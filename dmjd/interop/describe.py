@@ -67,12 +67,9 @@ class Described:
         return " ".join(f"backbone.{key}={_typed(value)}" for key, value in shown.items())
 
     def differing(self, other: Described) -> Described:
-        """The values that ``other`` does not have, among keys that both have."""
-        kept = {
-            key: value
-            for key, value in self.backbone.items()
-            if key == "name" or other.backbone.get(key, value) != value
-        }
+        """The values that ``other`` does not have. Attention heads that it does not show may be the same."""
+        known = {"num_heads": self.backbone.get("num_heads")} | other.backbone
+        kept = {key: value for key, value in self.backbone.items() if known.get(key) != value}
         return replace(self, backbone=kept)
 
     def backbone_config(self, given: Mapping[str, Any]) -> BackboneConfig:

@@ -50,6 +50,8 @@ _AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shad
 _TRAINED_KEY = re.compile(r"student|online|model_state|state_dict")
 """Other keys of the two, such as ``teacher_state_dict``."""
 
+_CALLBACKS = "callbacks"
+"""Key of the states of Lightning's callbacks, of which some keep an average."""
 _NO_MODEL = re.compile(r"optim|sched|scaler|loss|callback")
 """Keys of a file's other states, which are not searched."""
 _SHADOWS = ("shadow", "shadow_params")
@@ -153,12 +155,17 @@ def read_state(path: Path, weights: str = "trained") -> State:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}{cure}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name; save a state_dict()")
+    if "averaging_state" in file and "current_model_state" in file:  # of Lightning's WeightAveraging
+        file = {"model": file["current_model_state"], "state_dict_ema": file.get("state_dict")}
     keys = [key for key in file if isinstance(key, str)]
     averages = [key for key in keys if _AVERAGE_KEY.search(key)]
     others = [key for key in keys if _TRAINED_KEY.search(key) and key not in averages]
     (key, entries), (average_key, averaged) = _held(file, [*CONTAINERS, *others]), _held(file, [*AVERAGES, *averages])
     if entries is None and (any(_is_weight(name) for name in _tensors(file)) or (averaged is None and _tensors(file))):
         key, entries = "", file
+    if averaged is None and isinstance(file.get(_CALLBACKS), Mapping):
+        inside = _states(file[_CALLBACKS], f"{_CALLBACKS}.")
+        average_key, averaged = next((pair for pair in inside if _AVERAGE_KEY.search(pair[0])), ("", None))
     if entries is None and averaged is None:
         (key, entries), (average_key, averaged) = _deeper(path, file)
     if entries is not None and averaged is None:
