@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from dmjd.explore.embeddings import Embeddings
+
+logger = logging.getLogger("dmjd")
 
 
 def output_folder(source: str, output: str | None) -> Path:
@@ -62,7 +65,7 @@ def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
 
 def read_together(sources: Sequence[str]) -> Embeddings:
     """The files of ``sources`` as one: the images that all hold, in the order of the first file, with its labels and
-    thumbnails, and the encoders of all.
+    thumbnails, and the encoders of all. Of a run folder the newest file is read, and named in the log.
 
     Images are the same if name and split are. An encoder whose name an earlier file has is called FILE: NAME.
 
@@ -70,6 +73,9 @@ def read_together(sources: Sequence[str]) -> Embeddings:
         DataError: for a file that cannot be read, and if no image is in all files.
     """
     paths = [embeddings_at(source) for source in sources]
+    for source, path in zip(sources, paths, strict=True):
+        if path != Path(source):
+            logger.info("reading %s, the newest file of %s", path, source)
     files = [read_embeddings(path) for path in paths]
     if len(files) == 1:
         return files[0]
