@@ -34,7 +34,6 @@ from dmjd.explore.embeddings import (
     write_parts,
 )
 from dmjd.explore.registry import Tool
-from dmjd.files import obstacle, standing_place
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -603,17 +602,14 @@ def _part_name(start: int) -> str:
 
 
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    from dmjd.explore.sources import check_output
+
     if config.output is not None:
         path = Path(config.output)
     else:
         others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
         path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
-    standing = standing_place(path.parent)
-    if what := obstacle(path):
-        raise ConfigError(f"output={path} is {what}; name a file that ends in {' or '.join(FORMATS)}")
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"{standing} cannot be written to; name another file with output=FILE")
-    return path
+    return check_output(path, FORMATS)
 
 
 TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)

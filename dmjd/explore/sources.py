@@ -27,23 +27,35 @@ def output_folder(source: str, output: str | None) -> Path:
     """``output``, or by default the folder ``explore`` of the run ``source``, or the folder of the file ``source``.
 
     Raises:
-        ConfigError: as :func:`check_folder`.
+        ConfigError: as :func:`check_output`.
     """
     path = Path(source)
-    return check_folder(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
+    return check_output(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
 
 
-def check_folder(folder: Path) -> Path:
-    """``folder``, into which files can be written, or which can be created; before the work whose results it gets.
+def check_output(path: Path, suffixes: Sequence[str] = ()) -> Path:
+    """``path``, if it can be written to; checked before the work whose results it gets. Missing folders are created by
+    the writer.
+
+    Args:
+        suffixes: allowed ones of a file; empty for a folder.
 
     Raises:
-        ConfigError: if it is a file, or cannot be created or written to.
+        ConfigError: if a file has another suffix, something else is in its place, or its folder cannot be created or
+            written to.
     """
+    if suffixes and path.suffix not in suffixes:
+        raise ConfigError(f"output={path} must end in {' or '.join(suffixes)}")
+    folder = path.parent if suffixes else path
     place = folder if os.path.lexists(folder) else standing_place(folder)
     what = obstacle(place, folder=True) or ("" if os.access(place, os.W_OK | os.X_OK) else "read-only")
+    if suffixes and not what:
+        place, what = path, obstacle(path)
     if what:
-        raise ConfigError(f"cannot write into {folder}: {place} is {what}; set another folder with output=FOLDER")
-    return folder
+        other = f"file with output=FILE{suffixes[0]}" if suffixes else "folder with output=FOLDER"
+        into = "" if suffixes else "into "
+        raise ConfigError(f"cannot write {into}{path}: {place} is {what}; set another {other}")
+    return path
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
