@@ -181,6 +181,8 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint", config.which)
     file = _file(path, config.weights) if path.is_file() else None
+    if file is None and config.weights == "student":
+        raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     trained, text = _model_of(path, config) if file is None else _model_of_file(file, config)
     data = _evaluation_data(path, trained, config)
     trainings = [trained]

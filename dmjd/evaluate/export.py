@@ -131,6 +131,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
             model=config.model,
             weights=config.weights,
             data=config.data,
+            data_keys=config.data_keys,
             device="cpu",
         )
     )

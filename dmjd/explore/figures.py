@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -22,10 +24,10 @@ from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.crops import evaluation_view
-from dmjd.data.dataset import OpenImage, Split, evenly
+from dmjd.data.dataset import ImageDataset, OpenImage, Split, evenly
 from dmjd.data.decode import open_image, read_bytes
 from dmjd.data.folder import ImageFolder
-from dmjd.errors import CheckpointError, ConfigError, NoSplit, UserError, printable_message
+from dmjd.errors import BadImage, CheckpointError, ConfigError, DataError, NoSplit, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
 from dmjd.files import at_home
@@ -55,8 +57,12 @@ from dmjd.train.preview import Samples, in_scale_of_images, predict_prepared
 if TYPE_CHECKING:
     from dmjd.explore.show import ShowConfig
 
+logger = logging.getLogger("dmjd")
+
 MOST_IMAGES = 64
 """Images of one figure."""
+BESIDE = "pred. + visible"
+"""Title of the prediction on masked patches beside the target on visible ones."""
 WIDEST = 1600
 """Pixels of the columns of all heads."""
 
@@ -159,7 +165,8 @@ class Shown:
         )
         filled = first_prediction(predictions[: len(mask)], predictions[0], mask)
         beside = torch.where(mask[0, :, :, None], predictions[0], targets)
-        shown = {"target": targets, "prediction": filled, "+ visible": beside}
+        title = "HOG target" if isinstance(tokenizer, HogTarget) else "target"
+        shown = {title: targets, "prediction": filled, BESIDE: beside}
         rendered = {name: [render(each, self.grid) for each in sets] for name, sets in shown.items()}
         if isinstance(tokenizer, HogTarget):
             rendered = {name: [_few_greys(each) for each in pictures] for name, pictures in rendered.items()}
@@ -169,14 +176,14 @@ class Shown:
 
         def in_short(token: int) -> list[Column]:
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
-            target = {} if isinstance(tokenizer, PixelTarget) else {"target": rendered["target"]}
-            return masked + self._resized(target | {"reconstruction": rendered["+ visible"]}, token)
+            target = {} if isinstance(tokenizer, PixelTarget) else {title: rendered[title]}
+            return masked + self._resized(target | {"reconstruction": rendered[BESIDE]}, token)
 
         view = "view 1" if len(mask) > 1 else "the view"
         branches = " = L_vis + lambda L_mim" if self._objective.model.visible_branch is not None else ""
         return Figure(
             columns,
-            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. + visible: the "
+            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. {BESIDE}: the "
             f"prediction on the masked patches of {view}, the target on its visible ones.{scale} Loss of each "
             f"image{branches}. {self._masks_text}",
             in_short,
@@ -267,7 +274,10 @@ class Shown:
         model = self._config.model
         described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
         if self._frozen.path.is_file() and not described:
-            raise Missing("the file does not describe its pre-training; add experiment=NAME, such as mae_vit_base")
+            raise Missing(
+                "a file of weights does not describe masks and target; of masked image modelling with a decoder, add "
+                "experiment=NAME, such as mae_vit_base"
+            )
         return self._frozen.trained
 
     @property
@@ -415,8 +425,8 @@ def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage
         with suppress(NoSplit):
             dataset, split = frozen.dataset("test"), "test"
     dataset = frozen.dataset(split) if dataset is None else dataset
-    ids = evenly(len(dataset), config.images).tolist()
-    return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"
+    chosen = _readable(dataset, config, frozen)
+    return list(chosen.values()), list(chosen), f"{'training' if split == 'train' else 'test'} images"
 
 
 def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator[OpenImage]:
@@ -425,7 +435,33 @@ def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator
         yield open_image(read_bytes(path), path, channels)
         return
     folder = ImageFolder(path, "train", cast(Literal[1, 3], channels), "none")
-    yield from (folder.open(index) for index in evenly(len(folder), config.images).tolist())
+    yield from _readable(folder, config, frozen).values()
+
+
+def _readable(dataset: ImageDataset, config: ShowConfig, frozen: FrozenEncoder) -> dict[int, OpenImage]:
+    """Number -> image, of evenly spaced ones. One that cannot be decoded is logged, and the next one before the
+    following of these takes its place, if there is one.
+
+    Raises:
+        DataError: if none can be decoded.
+    """
+    starts = evenly(len(dataset), config.images).tolist()
+    found, faults = dict[int, OpenImage](), list[str]()
+    for start, stop in pairwise([*starts, len(dataset)]):
+        for index in range(start, stop):
+            try:
+                opened = dataset.open(index)
+                evaluation_view(opened, frozen.size, frozen.data.crop_pct)  # decodes it
+            except BadImage as error:
+                faults.append(f"{error.name} {error.fault}")
+            else:
+                found[index] = opened
+                break
+    if not found:
+        raise DataError(f"none of {len(dataset)} images can be decoded; the first: {faults[0]}")
+    if faults:
+        logger.warning("left out %d image(s) that cannot be decoded; the first: %s", len(faults), faults[0])
+    return found
 
 
 def _in_one_line(name: str) -> str:

@@ -28,6 +28,8 @@ MOST_SEARCHED = 50_000
 """Images among which near duplicates are searched, at most: the similarities of all pairs are computed."""
 MOST_PAIRS = 10_000
 """Near duplicates that are kept, at most: the most similar ones."""
+SAME = 1 - 1e-6
+"""Cosine similarity from which on two images count as equal."""
 _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 
@@ -204,8 +206,11 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     kept = np.arange(len(found))
     if config.split != "all":
         kept = np.flatnonzero(np.asarray(found.splits) == config.split)
+    which = "" if config.split == "all" else f" of split={config.split}"
+    if len(kept) < 2:
+        number_of = "there is 1 image" if len(kept) else "there are 0 images"
+        raise DataError(f"{number_of}{which}, and neighbours need at least 2; embed more images")
     if config.neighbours >= len(kept):
-        which = "" if config.split == "all" else f" of split={config.split}"
         raise ConfigError(f"neighbours={config.neighbours} must be less than the number of images{which}, {len(kept)}")
     names, labels = [found.names[row] for row in kept], found.labels[kept]
     classes = [found.classes[label] if label >= 0 else "" for label in labels.tolist()]
@@ -237,7 +242,8 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     for section in sections:
         parts = [f"leave-one-out kNN top-1 {section.score}"]
         if section.pairs is not None:
-            parts.append(f"{section.pairs.total} pairs of images with a cosine of at least {config.duplicates:g}")
+            count = f"{section.pairs.total} pair{'s' * (section.pairs.total != 1)}"
+            parts.append(f"{count} of images with a cosine of at least {config.duplicates:g}")
         yield f"{section.name}: {'; '.join(parts)}"
     yield from written
 
@@ -248,8 +254,8 @@ def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], querie
     chosen = "named" if config.query is not None else "evenly spaced over the classes" if present else "evenly spaced"
     which = "" if config.split == "all" else f" of the split {config.split}"
     return (
-        f"{len(labels):,} images{of}{which}; {queries} queries, {chosen}, each with its {config.neighbours} nearest "
-        "neighbours by cosine similarity."
+        f"{len(labels):,} images{of}{which}; {queries} quer{'y' if queries == 1 else 'ies'}, {chosen}, each with its "
+        f"{config.neighbours} nearest neighbour{'s' * (config.neighbours != 1)} by cosine similarity."
     )
 
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from dmjd.errors import printable_message
+from dmjd.explore.neighbours import SAME
 from dmjd.report.html import document, heading, paragraph, table
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
 SHOWN_PAIRS = 60
 """Near duplicates of each encoder on the page; duplicates.csv has more."""
-SAME = 1 - 1e-6
-"""Cosine similarity from which on two images are marked as duplicates of each other."""
 
 _STYLE = """
 .encoders td:nth-child(n + 3) { white-space: nowrap }
@@ -155,7 +154,7 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
         rows, similarities, total = section.pairs
         shown = f"; the {SHOWN_PAIRS} most similar are shown" if total > SHOWN_PAIRS else ""
         parts.append(f"<h3>{_text(section.name)}</h3>")
-        parts.append(paragraph(f"{total} pairs{shown}" if total else "none"))
+        parts.append(paragraph(f"{total} pair{'s' * (total != 1)}{shown}" if total else "none"))
         items = "".join(
             f"<li><div>{pictures.tile(one, '')}{pictures.tile(other, '')}</div>"
             f"<p>{similarity:.4f}{' duplicate' if similarity >= SAME else ''}</p></li>"
@@ -164,7 +163,10 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
             )
         )
         parts.append(f'<ul class="pairs-of-images">{items}</ul>' if items else "")
-    note = paragraph(f"Pairs of images whose features have a cosine similarity of at least {least}.")
+    note = paragraph(
+        f"Pairs of images whose features have a cosine similarity of at least {least}. Encoders differ in how similar "
+        "they find different images of one scene: if such pairs are listed, set duplicates= to a higher similarity."
+    )
     return [heading("Near duplicates"), note, *parts] if parts else []
 
 

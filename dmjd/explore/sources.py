@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,28 +20,42 @@ if TYPE_CHECKING:
 
     from dmjd.explore.embeddings import Embeddings
 
+logger = logging.getLogger("dmjd")
+
 
 def output_folder(source: str, output: str | None) -> Path:
     """``output``, or by default the folder ``explore`` of the run ``source``, or the folder of the file ``source``.
 
     Raises:
-        ConfigError: as :func:`check_folder`.
+        ConfigError: as :func:`check_output`.
     """
     path = Path(source)
-    return check_folder(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
+    return check_output(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
 
 
-def check_folder(folder: Path) -> Path:
-    """``folder``, into which files can be written, or which can be created; before the work whose results it gets.
+def check_output(path: Path, suffixes: Sequence[str] = ()) -> Path:
+    """``path``, if it can be written to; checked before the work whose results it gets. Missing folders are created by
+    the writer.
+
+    Args:
+        suffixes: allowed ones of a file; empty for a folder.
 
     Raises:
-        ConfigError: if it is a file, or cannot be created or written to.
+        ConfigError: if a file has another suffix, something else is in its place, or its folder cannot be created or
+            written to.
     """
+    if suffixes and path.suffix not in suffixes:
+        raise ConfigError(f"output={path} must end in {' or '.join(suffixes)}")
+    folder = path.parent if suffixes else path
     place = folder if os.path.lexists(folder) else standing_place(folder)
     what = obstacle(place, folder=True) or ("" if os.access(place, os.W_OK | os.X_OK) else "read-only")
+    if suffixes and not what:
+        place, what = path, obstacle(path)
     if what:
-        raise ConfigError(f"cannot write into {folder}: {place} is {what}; set another folder with output=FOLDER")
-    return folder
+        other = f"file with output=FILE{suffixes[0]}" if suffixes else "folder with output=FOLDER"
+        into = "" if suffixes else "into "
+        raise ConfigError(f"cannot write {into}{path}: {place} is {what}; set another {other}")
+    return path
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
@@ -62,7 +77,7 @@ def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
 
 def read_together(sources: Sequence[str]) -> Embeddings:
     """The files of ``sources`` as one: the images that all hold, in the order of the first file, with its labels and
-    thumbnails, and the encoders of all.
+    thumbnails, and the encoders of all. Of a run folder the newest file is read, and named in the log.
 
     Images are the same if name and split are. An encoder whose name an earlier file has is called FILE: NAME.
 
@@ -70,6 +85,9 @@ def read_together(sources: Sequence[str]) -> Embeddings:
         DataError: for a file that cannot be read, and if no image is in all files.
     """
     paths = [embeddings_at(source) for source in sources]
+    for source, path in zip(sources, paths, strict=True):
+        if path != Path(source):
+            logger.info("reading %s, the newest file of %s", path, source)
     files = [read_embeddings(path) for path in paths]
     if len(files) == 1:
         return files[0]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmjd.config.fields import choice, number, path, suggestion
 from dmjd.errors import ConfigError, DataError, printable_message
+from dmjd.explore.embeddings import embeddings_at
 from dmjd.explore.registry import Tool
 from dmjd.files import printable
 from dmjd.progress import Progress
@@ -32,6 +33,7 @@ EXACT = 10_000
 _EVERY = 25  # iterations between two updates of the progress bar
 _MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
 _LARGEST_THUMBNAIL = 1024  # pixels of a side
+_LONGEST_SETTING = 500  # characters
 
 
 @dataclass
@@ -106,7 +108,8 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
-        raise DataError(f"there are {len(rows)} images{which}, and a t-SNE map needs at least {FEWEST}; embed more")
+        number_of = "there is 1 image" if len(rows) == 1 else f"there are {len(rows)} images"
+        raise DataError(f"{number_of}{which}, and a t-SNE map needs at least {FEWEST}; embed more")
     order = rows.argsort()
     return Selection(rows[order], labels[order], classes, sum(map(len, groups)), of, unlabelled)
 
@@ -251,8 +254,9 @@ def run(config: TsneConfig) -> Iterator[str]:
                 result, k = leave_one_out(bank, len(classes), torch.device("cpu"))
                 notes.append(f"kNN top-1 {result.top1:.1f} %")
                 lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out, {min(count, LEFT_OUT):,} images)")
-            panels.append(Panel(name, ": ".join(filter(None, notes)), points))
-    about = [images_line(config, selection), map_line(config, perplexity)]
+            panels.append(Panel(printable_message(name), ": ".join(filter(None, notes)), points))
+    training = int((np.asarray(embeddings.splits)[selection.rows] == "train").sum())
+    about = [images_line(config, selection, training), map_line(config, perplexity)]
     if lines:
         about.append(
             f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
@@ -277,8 +281,9 @@ def run(config: TsneConfig) -> Iterator[str]:
     return iter([*about[:2], *lines, *write_files(folder, {"tsne.png": png, "tsne.html": page})])
 
 
-def images_line(config: TsneConfig, selection: Selection) -> str:
-    """The images of the maps, and how they were selected."""
+def images_line(config: TsneConfig, selection: Selection, training: int) -> str:
+    """The images of the maps, how they were selected, and the number of training images among them, which a fine-tuned
+    encoder has seen with their labels."""
     import numpy as np
 
     count, classes = len(selection.rows), selection.classes
@@ -295,7 +300,9 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
         text += f", of {selection.available:,} images"
     if selection.unlabelled:
         text += f"; {selection.unlabelled:,} without a label left out"
-    return text + ("." if config.split == "all" else f"; split {config.split}.")
+    if config.split != "all":
+        return f"{text}; split {config.split}."
+    return f"{text}; {training:,} training and {count - training:,} test images."
 
 
 def map_line(config: TsneConfig, perplexity: float) -> str:
@@ -308,24 +315,37 @@ def map_line(config: TsneConfig, perplexity: float) -> str:
 
 
 def _origin(embeddings: Embeddings, encoder: str) -> str:
-    """Weights and step of an encoder, as far as the file has them."""
+    """Weights and step of an encoder, as far as the file has them, in at most 40 characters."""
+    from dmjd.explore.scatter import shortened
+
     encoders = embeddings.settings.get("encoders")
     described = encoders.get(encoder) if isinstance(encoders, dict) else None
     weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
     parts = [weights] if isinstance(weights, str) else []
-    return printable_message(", ".join(parts + ([f"step {step}"] if isinstance(step, int) and step else [])))
+    parts += [f"step {step}"] if isinstance(step, int) and step else []
+    return shortened(printable_message(printable(", ".join(parts))), 40)
 
 
 def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:
-    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data."""
+    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data; of images
+    that were left out the number."""
     import openTSNE
 
-    rows = [("files", ", ".join(Path(source).absolute().name for source in config.embeddings))]
+    from dmjd.explore.scatter import shortened
+
+    rows = [("files", ", ".join(embeddings_at(source).name for source in config.embeddings))]
     rows.append(("openTSNE", openTSNE.__version__))
-    for key, value in embeddings.settings.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        rows += [(f"{key} {name}".strip(), _plain(each)) for name, each in inner]
-    return [(printable_message(key), printable_message(printable(value))) for key, value in rows]
+    settings = embeddings.settings
+    encoders, left_out = settings.get("encoders"), settings.get("left_out")
+    if isinstance(encoders, dict):
+        rows += [(f"encoder {name}", _plain(encoders.get(name))) for name in embeddings.features]
+    rows += [(key, _plain(settings[key])) for key in ("data", "split", "dmjd") if key in settings]
+    if isinstance(left_out, dict):
+        rows.append(("images left out", str(len(left_out))))
+    return [
+        (printable_message(key), shortened(printable_message(printable(value)), _LONGEST_SETTING))
+        for key, value in rows
+    ]
 
 
 def _plain(value: Any) -> str:
@@ -335,7 +355,8 @@ def _plain(value: Any) -> str:
 
 
 def _leaf(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """Text without the folders of an absolute path: pages are shared."""
+    return re.sub("(^| )/.*/", r"\1", value) if isinstance(value, str) else json.dumps(value)
 
 
 TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)

@@ -556,6 +556,14 @@ def test_data_describes_files_alone(run: Path) -> None:
         exported(run, "data=digits")
 
 
+def test_only_the_given_keys_of_data_differ_from_those_of_a_file(run: Path, tmp_path: Path) -> None:
+    first = exported(run)
+    words = ("data=folder", "data.mean=[0.25]", f"output={tmp_path / 'again.safetensors'}")
+    found, before = (card_of(path)["arguments"]["pretrained_cfg_overlay"] for path in (exported(first, *words), first))
+    assert [found[key] for key in ("input_size", "std")] == [before[key] for key in ("input_size", "std")]
+    assert (found["mean"], before["mean"]) == ([0.25], [0.219])
+
+
 def test_the_file_that_is_exported_is_not_replaced(tmp_path: Path, tiny: Words, finished_run: Path) -> None:
     """It may hold a decoder and a head, which an export leaves out."""
     file = tmp_path / "whole.safetensors"

@@ -236,9 +236,11 @@ def test_splits_names_and_unlabelled_images_are_chosen(file: Path, dmjd: Command
 def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     write_embeddings(file.parent / "bare.npz", embeddings(thumbnails=None))
+    write_embeddings(file.parent / "one.npz", embeddings(splits=np.array(["train"] * 35 + ["test"])))
     for words, fault in (
         (["e.npz", "neighbours=36"], "neighbours=36 must be less than the number of images, 36"),
         (["e.npz", "split=test", "neighbours=12"], "must be less than the number of images of split=test, 12"),
+        (["one.npz", "split=test"], "there is 1 image of split=test, and neighbours need at least 2; embed more"),
         (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is no image of the file; the closest name is b/"),
         (["e.npz", "output=e.npz"], "cannot write into e.npz: e.npz is a file; set another folder with output=FOLDER"),
         (["e.npz", "duplicates=1.5"], "duplicates must be above 0 and at most 1, got 1.5"),
@@ -247,7 +249,7 @@ def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.Monk
         code, _, error = dmjd("neighbours", *words)
         assert (code, error.count("\n")) == (2, 1)
         assert fault in error
-    assert sorted(path.name for path in file.parent.iterdir()) == ["bare.npz", "e.npz"]
+    assert sorted(path.name for path in file.parent.iterdir()) == ["bare.npz", "e.npz", "one.npz"]
 
 
 @pytest.mark.long

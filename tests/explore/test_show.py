@@ -174,7 +174,7 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
     samples = replace(samples, targets=target(samples.crops), predictions=predictions)
     figures.__dict__["_predicted"] = (samples, target, losses)
     drawn = {column.title: column.cells for column in figures.reconstruction().columns(patch)}
-    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "+ visible"]
+    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "pred. + visible"]
     for index, image in enumerate(samples.crops[..., 0].double()):
         for token in range(rows * columns):
             top, left = token // columns * patch, token % columns * patch
@@ -185,7 +185,7 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
             expected = [(255 * each).round().clamp(0, 255) for each in by_view]
             first = expected[0] if mask[0, index, token] or not mask[1, index, token] else expected[1]
             beside = expected[0] if mask[0, index, token] else image[place]
-            for name, values in (("target", image[place]), ("prediction", first), ("+ visible", beside)):
+            for name, values in (("target", image[place]), ("prediction", first), ("pred. + visible", beside)):
                 assert np.abs(drawn[name][index][place][..., 0] - values.numpy()).max() <= 1, (name, token)
 
 
@@ -267,6 +267,27 @@ def test_the_command_writes_into_the_run_and_its_report(finished_run: Path, tmp_
 def test_errors_name_the_key(finished_run: Path, words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shown(finished_run, *words)[0].figures(KINDS, given=True)
+
+
+def test_the_next_image_takes_the_place_of_one_that_cannot_be_decoded(
+    finished_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index in range(6):
+        Image.new("L", (16, 16), 40 * index).save(tmp_path / f"{index}.png")
+    for index in (2, 3):
+        (tmp_path / f"{index}.png").write_bytes((tmp_path / "2.png").read_bytes()[:50])
+    figures, _ = shown(finished_run, tmp_path, "images=4")  # 0, 1, 3 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 40, 160]
+    assert "left out 1 image(s) that cannot be decoded; the first: " in caplog.text
+    caplog.clear()
+    figures, _ = shown(finished_run, tmp_path, "images=3")  # 0, 2 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 160]
+    for index in range(6):
+        (tmp_path / f"{index}.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 6 images can be decoded; the first: "):
+        shown(finished_run, tmp_path)
+    with pytest.raises(DataError, match=r"0\.png"):
+        shown(finished_run, tmp_path / "0.png")
 
 
 def test_the_output_folder_is_checked_before_images_are_read(finished_run: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def shuffled(embeddings: Embeddings, rows: NDArray[np.int64], name: str) -> Embe
     )
 
 
-def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> None:
+def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = made()
     rows = np.random.default_rng(0).permutation(40)[:30]
     for name, content in (("a", first), ("b", shuffled(first, rows, "encoder")), ("c", shuffled(first, rows, "c"))):
@@ -191,6 +191,11 @@ def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> No
     write_embeddings(tmp_path / "other.npz", replace(first, names=[f"other {name}" for name in first.names]))
     with pytest.raises(DataError, match="have no image of the same name and split in common"):
         read_together([str(tmp_path / "a.npz"), str(tmp_path / "other.npz")])
+    (tmp_path / "run/embeddings").mkdir(parents=True)
+    shutil.copy(tmp_path / "a.npz", tmp_path / "run/embeddings/new.npz")
+    with caplog.at_level(logging.INFO, "dmjd"):
+        assert read_together([str(tmp_path / "run")]).names == first.names
+    assert caplog.messages == [f"reading {tmp_path}/run/embeddings/new.npz, the newest file of {tmp_path}/run"]
 
 
 def test_thumbnails_that_are_too_large_become_smaller_ones() -> None:
@@ -217,11 +222,22 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
 ) -> None:
     first = made(classes=4)
     names = [f"{name}{HOSTILE[:-6]}" for name in first.names]
-    hostile = replace(first, names=[name.replace("\u2028", "") for name in names])
+    described = {"checkpoint": "/home/me/a run/last.pth", "weights": "ema", "step": 7}
+    recorded = {
+        "encoders": {"encoder": described},
+        "data": "folder in /home/me/my photos, 32x32",
+        "left_out": {"bad.jpg": "cut", "worse.jpg": "empty"},
+    }
+    hostile = replace(first, names=[name.replace("\u2028", "") for name in names], settings=recorded)
     write_embeddings(tmp_path / "x.npz", hostile)
     assert main(["tsne", str(tmp_path / "x.npz"), "classes=3", "images=24"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images."
+    chosen = select(hostile, settings("classes=3", "images=24"))
+    training = sum(hostile.splits[row] == "train" for row in chosen.rows)
+    assert printed[0] == (
+        "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images; "
+        f"{training} training and {24 - training} test images."
+    )
     assert printed[1].startswith(
         "t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity 7.67 (the most for"
     )
@@ -231,6 +247,13 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert printed[3:] == [str(tmp_path / "tsne.png"), str(tmp_path / "tsne.html")]
     source = (tmp_path / "tsne.html").read_text()
     assert f"<p>ema, step 7: kNN top-1 {top1:.1f} %</p>" in source
+    for row in (
+        "encoder encoder</th><td>checkpoint last.pth, step 7, weights ema<",
+        "data</th><td>folder in my photos, 32x32<",
+        "images left out</th><td>2<",
+        "files</th><td>x.npz<",
+    ):
+        assert f'<th scope="row">{row}' in source
     page, data = Page(source), page_data(source)
     assert not re.search(r"://|@import|url\(", source)
     assert all(link.startswith(("data:", "#")) for link in page.links)
@@ -240,7 +263,6 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert picture_bytes == (tmp_path / "tsne.png").read_bytes()
     with Image.open(tmp_path / "tsne.png") as image:
         assert image.info["Description"].startswith(printed[0])
-    chosen = select(hostile, settings("classes=3", "images=24"))
     assert data["names"] == [hostile.names[row] for row in chosen.rows]
     assert data["labels"] == list(chosen.labels)
     assert data["thumbnails"] == [base64.b64encode(jpeg(int(row))).decode() for row in chosen.rows]
@@ -267,12 +289,20 @@ def _hits_of_scikit_learn(features: NDArray[np.float32], labels: NDArray[np.int6
 
 
 def test_without_labels_there_is_one_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_embeddings(tmp_path / "x.npz", unlabelled())
+    secret = "TOKEN=abc"
+    bare = replace(unlabelled(), features={secret: made().features["encoder"]})
+    long = {"encoders": {secret: {"weights": "w" * 999, "step": 10**999}}, "data": secret + "d" * 9999}
+    write_embeddings(tmp_path / "x.npz", replace(bare, settings=long))
     assert main(["tsne", str(tmp_path / "x.npz"), "images=20"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "20 images without labels, evenly spaced, of 40 images."
+    assert printed[0] == "20 images without labels, evenly spaced, of 40 images; 20 training and 0 test images."
     assert "kNN" not in printed[2]
-    data = page_data((tmp_path / "tsne.html").read_text())
+    source = (tmp_path / "tsne.html").read_text()
+    assert secret not in source
+    (note,) = re.findall("<p>(ww[^<]*)</p>", source)
+    assert len(note) < 60
+    assert not re.search("w{400}|0{400}|d{400}", source)
+    data = page_data(source)
     assert set(data["labels"]) == {0}
     assert data["classes"] == []
     assert data["thumbnails"] is None
