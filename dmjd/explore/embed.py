@@ -511,7 +511,7 @@ class _Part(NamedTuple):
 
 
 class _Parts:
-    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless there was an error.
+    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless parts are left.
 
     Args:
         output: the file that the parts will make.
@@ -540,7 +540,7 @@ class _Parts:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._lock.close()
-        if kind is None:
+        if kind is None or not self.done:
             for name in (".lock", *(part.path.name for part in self.done)):
                 (self.folder / name).unlink()
             with suppress(OSError):  # it holds files of others

@@ -341,7 +341,7 @@ WRONG: dict[str, tuple[str, Callable[[State], State], list[str], list[str]]] = {
         "mae",
         dict,
         ["backbone.depth=3"],
-        ["lacks encoder.blocks.2.", "than the configuration", "; the file is of backbone.name=vit backbone.depth=2"],
+        ["lacks encoder.blocks.2.", "than the configuration", "; set backbone.depth=2"],
     ),
     "shallower": ("mae", dict, ["backbone.depth=1"], ["has unexpected encoder.blocks.1."]),
     "wider": ("mae", dict, ["backbone.embed_dim=96"], ["encoder.blocks.0.attn.proj.bias of shape (48,), here (96,)"]),

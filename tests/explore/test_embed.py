@@ -164,6 +164,7 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(
     assert code == 2
     assert "of 48 images cannot be decoded" in err
     assert "set data.max_bad_percent=100" in err
+    assert not (tmp_path / "bad.npz.parts").exists()
     assert dmjd(*words, "data.max_bad_percent=100")[0] == 0
     assert len(read_embeddings(tmp_path / "bad.npz")) == 27
 
