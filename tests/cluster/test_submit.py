@@ -16,6 +16,7 @@ import pytest
 
 import dmjd
 from dmjd.cluster.submit import ON_ONE_GPU, plan, submit, submittable
+from dmjd.compose import compose
 from dmjd.errors import ConfigError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.resources import launchers_dir
@@ -354,8 +355,10 @@ def test_a_command_for_a_trained_encoder_is_a_job_on_one_gpu(tmp_path: Path, wor
     job = plan(command, [str(tmp_path), *rest, "time=1:00:00"])
     assert job.folder == tmp_path
     (line,) = (line for line in job.script.splitlines() if line.startswith("set -- "))
-    key = "checkpoints" if command == "embed" else "checkpoint"
-    assert shlex.split(line)[2:4] == [command, f"{key}={tmp_path}"]
+    _, _, typed, *arguments = shlex.split(line)
+    config = compose(typed, arguments)
+    assert typed == command
+    assert str(tmp_path) in (getattr(config, "checkpoint", None), *getattr(config, "checkpoints", []))
     assert "#SBATCH --gpus-per-node=1" in job.script
     with pytest.raises(ConfigError, match="runs on one GPU"):
         plan(command, [str(tmp_path), *rest, "nodes=2"])
