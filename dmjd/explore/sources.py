@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, printable_message
 from dmjd.explore.embeddings import embeddings_at, read_embeddings
-from dmjd.files import obstacle, replace_file, standing_place
+from dmjd.files import obstacle, printable, replace_file, standing_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,3 +143,20 @@ def _titles(paths: Sequence[Path], files: Sequence[Embeddings]) -> list[dict[str
             taken.add(title)
             found[-1][name] = title
     return found
+
+
+def origin(embeddings: Embeddings, encoder: str, keys: Sequence[str], longest: int) -> str:
+    """What the file records of an encoder, in at most ``longest`` characters. keys: such as weights and step."""
+    encoders = embeddings.settings.get("encoders")
+    described = encoders.get(encoder) if isinstance(encoders, dict) else None
+    known = described if isinstance(described, dict) else {}
+    values = {key: known[key] for key in keys if isinstance(known.get(key), str | int) and known[key]}
+    parts = [str(value) if key == "weights" else f"{key} {value}" for key, value in values.items()]
+    return shortened(printable_message(printable(", ".join(parts))), longest)
+
+
+def shortened(text: str, length: int) -> str:
+    """``text`` in one line of at most ``length`` characters, without its middle if it is longer."""
+    line = " ".join(text.split())
+    half = (length - 3) // 2
+    return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
