@@ -245,7 +245,10 @@ class Shown:
                 image = Column(image.title, [framed(cell, marked, token) for cell in image.cells])
             return [image, *self._resized({"mean of heads": mean["attention"]} | heads, token)]
 
-        text = f"Attention of {of} to the patches in the last block; brighter is higher, each map in its own range."
+        text = (
+            f"Attention of {of} to the patches in the last block; brighter is higher, each map from its minimum to its "
+            "95th percentile."
+        )
         largest = min(MAX_CELL, WIDEST // (2 + len(heads)))
         in_short = partial(self._resized, mean)
         return Figure(columns, text, in_short, f"Attention: of {of}, mean of heads.", largest=largest)
@@ -386,8 +389,10 @@ def pca_colours(tokens: Tensor) -> Tensor:
 
 
 def heat(values: Tensor) -> Picture:
-    """A map ``[h, w]``, from its minimum to its maximum, in matplotlib's colours "inferno", uint8 ``[h, w, 3]``."""
-    scaled = (values - values.min()) / (values.max() - values.min()).clamp_min(torch.finfo(torch.float32).tiny)
+    """A map ``[h, w]``, from its minimum to its 95th percentile, which single high values do not move, in matplotlib's
+    colours "inferno", uint8 ``[h, w, 3]``."""
+    least, high = values.min(), torch.quantile(values.float(), 0.95)
+    scaled = ((values - least) / (high - least).clamp_min(torch.finfo(torch.float32).tiny)).clamp(0, 1)
     coloured: Picture = colormaps["inferno"](scaled.numpy(), bytes=True)[..., :3]
     return coloured
 
