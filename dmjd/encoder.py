@@ -24,7 +24,7 @@ from dmjd.data.dataset import InMemory, OpenImage, Pixels
 from dmjd.data.decode import decode_errors, open_image, read_bytes, to_mode
 from dmjd.data.folder import ImageFolder
 from dmjd.errors import ConfigError, DataError, UserError, config_section
-from dmjd.evaluate.encoder import FrozenEncoder
+from dmjd.evaluate.encoder import FrozenEncoder, with_head
 from dmjd.evaluate.encoder import load_encoder as load_frozen
 from dmjd.evaluate.features import FEATURE_BATCH, pool_features
 from dmjd.files import at_home
@@ -73,23 +73,29 @@ def load_classifier(
     weights: Literal["auto", "trained", "ema"] = "auto",
     which: Literal["newest", "best"] = "newest",
     device: Literal["auto", "cpu", "cuda"] | torch.device = "auto",
+    **keys: Any,
 ) -> Classifier:
-    """The classifier of a fine-tuned run.
+    """The classifier of a fine-tuned run or file of weights.
 
     Args:
-        checkpoint: a ``dmjd.Run``, a run folder or a checkpoint folder.
+        checkpoint: a ``dmjd.Run``, a run folder, a checkpoint folder, or a file of dmjd or of another code base, whose
+            classes have no names.
         weights: "trained": weights of the checkpoint. "ema": their exponential moving average. "auto": the average if
             there is one.
         which: of a run folder the newest checkpoint, or the one with the best validation.
         device: as for :func:`load_encoder`.
+        keys: as for :func:`load_encoder`, of ``dmjd validate``.
 
     Raises:
         UserError: if there is no complete checkpoint, or it is none of a fine-tuning.
     """
     name = str(device) if isinstance(device, torch.device) else device
-    config = compose("validate", of_checkpoint(checkpoint, {"weights": weights, "which": which, "device": name}))
+    config = compose(
+        "validate", of_checkpoint(checkpoint, {"weights": weights, "which": which, "device": name, **keys})
+    )
     with own_defaults():
         frozen = load_frozen(config)
+        frozen = with_head(frozen) if frozen.path.is_file() else frozen
     if frozen.classifier is None:
         raise ConfigError(f"checkpoint={frozen.path} has no classifier; make one with dmjd finetune")
     return Classifier(frozen)

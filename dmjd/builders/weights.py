@@ -334,7 +334,8 @@ def _described(file: WeightsFile, encoder: Encoder) -> str:
         ours = describe({_ENCODER + name: value for name, value in encoder.state_dict().items()})
     except CheckpointError:
         return ""
-    return f"; the file is of {theirs.differing(ours).text}"
+    differing = theirs.differing(ours).text
+    return f"; set {differing}" if differing else ""
 
 
 def _shapes(state: Mapping[str, Tensor], part: str) -> dict[str, tuple[int, ...]]:

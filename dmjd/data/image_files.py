@@ -28,7 +28,7 @@ class ImageFiles:
         classes: names of classes.
 
     Raises:
-        DataError: if a path does not exist, or a folder has no images.
+        DataError: if a folder has no images.
     """
 
     def __init__(self, paths: Sequence[str], channels: Literal[1, 3], classes: Sequence[str] = ()) -> None:
@@ -65,8 +65,6 @@ class ImageFiles:
 def _listed(paths: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
     """Each file, with the folders between the folder that was named and the file."""
     for path in paths:
-        if not os.path.lexists(path):
-            raise DataError(f"{path} does not exist; name image files or folders of images")
         if not os.path.isdir(path):
             yield path, ()
             continue

@@ -161,6 +161,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
     card = {
         "architecture": call.architecture,
         "arguments": call.arguments,
+        "pooling": "mean" if head is None else head.pooling,
         "token_grid": "x".join(map(str, encoder.grid)),
         "mean": trained.data.mean,
         "std": trained.data.std,

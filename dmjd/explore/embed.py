@@ -34,7 +34,6 @@ from dmjd.explore.embeddings import (
     write_parts,
 )
 from dmjd.explore.registry import Tool
-from dmjd.files import obstacle, standing_place
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -512,7 +511,7 @@ class _Part(NamedTuple):
 
 
 class _Parts:
-    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless there was an error.
+    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless parts are left.
 
     Args:
         output: the file that the parts will make.
@@ -541,7 +540,7 @@ class _Parts:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._lock.close()
-        if kind is None:
+        if kind is None or not self.done:
             for name in (".lock", *(part.path.name for part in self.done)):
                 (self.folder / name).unlink()
             with suppress(OSError):  # it holds files of others
@@ -603,17 +602,14 @@ def _part_name(start: int) -> str:
 
 
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    from dmjd.explore.sources import check_output
+
     if config.output is not None:
         path = Path(config.output)
     else:
         others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
         path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
-    standing = standing_place(path.parent)
-    if what := obstacle(path):
-        raise ConfigError(f"output={path} is {what}; name a file that ends in {' or '.join(FORMATS)}")
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"{standing} cannot be written to; name another file with output=FILE")
-    return path
+    return check_output(path, FORMATS)
 
 
 TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)

@@ -316,12 +316,15 @@ def _table(embeddings: Embeddings, dtype: str, rows: slice = slice(None)) -> Any
 
 
 _CHILD = """
-import sys
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 sys.path.insert(0, {root!r})
 from dmjd.explore.embeddings import convert
 convert(open(0, "rb"), open(1, "wb"))
 """
 _CHILD_SECONDS, _CHILD_BYTES_PER_SECOND = 60, 1 << 24
+_CHILD_BYTES, _CHILD_COPIES = 4 << 30, 8
+"""Limit of the child's memory: libraries, and copies of the file."""
 _WRONG = "wrong: "
 
 
@@ -330,8 +333,10 @@ def _convert_in_child(file: BinaryIO, target: BinaryIO) -> None:
     import pyarrow.parquet  # noqa: F401 -- without it, the command names the extra
 
     root = str(Path(__file__).resolve().parents[2])
-    limit = _CHILD_SECONDS + os.fstat(file.fileno()).st_size / _CHILD_BYTES_PER_SECOND
-    command = [sys.executable, "-c", _CHILD.format(root=root)]
+    size = os.fstat(file.fileno()).st_size
+    limit = _CHILD_SECONDS + size / _CHILD_BYTES_PER_SECOND
+    memory = _CHILD_BYTES + _CHILD_COPIES * size
+    command = [sys.executable, "-c", _CHILD.format(root=root, memory=memory)]
     try:
         done = subprocess.run(command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False)
     except subprocess.TimeoutExpired as error:

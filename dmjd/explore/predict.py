@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 from collections import Counter
@@ -16,8 +17,9 @@ from dmjd.config.fields import choice, number, path, positive
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embed import digest_of, name_below, preparation
 from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
+from dmjd.explore.neighbours import SAME
 from dmjd.explore.registry import Tool
-from dmjd.files import drafted, standing_place
+from dmjd.files import drafted
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from dmjd.evaluate.features import Features
     from dmjd.explore.embeddings import Embeddings
 
+FILE_PARTS = 2
+"""Paths in the name of the default file."""
 RANKS = 5
 """Classes of the columns of probabilities=top5."""
 MOST_CLASSES = 5
@@ -38,8 +42,7 @@ PRINTED = 10
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
 
-EQUAL = 1 - 1e-6
-"""Cosine similarity from which on an image equals one of those that vote."""
+logger = logging.getLogger("dmjd")
 
 Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 """uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
@@ -54,9 +57,11 @@ class PredictConfig(ImagesConfig):
     nearest labelled images, as dmjd knn does.
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
-    output: CSV file. Default: RUN/predictions/WEIGHTS-step########.csv, or ...-NAME.csv for the files of NAME.
-    weights: trained: weights of the last step. ema: exponential moving average. auto: of a fine-tuned run the average
-        if there is one, else trained.
+    output: CSV file; an earlier one is replaced. Default: RUN/predictions/WEIGHTS-step########.csv, with the images
+        (paths, data.root or data) and the split before the suffix if they are given.
+    weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
+        the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
+        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
@@ -69,7 +74,7 @@ class PredictConfig(ImagesConfig):
     """
 
     paths: list[str] | None = path()
-    weights: str = choice("auto", "trained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     split: str = choice("auto", "all", "train", "test")
     probabilities: str = choice("all", "top1", "top5")
     labelled: str | None = path()
@@ -80,7 +85,7 @@ class PredictConfig(ImagesConfig):
 
     def check(self) -> None:
         super().check()
-        if self.paths and self.data is not None:
+        if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
 
 
@@ -170,6 +175,9 @@ def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
     from dmjd.evaluate.encoder import load_encoder, with_head
 
+    for each in config.paths or ():
+        if not os.path.lexists(each):
+            raise ConfigError(f"{each} does not exist; name image files or folders of images")
     frozen = load_encoder(config)
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
@@ -185,6 +193,8 @@ def run(config: PredictConfig) -> Iterator[str]:
     tallies = {part.name: Tally() for part in parts}
     known = set(classes)
     few = sum(len(part.images) for part in parts) <= PRINTED
+    replaced = output.exists()
+    output.parent.mkdir(parents=True, exist_ok=True)
     with drafted(output) as draft, open(draft, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\r\n")
         head = _head(classes, config.probabilities)
@@ -197,6 +207,8 @@ def run(config: PredictConfig) -> Iterator[str]:
                 if few:
                     yield _line(found)
     yield from _described(tallies)
+    if replaced:
+        yield f"replaced the earlier {output.name}"
     yield str(output)
 
 
@@ -232,7 +244,7 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
         features = encode(frozen.encoder, images, mean=frozen.data.mean, std=frozen.data.std, pooling=config.pooling)
         similarity, nearest = (F.normalize(features, dim=1) @ values.T).topk(k, dim=1)
         found = votes(similarity, labels[nearest], len(classes), config.temperature)
-        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= EQUAL
+        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= SAME
 
     return classes, predict
 
@@ -278,6 +290,7 @@ def _bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Feature
     known = torch.from_numpy(file.labels >= 0)
     if not known.any():
         raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
+    logger.info("%d labelled images of %s vote", int(known.sum()), path)
     return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
 
 
@@ -425,23 +438,27 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
 
 def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
     """The file to write. Raises ConfigError if it cannot be written."""
-    from dmjd.evaluate.output import check_output
+    from dmjd.explore.sources import check_output
 
     if config.output is not None:
         path = Path(config.output)
     else:
-        other = config.paths[0] if config.paths else ""
-        if not config.paths and config.data is not None:
-            other = frozen.data.root or frozen.data.name
-        stem = re.sub(r"[^\w.-]+", "_", Path(shown(other)).name)
-        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", stem)))
+        of = config.paths or []
+        if not of and config.data is not None:
+            of = [frozen.data.root or frozen.data.name]
+        images = "-".join(_label(each) for each in of[:FILE_PARTS])
+        if len(of) > FILE_PARTS:
+            images += f"-and-{len(of) - FILE_PARTS}-more"
+        split = "" if config.paths or config.split == "auto" else config.split
+        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
         path = frozen.run.path / "predictions" / f"{name}.csv"
-        standing = standing_place(path.parent)
-        if not standing.is_dir() or not os.access(standing, os.W_OK):
-            raise ConfigError(f"{standing} cannot be written to; name a file with output=FILE.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output(path, (".csv",), frozen.path)
-    return path
+    return check_output(path, (".csv",))
+
+
+def _label(images: str) -> str:
+    """The last two parts of a path, of at most 30 characters, for the name of a file."""
+    parts = [part for part in Path(shown(images)).parts[-2:] if part not in ("..", os.sep)]
+    return re.sub(r"[^\w.-]+", "_", "_".join(parts))[-30:]
 
 
 TOOL = Tool(

@@ -14,6 +14,7 @@ from matplotlib.path import Path as Outline
 from numpy.typing import NDArray
 
 from dmjd.charts import INK, MUTED, RULE, png
+from dmjd.explore.sources import shortened
 
 COLOURS = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
@@ -149,13 +150,6 @@ def scatter_png(
             "ignore", "Glyph"
         )  # names in scripts that the font lacks are boxes here, not in the page
         return png(figure, caption)
-
-
-def shortened(name: str, length: int) -> str:
-    """``name`` in one line of at most ``length`` characters, without its middle if it is longer."""
-    line = " ".join(name.split())
-    half = (length - 3) // 2
-    return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
 
 
 def _outline(shape: int) -> Outline:

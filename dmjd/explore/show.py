@@ -69,10 +69,10 @@ def run(config: ShowConfig) -> list[str]:
     """Write the pictures; returns lines to print: the files, and the kinds that the model does not have."""
     from dmjd.evaluate.encoder import load_encoder
     from dmjd.explore.figures import Shown
-    from dmjd.explore.sources import check_folder, write_files
+    from dmjd.explore.sources import check_output, write_files
 
     frozen = load_encoder(config)
-    folder = check_folder(frozen.run.pictures if config.output is None else Path(config.output))
+    folder = check_output(frozen.run.pictures if config.output is None else Path(config.output))
     figures, lines = (shown := Shown(config, frozen)).figures(config.kinds or KINDS, bool(config.kinds))
     names = {kind: f"{'-'.join(filter(None, ('show', kind)))}.png" for kind in figures}
     files = {names[kind]: shown.png(figure, 1000 * config.max_kb) for kind, figure in figures.items()}

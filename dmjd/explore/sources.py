@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, printable_message
 from dmjd.explore.embeddings import embeddings_at, read_embeddings
-from dmjd.files import obstacle, replace_file, standing_place
+from dmjd.files import obstacle, printable, replace_file, standing_place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,23 +27,35 @@ def output_folder(source: str, output: str | None) -> Path:
     """``output``, or by default the folder ``explore`` of the run ``source``, or the folder of the file ``source``.
 
     Raises:
-        ConfigError: as :func:`check_folder`.
+        ConfigError: as :func:`check_output`.
     """
     path = Path(source)
-    return check_folder(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
+    return check_output(Path(output) if output is not None else path / "explore" if path.is_dir() else path.parent)
 
 
-def check_folder(folder: Path) -> Path:
-    """``folder``, into which files can be written, or which can be created; before the work whose results it gets.
+def check_output(path: Path, suffixes: Sequence[str] = ()) -> Path:
+    """``path``, if it can be written to; checked before the work whose results it gets. Missing folders are created by
+    the writer.
+
+    Args:
+        suffixes: allowed ones of a file; empty for a folder.
 
     Raises:
-        ConfigError: if it is a file, or cannot be created or written to.
+        ConfigError: if a file has another suffix, something else is in its place, or its folder cannot be created or
+            written to.
     """
+    if suffixes and path.suffix not in suffixes:
+        raise ConfigError(f"output={path} must end in {' or '.join(suffixes)}")
+    folder = path.parent if suffixes else path
     place = folder if os.path.lexists(folder) else standing_place(folder)
     what = obstacle(place, folder=True) or ("" if os.access(place, os.W_OK | os.X_OK) else "read-only")
+    if suffixes and not what:
+        place, what = path, obstacle(path)
     if what:
-        raise ConfigError(f"cannot write into {folder}: {place} is {what}; set another folder with output=FOLDER")
-    return folder
+        other = f"file with output=FILE{suffixes[0]}" if suffixes else "folder with output=FOLDER"
+        into = "" if suffixes else "into "
+        raise ConfigError(f"cannot write {into}{path}: {place} is {what}; set another {other}")
+    return path
 
 
 def write_files(folder: Path, files: Mapping[str, bytes | str]) -> list[str]:
@@ -131,3 +143,20 @@ def _titles(paths: Sequence[Path], files: Sequence[Embeddings]) -> list[dict[str
             taken.add(title)
             found[-1][name] = title
     return found
+
+
+def origin(embeddings: Embeddings, encoder: str, keys: Sequence[str], longest: int) -> str:
+    """What the file records of an encoder, in at most ``longest`` characters. keys: such as weights and step."""
+    encoders = embeddings.settings.get("encoders")
+    described = encoders.get(encoder) if isinstance(encoders, dict) else None
+    known = described if isinstance(described, dict) else {}
+    values = {key: known[key] for key in keys if isinstance(known.get(key), str | int) and known[key]}
+    parts = [str(value) if key == "weights" else f"{key} {value}" for key, value in values.items()]
+    return shortened(printable_message(printable(", ".join(parts))), longest)
+
+
+def shortened(text: str, length: int) -> str:
+    """``text`` in one line of at most ``length`` characters, without its middle if it is longer."""
+    line = " ".join(text.split())
+    half = (length - 3) // 2
+    return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"

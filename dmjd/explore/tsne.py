@@ -31,7 +31,7 @@ ITERATIONS = (250, 500)
 EXACT = 10_000
 """Images up to which the nearest neighbours are exact; beyond, openTSNE's approximation (Annoy) is faster."""
 _EVERY = 25  # iterations between two updates of the progress bar
-_MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
+MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
 _LARGEST_THUMBNAIL = 1024  # pixels of a side
 _LONGEST_SETTING = 500  # characters
 
@@ -227,7 +227,7 @@ def run(config: TsneConfig) -> Iterator[str]:
     from dmjd.evaluate.knn import LEFT_OUT, leave_one_out
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
-    from dmjd.explore.sources import output_folder, read_together, write_files
+    from dmjd.explore.sources import origin, output_folder, read_together, write_files
 
     folder = output_folder(config.embeddings[0], config.output)
     embeddings = read_together(config.embeddings)
@@ -248,7 +248,7 @@ def run(config: TsneConfig) -> Iterator[str]:
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
             points = tsne(values, perplexity, config.seed, bar.advance)
-            notes = [_origin(embeddings, name)]
+            notes = [origin(embeddings, name, ("weights", "step"), 40)]
             if len(classes) > 1:
                 bank = Features(torch.from_numpy(values), torch.from_numpy(selection.labels))
                 result, k = leave_one_out(bank, len(classes), torch.device("cpu"))
@@ -273,7 +273,7 @@ def run(config: TsneConfig) -> Iterator[str]:
         splits=[str(embeddings.splits[row]) for row in selection.rows],
         labels=selection.labels,
         classes=classes,
-        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], _MOST_THUMBNAILS),
+        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], MOST_THUMBNAILS),
         order=order,
         settings=_settings(config, embeddings),
         png=png,
@@ -314,24 +314,12 @@ def map_line(config: TsneConfig, perplexity: float) -> str:
     )
 
 
-def _origin(embeddings: Embeddings, encoder: str) -> str:
-    """Weights and step of an encoder, as far as the file has them, in at most 40 characters."""
-    from dmjd.explore.scatter import shortened
-
-    encoders = embeddings.settings.get("encoders")
-    described = encoders.get(encoder) if isinstance(encoders, dict) else None
-    weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
-    parts = [weights] if isinstance(weights, str) else []
-    parts += [f"step {step}"] if isinstance(step, int) and step else []
-    return shortened(printable_message(printable(", ".join(parts))), 40)
-
-
 def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:
     """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data; of images
     that were left out the number."""
     import openTSNE
 
-    from dmjd.explore.scatter import shortened
+    from dmjd.explore.sources import shortened
 
     rows = [("files", ", ".join(embeddings_at(source).name for source in config.embeddings))]
     rows.append(("openTSNE", openTSNE.__version__))

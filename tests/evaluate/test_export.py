@@ -218,6 +218,7 @@ def test_the_sidecar_says_what_the_file_is(run: Path) -> None:
     assert "timm.create_model('vit_tiny_patch16_224', checkpoint_path='encoder-" in card.pop("load")
     assert card == {
         "architecture": "vit_tiny_patch16_224",
+        "pooling": "mean",
         "token_grid": "8x8",
         "mean": [0.219],
         "std": [0.333],

@@ -24,7 +24,7 @@ from dmjd.encoder import Encoder, load_encoder
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.explore import embed
+from dmjd.explore import embed, embeddings
 from dmjd.explore.embeddings import Embeddings, read_embeddings
 
 Command = Callable[..., tuple[int, str, str]]
@@ -164,50 +164,65 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(
     assert code == 2
     assert "of 48 images cannot be decoded" in err
     assert "set data.max_bad_percent=100" in err
+    assert not (tmp_path / "bad.npz.parts").exists()
     assert dmjd(*words, "data.max_bad_percent=100")[0] == 0
     assert len(read_embeddings(tmp_path / "bad.npz")) == 27
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
-    dmjd: Command,
-    launch: Callable[..., BaseProcess],
-    finished_run: Path,
-    image_folder: Path,
-    tmp_path: Path,
-    suffix: str,
+    dmjd: Command, launch: Callable[..., BaseProcess], finished_run: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     words = [str(finished_run), *of(image_folder), "batch_size=7", *QUICK]
-    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"killed{suffix}"
+    whole, path = tmp_path / "whole.npz", tmp_path / "killed.npz"
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
-    kill = "; ".join(
+    begin = "\n".join(
         (
             "import os, signal, pathlib, dmjd.explore.embed as embed",
-            "embed.PART_SECONDS, count, replace = 0.0, [0], pathlib.Path.replace",
+            "embed.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
             "die = lambda: os.kill(os.getpid(), signal.SIGKILL)",
-            "count_up = lambda: count.append(count.pop() + 1) or count[0]",
         )
     )
-    # After its second part; while it writes the first part of the next launch, and the file at the end.
+    # While it writes its third part, and while it writes the file.
     moments = (
-        "pathlib.Path.replace = lambda self, to: (replace(self, to), count_up() == 2 and die())",
-        "pathlib.Path.replace = lambda self, to: die()",
-        f"pathlib.Path.replace = lambda self, to: die() if to.suffix == {suffix!r} and 'parts' not in str(to) else "
-        "replace(self, to)",
+        "pathlib.Path.replace = lambda self, to: die() if len(replaced) == 2 else replaced.append(replace(self, to))",
+        "pathlib.Path.replace = lambda self, to: die() if self.name == 'unfinished' else replace(self, to)",
     )
     sizes = []
-    for moment in moments if suffix == ".npz" else moments[-1:]:
-        process = launch(["embed", *words, f"output={path}"], f"{kill}\n{moment}")
+    for moment in moments:
+        process = launch(["embed", *words, f"output={path}"], f"{begin}\n{moment}")
         process.join(60)
         assert process.exitcode == -9
         assert not path.exists()
         sizes.append(len(list(Path(f"{path}.parts").glob("part-*.npz"))))
-    assert sizes == ([2, 2, 9] if suffix == ".npz" else [9])
+    assert sizes == [2, 9]
     code, _, err = dmjd("embed", *words, f"output={path}")
     assert code == 0
     assert "60 of 60 images are done" in err
     assert path.read_bytes() == whole.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {whole.name, path.name}
+
+
+def test_a_table_does_not_depend_on_its_parts(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "_GROUP", 16)
+    words = [str(finished_run), *of(image_folder), "batch_size=7", "dtype=float16", *QUICK]
+    assert dmjd("embed", *words, f"output={tmp_path / 'one.parquet'}")[0] == 0
+    monkeypatch.setattr(embed, "PART_SECONDS", 0.0)
+    assert dmjd("embed", *words, f"output={tmp_path / 'nine.parquet'}")[0] == 0
+    assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
+
+
+@pytest.mark.gpu
+def test_features_of_a_gpu_are_those_of_knn(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    words = (*of(image_folder), "device=cuda", "batch_size=20")
+    assert dmjd("embed", str(finished_run), *words, f"output={tmp_path / 'a.npz'}")[0] == 0
+    (values,) = read_embeddings(tmp_path / "a.npz").features.values()
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *words, "data.check=none"]))
+    expected = [frozen.features(frozen.dataset(split), "mean", 20, 0).values for split in ("train", "test")]
+    assert torch.equal(torch.cat(expected), torch.from_numpy(values))
 
 
 def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(

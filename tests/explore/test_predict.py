@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_classifier_predicts_what_it_predicts_in_python(tuned: Path, image_fol
     score = dmjd("validate", str(tuned), *CPU)[1]
     assert f"top-1 {100 * right / 12:.2f} %" in score
     assert dmjd("predict", str(tuned), *CPU, "split=all", "weights=trained")[0] == 0
-    every = rows_of(tuned / "predictions" / "trained-step00000008.csv")
+    every = rows_of(tuned / "predictions" / "trained-step00000008-all.csv")
     assert [row["name"].split("/")[0] for row in every] == ["train"] * 48 + ["val"] * 12
 
 
@@ -118,10 +119,10 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
     tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path
 ) -> None:
     files = [str(image_folder / "val" / name) for name in ("up/03.png", "down/00.png")]
-    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'few.csv'}"]
+    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'new' / 'few.csv'}"]
     for columns, head in (("top1", []), ("top5", ["predicted_2", "probability_2"])):
         assert dmjd("predict", *words, f"probabilities={columns}")[0] == 0
-        rows = rows_of(tmp_path / "few.csv")
+        rows = rows_of(tmp_path / "new" / "few.csv")
         assert list(rows[0]) == ["name", "label", "predicted", "probability", "error", *head]
         assert [row["name"] for row in rows] == files
     assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1) for row in rows)
@@ -130,7 +131,7 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
 
 @pytest.mark.parametrize("pooling", ["avg", "token"])
 def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
-    pooling: str, image_folder: Path, dmjd: Command, tmp_path: Path
+    pooling: Literal["avg", "token"], image_folder: Path, dmjd: Command, tmp_path: Path
 ) -> None:
     """The file of MAE's fine-tuning, with fc_norm, and that of DeiT's, without."""
     torch.manual_seed(0)
@@ -152,6 +153,8 @@ def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
     rows = rows_of(tmp_path / "out.csv")
     found = torch.tensor([[float(row["p_down"]), float(row["p_up"])] for row in rows])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    classifier = package.load_classifier(file, device="cpu", backbone={"num_heads": 3}, data={"crop_pct": 1.0})
+    torch.testing.assert_close(classifier.logits(paths).softmax(1), expected, atol=1e-5, rtol=0)
     assert [row["label"] for row in rows] == [path.parent.name for path in paths]
     right = sum(row["predicted"] == row["label"] for row in rows)
     assert f"test: 12 images; top-1 {100 * right / 12:.2f} % of 12 labelled ones" in out
@@ -159,11 +162,25 @@ def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
     assert code == 0, error
     assert f"top-1 {100 * right / 12:.2f} %" in out
     _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
-    assert out.splitlines()[1:] == [
-        "1 image",
-        f"predicted: {expected[0].argmax()} (1)",
-        str(next(tmp_path.glob("*/*/*.csv"))),
-    ]
+    written = tmp_path / "tuned" / "predictions" / "trained-step00000000-down_00.png.csv"
+    assert out.splitlines()[1:] == ["1 image", f"predicted: {expected[0].argmax()} (1)", str(written)]
+    _, out, _ = dmjd("predict", str(file), *map(str, paths[:4]), *CPU, "backbone.num_heads=3")
+    assert out.endswith("/trained-step00000000-down_00.png-down_01.png-and-2-more.csv\n")
+    _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
+    assert out.endswith(f"replaced the earlier {written.name}\n{written}\n")
+
+
+@pytest.mark.gpu
+def test_a_gpu_predicts_the_same(
+    tuned: Path, straight: Path, image_folder: Path, dmjd: Command, tmp_path: Path
+) -> None:
+    for checkpoint in (tuned, straight):
+        found = []
+        for device in ("cuda", "cpu"):
+            words = (str(checkpoint), str(image_folder / "val"), f"device={device}", f"output={tmp_path / device}.csv")
+            assert dmjd("predict", *words)[0] == 0
+            found.append([[float(row["p_down"]), float(row["p_up"])] for row in rows_of(tmp_path / f"{device}.csv")])
+        np.testing.assert_allclose(found[0], found[1], atol=1e-3)
 
 
 # Neighbours -----------------------------------------------------------------------------------------------------------
@@ -194,26 +211,30 @@ def test_neighbours_vote_as_in_a_loop(encoder: Path, image_folder: Path, dmjd: C
     assert dmjd("embed", str(encoder), *CPU, "split=train")[0] == 0
     assert dmjd("predict", *words, f"labelled={encoder}", f"output={tmp_path / 'file.csv'}")[0] == 0
     assert (tmp_path / "file.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
-    _, out, _ = dmjd("predict", str(encoder), str(image_folder), *CPU, f"labelled={encoder}")
+    _, out, error = dmjd("predict", str(encoder), str(image_folder), *CPU, f"labelled={encoder}")
+    assert f"48 labelled images of {next((encoder / 'embeddings').iterdir())} vote" in error
     assert "60 images; top-1" in out
     assert "of 12 labelled ones; 48 of them are among the images that vote, and not counted in an accuracy" in out
 
 
 def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path) -> None:
     embedded, val = tmp_path / "other.npz", str(image_folder / "val")
-    assert dmjd("embed", str(encoder), *CPU, "weights=untrained", f"output={embedded}")[0] == 0
-    other_size = tmp_path / "size.npz"
-    assert dmjd("embed", str(encoder), *CPU, "data.image_size=[24,24]", f"output={other_size}", "images=9")[0] == 0
+    assert dmjd("embed", str(encoder), *CPU, "weights=untrained", f"output={embedded}", "images=9")[0] == 0
     (tmp_path / "empty").mkdir()
     for words, fault in (
         ([str(tuned), "gone.jpg"], "gone.jpg does not exist; name image files or folders of images"),
         ([str(tuned), str(tmp_path / "empty")], "empty holds no images"),
         ([str(tuned), val, "data.root=x"], "paths and data both name images; give one of them"),
         ([str(tuned), val, "output=x.txt"], "output=x.txt must end in .csv"),
+        ([str(tuned), val, f"output={embedded}/x.csv"], f"{embedded} is a file; set another file with output=FILE.csv"),
+        ([str(tuned), val, "weights=student"], "step-00000008 has no student beside a teacher; use weights=trained"),
         ([str(tuned), val, "neighbours=3"], "neighbours is for encoders, and checkpoint="),
         ([str(encoder), val, "neighbours=49"], "neighbours=49 must be at most the number of labelled images, 48"),
         ([str(encoder), val, f"labelled={embedded}"], "was not made with this encoder: it has other weights; embed"),
-        ([str(encoder), val, f"labelled={other_size}"], "it has image_size [24, 24], not [16, 16]; embed the labelled"),
+        (
+            [str(encoder), val, f"labelled={embedded}", "data.image_size=[24,24]"],
+            "it has other weights; image_size [16, 16], not [24, 24]; embed the labelled images with dmjd embed",
+        ),
         ([str(encoder), val, f"labelled={tmp_path / 'no.npz'}"], "no.npz cannot be read (No such file or directory)"),
     ):
         code, _, error = dmjd("predict", *words, *CPU)

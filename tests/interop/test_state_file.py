@@ -88,6 +88,12 @@ COUNTERS = {"n_averaged": torch.tensor(3), "steps": torch.tensor(4)}
 BOTH: dict[str, dict[str, Any]] = {
     "deep": {"a": {"net": STATE, "net_ema": AVERAGE}},
     "a list": {"state_dict": STATE, "ema_weights": list(AVERAGE.values())},
+    "a callback": {"state_dict": under("model.", STATE), "callbacks": {"EMA": {"ema_state_dict": AVERAGE}, "b": {}}},
+    "WeightAveraging": {
+        "state_dict": under("model.", AVERAGE),
+        "current_model_state": under("model.", STATE),
+        "averaging_state": {"n_averaged": torch.tensor(3)},
+    },
     "both in one": {"model": STATE, "ema": under("online_model.", STATE) | under("ema_model.", AVERAGE)},
     **{
         key: {"model": STATE, key: AVERAGE}
