@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast
 
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
@@ -174,14 +174,17 @@ class Tally:
 def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
     from dmjd.evaluate.encoder import load_encoder, with_head
+    from dmjd.explore.sources import check_output
 
     for each in config.paths or ():
         if not os.path.lexists(each):
-            raise ConfigError(f"{each} does not exist; name image files or folders of images")
+            raise ConfigError(f"{plain_name(each)} does not exist; name image files or folders of images")
+    if config.output is not None:
+        check_output(Path(config.output), (".csv",))
     frozen = load_encoder(config)
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
-    output = _output(frozen, config)
+    output = Path(config.output) if config.output is not None else check_output(_default(frozen, config), (".csv",))
     if frozen.classifier is not None:
         classes, predict = _by_classifier(frozen, config)
     else:
@@ -298,22 +301,31 @@ def _same_encoder(file: Embeddings, frozen: FrozenEncoder, config: PredictConfig
     """The name in ``file`` of the encoder with the weights of ``frozen`` and its preparation of images."""
     own = {"sha256": digest_of(frozen.encoder), **preparation(frozen, config.pooling)}
     recorded = file.settings.get("encoders")
-    differences = dict[str, list[str]]()
-    for name in file.features:
-        other = recorded.get(name) if isinstance(recorded, dict) else None
-        found = other if isinstance(other, dict) else {}
-        differences[name] = [
-            "other weights" if key == "sha256" else f"{key} {str(found.get(key))[:40]}, not {value}"
-            for key, value in own.items()
-            if found.get(key) != value
-        ]
-    name, unlike = min(differences.items(), key=lambda item: len(item[1]))
-    if unlike:
+    known = recorded if isinstance(recorded, dict) else {}
+    found = {name: each if isinstance(each := known.get(name), dict) else {} for name in file.features}
+    unlike = {name: [key for key, value in own.items() if each.get(key) != value] for name, each in found.items()}
+    name = min(unlike, key=lambda each: len(unlike[each]))
+    if unlike[name]:
+        pairs = [_difference(key, own[key], found[name], frozen) for key in unlike[name]]
+        cure = f"set {' '.join(setting for _, setting in pairs)}, or " if all(setting for _, setting in pairs) else ""
         raise ConfigError(
-            f"labelled={path} was not made with this encoder: it has {'; '.join(unlike)}; embed the labelled images "
-            f"with dmjd embed {config.checkpoint}"
+            f"labelled={path} was not made with this encoder: it has {'; '.join(text for text, _ in pairs)}; {cure}"
+            f"embed the labelled images with dmjd embed {config.checkpoint}"
         )
     return name
+
+
+def _difference(key: str, own: Any, recorded: Mapping[str, Any], frozen: FrozenEncoder) -> tuple[str, str]:
+    """How the encoder of a file differs from ``frozen`` in ``key``, and the setting of equal ones, empty if unknown."""
+    if key != "sha256":
+        value = recorded.get(key)
+        setting = f"pooling={value}" if key == "pooling" and value in ("mean", "cls") else ""
+        return f"{key} {str(value)[:40]}, not {own}", setting
+    weights = recorded.get("weights")
+    same_step = recorded.get("step") == frozen.step
+    if same_step and weights in ("trained", "ema", "student") and weights != frozen.weights:
+        return f"weights {weights}, not {frozen.weights}", f"weights={weights}"
+    return "other weights", ""
 
 
 def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str]) -> list[Part]:
@@ -436,23 +448,17 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
             yield "predicted: " + ", ".join(f"{label} ({count})" for label, count in most) + more
 
 
-def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
-    """The file to write. Raises ConfigError if it cannot be written."""
-    from dmjd.explore.sources import check_output
-
-    if config.output is not None:
-        path = Path(config.output)
-    else:
-        of = config.paths or []
-        if not of and config.data is not None:
-            of = [frozen.data.root or frozen.data.name]
-        images = "-".join(_label(each) for each in of[:FILE_PARTS])
-        if len(of) > FILE_PARTS:
-            images += f"-and-{len(of) - FILE_PARTS}-more"
-        split = "" if config.paths or config.split == "auto" else config.split
-        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
-        path = frozen.run.path / "predictions" / f"{name}.csv"
-    return check_output(path, (".csv",))
+def _default(frozen: FrozenEncoder, config: PredictConfig) -> Path:
+    """The default file; its name has the images and the split if they are given."""
+    of = config.paths or []
+    if not of and config.data is not None:
+        of = [frozen.data.root or frozen.data.name]
+    images = "-".join(_label(each) for each in of[:FILE_PARTS])
+    if len(of) > FILE_PARTS:
+        images += f"-and-{len(of) - FILE_PARTS}-more"
+    split = "" if config.paths or config.split == "auto" else config.split
+    name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
+    return frozen.run.path / "predictions" / f"{name}.csv"
 
 
 def _label(images: str) -> str:

@@ -6,6 +6,7 @@ import csv
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,7 @@ from PIL import Image
 import dmjd as package
 from dmjd.compose import compose
 from dmjd.data.folder import ImageFolder
+from dmjd.explore.embeddings import read_embeddings, write_embeddings
 from dmjd.train import loop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -220,6 +222,10 @@ def test_neighbours_vote_as_in_a_loop(encoder: Path, image_folder: Path, dmjd: C
 def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path) -> None:
     embedded, val = tmp_path / "other.npz", str(image_folder / "val")
     assert dmjd("embed", str(encoder), *CPU, "weights=untrained", f"output={embedded}", "images=9")[0] == 0
+    file = read_embeddings(embedded)
+    ((name, recorded),) = file.settings["encoders"].items()
+    recorded |= {"step": package.load_encoder(encoder, device="cpu").step, "weights": "ema", "pooling": "cls"}
+    write_embeddings(tmp_path / "cls.npz", replace(file, settings={"encoders": {name: recorded}}))
     (tmp_path / "empty").mkdir()
     for words, fault in (
         ([str(tuned), "gone.jpg"], "gone.jpg does not exist; name image files or folders of images"),
@@ -234,6 +240,11 @@ def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmj
         (
             [str(encoder), val, f"labelled={embedded}", "data.image_size=[24,24]"],
             "it has other weights; image_size [16, 16], not [24, 24]; embed the labelled images with dmjd embed",
+        ),
+        ([str(tuned), "new\nx"], "new\\nx does not exist"),
+        (
+            [str(encoder), val, f"labelled={tmp_path / 'cls.npz'}"],
+            "weights ema, not trained; pooling cls, not mean; set weights=ema pooling=cls, or embed the labelled",
         ),
         ([str(encoder), val, f"labelled={tmp_path / 'no.npz'}"], "no.npz cannot be read (No such file or directory)"),
     ):
