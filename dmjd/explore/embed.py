@@ -180,8 +180,8 @@ class _Split(NamedTuple):
 
 @dataclass(frozen=True)
 class _Images:
-    """source: their description. fingerprint: of the names of all images. moved: they are in another folder than those
-    of the checkpoint."""
+    """source: their description, without the folders above ``root``. fingerprint: of the names of all images. moved:
+    they are others than those of the checkpoint."""
 
     splits: list[_Split]
     classes: list[str]
@@ -202,20 +202,17 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
     data = replace(first.data, check="none", max_bad_percent=100.0)
     wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast("Split", config.split)]
-    moves = {"root", "val_percent"} & {*(config.data_keys or ())} == {"root"}
+    moved = (data.name, _folder(data)) != (first.trained.data.name, _folder(first.trained.data))
+    if moved and "val_percent" not in (("val_percent",) if config.data_keys is None else config.data_keys):
+        data = replace(data, val_percent=0.0)  # the run's rule is for its own images
     found: list[tuple[Split, dict[int, ImageDataset]]] = []
     for split in wanted:
         try:
             datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-        except DataError as error:
-            if data.val_percent and config.split == "all" and moves:
-                # Other images than those of the run, too few for its rule, or with a split of their own.
-                data = replace(data, val_percent=0.0)
-                datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and isinstance(error, NoSplit):
-                break
-            else:
+        except NoSplit:
+            if not found:
                 raise
+            break
         if split == "train" or not data.val_percent:  # else both list the same folder
             report(datasets[min(channels)])
         found.append((split, datasets))
@@ -229,9 +226,18 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
         start += len(dataset)
         digest.update(f"{split} {len(dataset)} {getattr(dataset, 'fingerprint', '')}\n".encode())
     classes = getattr(dataset, "classes", ()) or map(str, range(dataset.num_classes))
-    moved = data.root is not None and data.root != first.trained.data.root
     names = [plain_name(each) for each in classes]
-    return _Images(splits, names, data.root, image_source(data), digest.hexdigest(), moved)
+    source = image_source(data if data.root is None else replace(data, root=_last(data.root)))
+    return _Images(splits, names, data.root, source, digest.hexdigest(), moved)
+
+
+def _folder(data: DataConfig) -> str | None:
+    return data.root and os.path.realpath(data.root)
+
+
+def _last(location: str) -> str:
+    """The last part of a path or URL."""
+    return plain_name(Path(shown(location)).resolve().name)
 
 
 class _View(NamedTuple):
@@ -430,7 +436,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
     described = {}
     for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
         described[name] = {
-            "checkpoint": shown(str(frozen.path)),
+            "checkpoint": _last(str(frozen.path if frozen.path.is_file() else frozen.run.path)),
             "step": frozen.step,
             "weights": frozen.weights,
             "sha256": digest_of(frozen.encoder),
@@ -463,9 +469,9 @@ def digest_of(encoder: Module) -> str:
 
 def _identity(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> str:
     """Hash of all that the bytes of a part depend on but the pixels of the images."""
-    devices = [frozen.device.type for frozen in encoders.values()]
-    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices, images.fingerprint]
-    settings = [_settings(config, encoders, images), stored]
+    first, devices = next(iter(encoders.values())), [frozen.device.type for frozen in encoders.values()]
+    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices]
+    settings = [_settings(config, encoders, images), stored, _folder(first.data), images.fingerprint]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 

@@ -98,6 +98,29 @@ def test_choices_of_images_and_forms_of_the_file(
     assert set(new.splits.tolist()) == {"train"}
 
 
+def test_images_of_another_folder_are_not_held_out_by_the_rule_of_the_run(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of them has no path of this machine."""
+    root = Path(shutil.copytree(image_folder / "train", tmp_path / "photos"))
+
+    def load(config: ImagesConfig) -> FrozenEncoder:
+        frozen = load_frozen(config)
+        return replace(frozen, data=replace(frozen.data, val_percent=50.0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmjd.evaluate.encoder.load_encoder", load)
+        found = written(dmjd, tmp_path / "a.npz", str(finished_run), *of(root))
+        code, _, err = dmjd("embed", str(finished_run), *of(root), "split=test", *QUICK)
+    assert set(found.splits) == {"train"}
+    assert (code, "photos has no test split" in err) == (2, True)
+    assert str(tmp_path) not in str(found.settings)
+    assert found.settings["data"].startswith("folder in photos, ")
+    assert found.settings["encoders"]["run"]["checkpoint"] == "run"
+    held_out = written(dmjd, tmp_path / "b.npz", str(finished_run), *of(root), "data.val_percent=50")
+    assert set(held_out.splits) == {"train", "test"}
+
+
 def copy_of(run: Path, to: Path) -> Path:
     return Path(shutil.copytree(run, to))
 
