@@ -63,7 +63,9 @@ class EmbedConfig:
 
     checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of dmjd or of another
         code base; several are written side by side.
-    output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
+    output: .npz or .parquet file; an earlier one is replaced. Default: RUN/embeddings/WEIGHTS-step########.npz, with
+        the folder or data set, split, image size, pooling and number of images before the suffix if they are not the
+        defaults. Several checkpoints need it.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
     model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
@@ -112,14 +114,16 @@ class EmbedConfig:
             )
         if self.output is None and len(self.checkpoints) > 1:
             raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
-        if self.output is not None and Path(self.output).suffix not in FORMATS:
-            raise ConfigError(f"output={self.output} must end in {' or '.join(FORMATS)}")
         if self.output is not None and Path(self.output).suffix == ".parquet":
             import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
 
 
 def run(config: EmbedConfig) -> Iterator[str]:
     """Write the file, or continue from the parts that an interrupted command left."""
+    from dmjd.explore.sources import check_output
+
+    if config.output is not None:
+        check_output(Path(config.output), FORMATS)
     encoders = _load(config)
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
@@ -133,12 +137,15 @@ def run(config: EmbedConfig) -> Iterator[str]:
             first_bad = next(iter(left_out.items()))
             raise DataError(f"none of the {len(left_out)} images can be decoded; the first: {': '.join(first_bad)}")
         settings = {**_settings(config, encoders, images), "left_out": left_out}
+        replaced = output.exists()
         write_parts(output, [part.path for part in parts.done], parts.folder, settings)
     if left_out:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
     yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
+    if replaced:
+        yield f"replaced the earlier {output.name}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
@@ -608,14 +615,18 @@ def _part_name(start: int) -> str:
 
 
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    """``config.output``, or the default file, whose name has all keys of the images that are not the defaults."""
     from dmjd.explore.sources import check_output
 
     if config.output is not None:
-        path = Path(config.output)
-    else:
-        others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
-        path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
-    return check_output(path, FORMATS)
+        return Path(config.output)
+    size = "x".join(map(str, first.size)) if first.data.image_size != first.trained.data.image_size else ""
+    parts = [first.weights, f"step{first.step:08d}"]
+    parts += [_last(images.root)[-30:] if images.root else first.data.name] * images.moved
+    parts += [config.split] * (config.split != "all") + [size]
+    parts += [config.pooling[0]] * (config.pooling != ["mean"])
+    parts += [] if config.images is None else [str(config.images)]
+    return check_output(first.run.path / EMBEDDINGS / f"{'-'.join(filter(None, parts))}.npz", FORMATS)
 
 
 TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)

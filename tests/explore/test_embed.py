@@ -89,9 +89,13 @@ def test_choices_of_images_and_forms_of_the_file(
 
     flat = tmp_path / "new"
     shutil.copytree(image_folder / "val/up", flat)
-    code, out, _ = dmjd("embed", str(copy_of(finished_run, tmp_path / "run")), *of(flat), *QUICK)
+    run = copy_of(finished_run, tmp_path / "run")
     path = tmp_path / "run/embeddings/trained-step00000011-new.npz"
-    assert (code, out.partition(": ")[0]) == (0, str(path))
+    few = ["split=train", "images=5", "data.image_size=48"]
+    for more, name in (([], path.name), (few, "trained-step00000011-new-train-48x48-5.npz")):
+        code, out, _ = dmjd("embed", str(run), *of(flat), *more, *QUICK)
+        assert (code, out.partition(": ")[0]) == (0, str(path.with_name(name)))
+    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *few, *QUICK)[1]
     new = read_embeddings(path)
     assert (new.names, new.classes) == ([f"{number:02d}.png" for number in range(6)], [])
     assert set(new.labels.tolist()) == {-1}
