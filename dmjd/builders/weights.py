@@ -198,7 +198,11 @@ def load_encoder_weights(encoder: Encoder, file: WeightsFile) -> str:
 
 
 def load_classifier(
-    objective: Classification, path: Path, weights: str = "trained", classes: Sequence[str] | None = None
+    objective: Classification,
+    path: Path,
+    weights: str = "trained",
+    classes: Sequence[str] | None = None,
+    file: WeightsFile | None = None,
 ) -> str:
     """Load ``weights`` at ``path``, a checkpoint folder or a file, into a classifier; all or nothing.
 
@@ -208,6 +212,7 @@ def load_classifier(
 
     Args:
         classes: names of the data's classes, compared with those of a checkpoint folder. None: only their number is.
+        file: what :func:`read_file` has read of ``path``. None: it is read here.
 
     Returns:
         A description of the weights that were loaded and of those that keep their initial values.
@@ -216,7 +221,7 @@ def load_classifier(
         CheckpointError: as :func:`load_weights`. ConfigError: if it does not have ``weights``.
     """
     model = objective.model
-    file = _read(path, weights)
+    file = file or _read(path, weights)
     kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
     file = _fitted(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder, geometric=True)
     own = {name: value.shape for name, value in model.state_dict().items()}
