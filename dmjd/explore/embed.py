@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from dmjd import __version__
-from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
+from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embeddings import (
@@ -440,7 +440,7 @@ def _interruptible() -> Iterator[None]:
 def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> dict[str, Any]:
     """Settings of the file. They have no date, so that the same command writes the same bytes."""
     pooling = config.pooling * (len(encoders) // len(config.pooling))
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
         described[name] = {
             "checkpoint": _last(str(frozen.path if frozen.path.is_file() else frozen.run.path)),
@@ -450,6 +450,8 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "dim": frozen.encoder.embed_dim,
             **preparation(frozen, how),
         }
+        if isinstance(frozen.trained, FinetuneConfig) and frozen.weights != "untrained":
+            described[name]["finetuned"] = True
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
