@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from dmjd import __version__
-from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
+from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
 from dmjd.explore.embeddings import (
@@ -63,7 +63,9 @@ class EmbedConfig:
 
     checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of dmjd or of another
         code base; several are written side by side.
-    output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
+    output: .npz or .parquet file; an earlier one is replaced. Default: RUN/embeddings/WEIGHTS-step########.npz, with
+        the folder or data set, split, image size, pooling and number of images before the suffix if they are not the
+        defaults. Several checkpoints need it.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
     model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
@@ -112,14 +114,16 @@ class EmbedConfig:
             )
         if self.output is None and len(self.checkpoints) > 1:
             raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
-        if self.output is not None and Path(self.output).suffix not in FORMATS:
-            raise ConfigError(f"output={self.output} must end in {' or '.join(FORMATS)}")
         if self.output is not None and Path(self.output).suffix == ".parquet":
             import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
 
 
 def run(config: EmbedConfig) -> Iterator[str]:
     """Write the file, or continue from the parts that an interrupted command left."""
+    from dmjd.explore.sources import check_output
+
+    if config.output is not None:
+        check_output(Path(config.output), FORMATS)
     encoders = _load(config)
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
@@ -133,12 +137,15 @@ def run(config: EmbedConfig) -> Iterator[str]:
             first_bad = next(iter(left_out.items()))
             raise DataError(f"none of the {len(left_out)} images can be decoded; the first: {': '.join(first_bad)}")
         settings = {**_settings(config, encoders, images), "left_out": left_out}
+        replaced = output.exists()
         write_parts(output, [part.path for part in parts.done], parts.folder, settings)
     if left_out:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
     yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
+    if replaced:
+        yield f"replaced the earlier {output.name}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
@@ -180,8 +187,8 @@ class _Split(NamedTuple):
 
 @dataclass(frozen=True)
 class _Images:
-    """source: their description. fingerprint: of the names of all images. moved: they are in another folder than those
-    of the checkpoint."""
+    """source: their description, without the folders above ``root``. fingerprint: of the names of all images. moved:
+    they are others than those of the checkpoint."""
 
     splits: list[_Split]
     classes: list[str]
@@ -202,20 +209,17 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
     data = replace(first.data, check="none", max_bad_percent=100.0)
     wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast("Split", config.split)]
-    moves = {"root", "val_percent"} & {*(config.data_keys or ())} == {"root"}
+    moved = (data.name, _folder(data)) != (first.trained.data.name, _folder(first.trained.data))
+    if moved and "val_percent" not in (("val_percent",) if config.data_keys is None else config.data_keys):
+        data = replace(data, val_percent=0.0)  # the run's rule is for its own images
     found: list[tuple[Split, dict[int, ImageDataset]]] = []
     for split in wanted:
         try:
             datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-        except DataError as error:
-            if data.val_percent and config.split == "all" and moves:
-                # Other images than those of the run, too few for its rule, or with a split of their own.
-                data = replace(data, val_percent=0.0)
-                datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and isinstance(error, NoSplit):
-                break
-            else:
+        except NoSplit:
+            if not found:
                 raise
+            break
         if split == "train" or not data.val_percent:  # else both list the same folder
             report(datasets[min(channels)])
         found.append((split, datasets))
@@ -229,9 +233,18 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
         start += len(dataset)
         digest.update(f"{split} {len(dataset)} {getattr(dataset, 'fingerprint', '')}\n".encode())
     classes = getattr(dataset, "classes", ()) or map(str, range(dataset.num_classes))
-    moved = data.root is not None and data.root != first.trained.data.root
     names = [plain_name(each) for each in classes]
-    return _Images(splits, names, data.root, image_source(data), digest.hexdigest(), moved)
+    source = image_source(data if data.root is None else replace(data, root=_last(data.root)))
+    return _Images(splits, names, data.root, source, digest.hexdigest(), moved)
+
+
+def _folder(data: DataConfig) -> str | None:
+    return data.root and os.path.realpath(data.root)
+
+
+def _last(location: str) -> str:
+    """The last part of a path or URL."""
+    return plain_name(Path(shown(location)).resolve().name)
 
 
 class _View(NamedTuple):
@@ -427,16 +440,18 @@ def _interruptible() -> Iterator[None]:
 def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> dict[str, Any]:
     """Settings of the file. They have no date, so that the same command writes the same bytes."""
     pooling = config.pooling * (len(encoders) // len(config.pooling))
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
         described[name] = {
-            "checkpoint": shown(str(frozen.path)),
+            "checkpoint": _last(str(frozen.path if frozen.path.is_file() else frozen.run.path)),
             "step": frozen.step,
             "weights": frozen.weights,
             "sha256": digest_of(frozen.encoder),
             "dim": frozen.encoder.embed_dim,
             **preparation(frozen, how),
         }
+        if isinstance(frozen.trained, FinetuneConfig) and frozen.weights != "untrained":
+            described[name]["finetuned"] = True
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
@@ -463,9 +478,9 @@ def digest_of(encoder: Module) -> str:
 
 def _identity(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> str:
     """Hash of all that the bytes of a part depend on but the pixels of the images."""
-    devices = [frozen.device.type for frozen in encoders.values()]
-    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices, images.fingerprint]
-    settings = [_settings(config, encoders, images), stored]
+    first, devices = next(iter(encoders.values())), [frozen.device.type for frozen in encoders.values()]
+    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices]
+    settings = [_settings(config, encoders, images), stored, _folder(first.data), images.fingerprint]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -602,14 +617,18 @@ def _part_name(start: int) -> str:
 
 
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    """``config.output``, or the default file, whose name has all keys of the images that are not the defaults."""
     from dmjd.explore.sources import check_output
 
     if config.output is not None:
-        path = Path(config.output)
-    else:
-        others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
-        path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
-    return check_output(path, FORMATS)
+        return Path(config.output)
+    size = "x".join(map(str, first.size)) if first.data.image_size != first.trained.data.image_size else ""
+    parts = [first.weights, f"step{first.step:08d}"]
+    parts += [_last(images.root)[-30:] if images.root else first.data.name] * images.moved
+    parts += [config.split] * (config.split != "all") + [size]
+    parts += [config.pooling[0]] * (config.pooling != ["mean"])
+    parts += [] if config.images is None else [str(config.images)]
+    return check_output(first.run.path / EMBEDDINGS / f"{'-'.join(filter(None, parts))}.npz", FORMATS)
 
 
 TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)

@@ -35,7 +35,8 @@ class ShowConfig(ImagesConfig):
         initialisation. ema: exponential moving average of the encoder. student: the student of a file with a teacher.
     device: auto: CUDA if available, else CPU.
     data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
-        data.image_size=448 gives finer maps of attention and PCA.
+        data.image_size=448 sets the size of all, of which maps of attention and PCA otherwise have twice that of
+        pre-training.
     """
 
     weights: str = choice("auto", "trained", "untrained", "ema", "student")

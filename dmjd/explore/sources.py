@@ -146,12 +146,14 @@ def _titles(paths: Sequence[Path], files: Sequence[Embeddings]) -> list[dict[str
 
 
 def origin(embeddings: Embeddings, encoder: str, keys: Sequence[str], longest: int) -> str:
-    """What the file records of an encoder, in at most ``longest`` characters. keys: such as weights and step."""
+    """What the file records of an encoder, in at most ``longest`` characters. keys: such as weights and step;
+    a fine-tuned one is stated, which was trained with labels."""
     encoders = embeddings.settings.get("encoders")
     described = encoders.get(encoder) if isinstance(encoders, dict) else None
     known = described if isinstance(described, dict) else {}
     values = {key: known[key] for key in keys if isinstance(known.get(key), str | int) and known[key]}
     parts = [str(value) if key == "weights" else f"{key} {value}" for key, value in values.items()]
+    parts += ["fine-tuned"] * (known.get("finetuned") is True)
     return shortened(printable_message(printable(", ".join(parts))), longest)
 
 

@@ -89,13 +89,40 @@ def test_choices_of_images_and_forms_of_the_file(
 
     flat = tmp_path / "new"
     shutil.copytree(image_folder / "val/up", flat)
-    code, out, _ = dmjd("embed", str(copy_of(finished_run, tmp_path / "run")), *of(flat), *QUICK)
+    run = copy_of(finished_run, tmp_path / "run")
     path = tmp_path / "run/embeddings/trained-step00000011-new.npz"
-    assert (code, out.partition(": ")[0]) == (0, str(path))
+    few = ["split=train", "images=5", "data.image_size=48"]
+    for more, name in (([], path.name), (few, "trained-step00000011-new-train-48x48-5.npz")):
+        code, out, _ = dmjd("embed", str(run), *of(flat), *more, *QUICK)
+        assert (code, out.partition(": ")[0]) == (0, str(path.with_name(name)))
+    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *few, *QUICK)[1]
     new = read_embeddings(path)
     assert (new.names, new.classes) == ([f"{number:02d}.png" for number in range(6)], [])
     assert set(new.labels.tolist()) == {-1}
     assert set(new.splits.tolist()) == {"train"}
+
+
+def test_images_of_another_folder_are_not_held_out_by_the_rule_of_the_run(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of them has no path of this machine."""
+    root = Path(shutil.copytree(image_folder / "train", tmp_path / "photos"))
+
+    def load(config: ImagesConfig) -> FrozenEncoder:
+        frozen = load_frozen(config)
+        return replace(frozen, data=replace(frozen.data, val_percent=50.0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmjd.evaluate.encoder.load_encoder", load)
+        found = written(dmjd, tmp_path / "a.npz", str(finished_run), *of(root))
+        code, _, err = dmjd("embed", str(finished_run), *of(root), "split=test", *QUICK)
+    assert set(found.splits) == {"train"}
+    assert (code, "photos has no test split" in err) == (2, True)
+    assert str(tmp_path) not in str(found.settings)
+    assert found.settings["data"].startswith("folder in photos, ")
+    assert found.settings["encoders"]["run"]["checkpoint"] == "run"
+    held_out = written(dmjd, tmp_path / "b.npz", str(finished_run), *of(root), "data.val_percent=50")
+    assert set(held_out.splits) == {"train", "test"}
 
 
 def copy_of(run: Path, to: Path) -> Path:

@@ -215,12 +215,28 @@ def test_glyphs_are_line_segments_across_the_gradient_of_their_bin() -> None:
 
 def test_maps_frames_and_names_of_classes() -> None:
     assert _in_one_line("a\nb\x1b" + 50 * "c") == "a\\nb\\x1b" + 29 * "c" + "..."
-    picture = heat(torch.tensor([[0.0, 1.0], [0.5, 0.25]]))
-    assert [picture[0, 0].tolist(), picture[0, 1].tolist()] == [[0, 0, 3], [252, 254, 164]]  # both ends of "inferno"
-    cell = framed(np.full((8, 12, 3), 7, np.uint8), (1, 2), 4)
+    values = torch.linspace(0, 1, 100).view(10, 10)
+    values[9, 9] = 1000.0  # one outlier does not darken the others
+    picture = heat(values)
+    assert [picture[0, 0].tolist(), picture[9, 6].tolist()] == [[0, 0, 3], [252, 254, 164]]  # both ends of "inferno"
+    assert np.abs(picture[4, 7].astype(int) - (188, 55, 84)).max() <= 3  # its middle
+    cell = framed(np.full((8, 12, 3), 7, np.uint8), (1, 2), (2, 3))
     assert (cell[:4] == 7).all()
     assert (cell[4:, :8] == 7).all()
     assert cell[4:, 8:, 0].tolist() == [[255] * 4, [255, 0, 0, 255], [255, 0, 0, 255], [255] * 4]
+
+
+def test_maps_are_those_of_images_of_twice_the_size_unless_a_size_is_given(finished_run: Path) -> None:
+    figures, frozen = shown(finished_run, "images=2")
+    height, width = frozen.size
+    twice, _ = shown(finished_run, "images=2", f"data.image_size=[{2 * height},{2 * width}]")
+    once, _ = shown(finished_run, "images=2", f"data.image_size=[{height},{width}]")
+    assert twice.grid == (2 * figures.grid[0], 2 * figures.grid[1])
+    for kind in ("attention", "pca"):
+        found, expected, coarse = (getattr(each, kind)().columns for each in (figures, twice, once))
+        for own, fine, other in zip(found(8)[1:], expected(4)[1:], coarse(8)[1:], strict=True):
+            assert np.array_equal(own.cells, fine.cells), own.title
+            assert not np.array_equal(own.cells, other.cells)
 
 
 def test_a_classifier_has_its_classes_below_the_images(finished_run: Path) -> None:
