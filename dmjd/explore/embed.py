@@ -112,8 +112,6 @@ class EmbedConfig:
                 f"pooling has {len(self.pooling)} values for {len(self.checkpoints)} checkpoint(s); give one, or "
                 "one for each"
             )
-        if self.output is None and len(self.checkpoints) > 1:
-            raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
         if self.output is not None and Path(self.output).suffix == ".parquet":
             import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
 
@@ -121,9 +119,14 @@ class EmbedConfig:
 def run(config: EmbedConfig) -> Iterator[str]:
     """Write the file, or continue from the parts that an interrupted command left."""
     from dmjd.explore.sources import check_output
+    from dmjd.runs.checkpoint import weights_at
 
     if config.output is not None:
         check_output(Path(config.output), FORMATS)
+    if config.output is None and len(config.checkpoints) > 1:
+        for each in config.checkpoints:
+            weights_at(each, "checkpoint", config.which)  # a folder of images has an error of its own
+        raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
     encoders = _load(config)
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)

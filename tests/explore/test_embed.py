@@ -286,7 +286,6 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["a", "b"], "several checkpoints need the name of their file: output=FILE.npz"),
         (["a", "output=b.csv"], "output=b.csv must end in .npz or .parquet"),
         (["a", "pooling=max"], "pooling must be one of cls, mean, got 'max'"),
         (["a", "b", "c", "pooling=mean,cls", "output=c.npz"], "pooling has 2 values for 3 checkpoint(s)"),
@@ -300,6 +299,16 @@ def test_arguments_that_do_not_fit_are_one_line(dmjd: Command, words: list[str],
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+def test_a_second_folder_is_a_run_or_an_error(dmjd: Command, finished_run: Path, image_folder: Path) -> None:
+    for other, part in (
+        (finished_run, "several checkpoints need the name of their file: output=FILE.npz"),
+        (image_folder, f"checkpoint={image_folder} is a folder of images, which data.root names"),
+    ):
+        code, out, err = dmjd("embed", str(finished_run), str(other))
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert part in err
 
 
 def test_without_pyarrow_a_table_is_one_line_before_anything_is_computed(
