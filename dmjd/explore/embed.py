@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, Interrupted, NoSplit
 from dmjd.explore.embeddings import (
     EMBEDDINGS,
     FORMATS,
@@ -399,11 +399,11 @@ def _encode(
                     parts.write(pending)
                     pending = _Pending(pending.stop)
             parts.write(pending)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             parts.write(pending)
             count = batches.images_before(pending.stop)
             logger.warning("%s: %d of %d images are done; the same command continues", parts.folder, count, len(images))
-            raise
+            raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
     return left_out
 
 
@@ -429,11 +429,15 @@ def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: Embe
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Context in which SIGTERM is a KeyboardInterrupt, too; outside the main thread, it keeps its action."""
+    """Context in which SIGTERM is an Interrupted, too; outside the main thread, it keeps its action."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
