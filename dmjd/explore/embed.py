@@ -157,7 +157,7 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
 
     pooling = config.pooling * (len(config.checkpoints) // len(config.pooling))
     files = [Path(each).is_file() for each in config.checkpoints]
-    found: dict[str, FrozenEncoder] = {}
+    found: list[FrozenEncoder] = []
     for checkpoint, is_file, how in zip(config.checkpoints, files, pooling, strict=True):
         one = EvaluationConfig(
             checkpoint=checkpoint,
@@ -169,12 +169,26 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
             data=config.data,
             data_keys=config.data_keys,
         )
-        frozen = load_encoder(one)
-        name = plain_name(frozen.run.path.resolve().name)
-        steps = f"{name}-step{frozen.step:08d}"
-        names = (name, steps, *(f"{steps}-{more}" for more in range(2, len(files) + 2)))
-        found[next(each for each in names if each not in found)] = frozen
-    return found
+        found.append(load_encoder(one))
+    return dict(zip(_names(found, pooling), found, strict=True))
+
+
+def _names(encoders: Sequence[FrozenEncoder], pooling: Sequence[str]) -> list[str]:
+    """The names of run folders and files; of equal ones with what differs: the folder above, the step, the pooling, or
+    else their numbers."""
+    paths = [frozen.run.path.resolve() for frozen in encoders]
+    numbers = [str(number) for number, _ in enumerate(encoders, 1)]
+    names = [plain_name(path.name) for path in paths]
+    for form, values in (
+        ("{1}/{0}", [plain_name(path.parent.name) for path in paths]),
+        ("{0}-{1}", [f"step{frozen.step:08d}" for frozen in encoders]),
+        ("{0}-{1}", pooling),
+        *[("{0}-{1}", numbers)] * len(encoders),  # a number may make a name that another one has
+    ):
+        pairs = list(zip(names, values, strict=True))
+        groups = {name: {value for other, value in pairs if other == name} for name in names}
+        names = [form.format(name, value) if len(groups[name]) > 1 else name for name, value in pairs]
+    return names
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -403,7 +417,7 @@ def _encode(
             parts.write(pending)
             count = batches.images_before(pending.stop)
             logger.warning("%s: %d of %d images are done; the same command continues", parts.folder, count, len(images))
-            raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
+            raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
     return left_out
 
 

@@ -26,6 +26,7 @@ from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
 from dmjd.explore import embed, embeddings
 from dmjd.explore.embeddings import Embeddings, read_embeddings
+from dmjd.runs.folder import RunFolder
 
 Command = Callable[..., tuple[int, str, str]]
 QUICK = ("workers=0", "device=cpu")
@@ -154,9 +155,9 @@ def test_several_encoders_read_each_image_once(
     words = [str(finished_run), str(other), str(finished_run), *of(image_folder), "split=train", "pooling=mean"]
     found = written(dmjd, tmp_path / "all.npz", *words)
     assert len(opened) == 48
-    assert list(found.features) == ["run", "small", "run-step00000011"]
-    assert np.array_equal(found.features["run"], found.features["run-step00000011"])
-    for name, run in (("run", finished_run), ("small", other)):
+    assert list(found.features) == ["run-1", "small", "run-3"]
+    assert np.array_equal(found.features["run-1"], found.features["run-3"])
+    for name, run in (("run-1", finished_run), ("small", other)):
         expected = Encoder(load(compose("knn", [f"checkpoint={run}", *of(image_folder), *QUICK]))).embed(image_folder)
         assert torch.equal(expected, torch.from_numpy(found.features[name]))
     assert found.settings["encoders"]["small"]["image_size"] == [16, 16]
@@ -238,6 +239,19 @@ def test_a_table_does_not_depend_on_its_parts(
     monkeypatch.setattr(embed, "PART_SECONDS", 0.0)
     assert dmjd("embed", *words, f"output={tmp_path / 'nine.parquet'}")[0] == 0
     assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
+
+
+def test_encoders_of_equal_names_have_what_differs_in_their_names(finished_run: Path, tmp_path: Path) -> None:
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *QUICK]))
+
+    def names(*found: tuple[str, int, str]) -> list[str]:
+        encoders = [replace(frozen, run=RunFolder(tmp_path / path), step=step) for path, step, _ in found]
+        return embed._names(encoders, [pooling for *_, pooling in found])
+
+    assert names(("ibot/full", 0, "mean"), ("sdae/full", 0, "mean"), ("b", 1, "cls")) == ["ibot/full", "sdae/full", "b"]
+    assert names(("a", 10, "mean"), ("a", 20, "mean")) == ["a-step00000010", "a-step00000020"]
+    assert names(("a", 10, "mean"), ("a", 10, "cls")) == ["a-mean", "a-cls"]
+    assert names(*[("a", 1, "mean")] * 2, ("a-2", 1, "mean")) == ["a-1", "a-2-2", "a-2-3"]
 
 
 @pytest.mark.gpu
