@@ -238,7 +238,7 @@ def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
     head = HeadConfig(pooling=pooling, norm="pooled" if pooled else "encoder")
     trained = FinetuneConfig(init=None, backbone=frozen.trained.backbone, data=frozen.data, head=head)
     objective = build_classification(trained, len(file.weights[HEAD]))
-    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
+    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights, file=file))
     classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
     if pooled:
         classifier.encoder.fc_norm = classifier.fc_norm
