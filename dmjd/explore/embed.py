@@ -178,9 +178,9 @@ def _names(encoders: Sequence[FrozenEncoder], pooling: Sequence[str]) -> list[st
     else their numbers."""
     paths = [frozen.run.path.resolve() for frozen in encoders]
     numbers = [str(number) for number, _ in enumerate(encoders, 1)]
-    names = [plain_name(path.name) for path in paths]
+    names = [plain_name(each.name) for each in paths]
     for form, values in (
-        ("{1}/{0}", [plain_name(path.parent.name) for path in paths]),
+        ("{1}/{0}", [plain_name(each.parent.name) for each in paths]),
         ("{0}-{1}", [f"step{frozen.step:08d}" for frozen in encoders]),
         ("{0}-{1}", pooling),
         *[("{0}-{1}", numbers)] * len(encoders),  # a number may make a name that another one has
