@@ -219,8 +219,9 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    from dmjd.data.build import build_dataset, report
+    from dmjd.data.build import build_dataset
     from dmjd.data.dataset import evenly
+    from dmjd.data.regular import log_skipped
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
@@ -238,7 +239,7 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
                 raise
             break
         if split == "train" or not data.val_percent:  # else both list the same folder
-            report(datasets[min(channels)])
+            log_skipped(data.root or data.name, datasets[min(channels)].skipped)
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
     chosen = evenly(total, total if config.images is None else config.images)
