@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dmjd import __version__
 from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
-from dmjd.errors import ConfigError, Diverged, UserError, printable_message
+from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
 from dmjd.files import at_home
@@ -323,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except MemoryError:
         return _fail("out of memory; use smaller images, batches or models, or fewer workers", 1)
+    except Interrupted as error:
+        return 128 + error.signal
     except KeyboardInterrupt:
         print("interrupted; files written so far are complete", file=sys.stderr)
         return 130

@@ -20,7 +20,7 @@ from dmjd.interop.layouts import LAYOUTS, check_finite, needed_by_encoder
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
 from dmjd.interop.tables import with_bias_tables, with_positions, with_window_tables
 from dmjd.interop.tensors import join_qv_bias, split_qv_bias
-from dmjd.interop.weights_file import WeightsFile, read_weights
+from dmjd.interop.weights_file import WeightsFile, read_weights, require_positions
 from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective, Trainable
@@ -108,9 +108,11 @@ def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfi
         data: the images to read, whose normalisation is used if the file states none.
 
     Raises:
-        CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given.
+        CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given,
+            or a ViT's positions are missing.
     """
     _check_registers(file)
+    require_positions(file)
     try:
         described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
         config = PretrainConfig(backbone=described.backbone_config(given), data=described.data_config(data))
@@ -261,6 +263,8 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
     interpolated as fine-tuning does if ``geometric``."""
     own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
     weights = file.weights
+    if POSITIONS in own:
+        require_positions(file)
     try:
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")

@@ -100,8 +100,7 @@ class Layout:
             else:
                 weights[ours] = value
         _check_stem(unknown)
-        lost = missing(weights) + [POSITIONS] * (self.name != "ours" and _lacks_positions(weights))
-        absent = [self.names.theirs(name) or name for name in lost]
+        absent = [self.names.theirs(name) or name for name in missing(weights)]
         faults = []
         if unknown and not drop_unknown:
             faults.append(f"{len(unknown)} unknown ({summary(unknown)}; {_advice(unknown, 'unknown=drop')})")
@@ -169,7 +168,7 @@ def is_beit(weights: State) -> bool:
     )
 
 
-def _lacks_positions(weights: State) -> bool:
+def lacks_positions(weights: State) -> bool:
     """Whether a ViT has neither positions nor relative position biases. Our own files alone leave fixed ones out."""
     tables = (POSITIONS, SHARED_TABLE, f"encoder.blocks.0.{BIAS_TABLE}")
     return "encoder.blocks.0.norm1.weight" in weights and not any(name in weights for name in tables)

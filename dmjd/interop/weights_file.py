@@ -10,7 +10,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.interop.describe import NOTHING, Noted, noted_at
 from dmjd.interop.huggingface import official_names
-from dmjd.interop.layouts import LAYOUTS, Layout, detect, peel
+from dmjd.interop.layouts import LAYOUTS, Layout, detect, lacks_positions, peel
 from dmjd.interop.names import summary
 from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tensors import Grid
@@ -67,3 +67,12 @@ def read_weights(
         raise CheckpointError(f"{description}: {error}") from error
     has_qv_bias = any(name.endswith(".q_bias") for name in state)
     return WeightsFile(path, description, found, layout, grid_noted(path), noted_at(path), has_qv_bias)
+
+
+def require_positions(file: WeightsFile) -> None:
+    """Raise CheckpointError if the positions of a ViT are neither in the file nor, as in ours, computed."""
+    if file.layout.name != "ours" and lacks_positions(file.weights):
+        raise CheckpointError(
+            f"{file.description}: read as {file.layout.name}, the file has 1 missing (pos_embed); if its positions are "
+            "fixed sine-cosine ones, describe its model by experiment=NAME, such as mae_vit_base"
+        )

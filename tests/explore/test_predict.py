@@ -20,6 +20,7 @@ import dmjd as package
 from dmjd.compose import compose
 from dmjd.data.folder import ImageFolder
 from dmjd.explore.embeddings import read_embeddings, write_embeddings
+from dmjd.explore.sources import origin
 from dmjd.train import loop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -53,6 +54,8 @@ def test_a_classifier_predicts_what_it_predicts_in_python(tuned: Path, image_fol
     """Of the test images of its run, by the average; and of all images of a folder."""
     code, out, error = dmjd("predict", str(tuned), *CPU, "batch_size=5")
     assert code == 0, error
+    assert dmjd("embed", str(tuned), *CPU, "weights=ema", f"output={tuned / 'a.npz'}")[0] == 0
+    assert origin(read_embeddings(tuned / "a.npz"), "tuned", ["weights", "step"], 40) == "ema, step 8, fine-tuned"
     (path,) = (tuned / "predictions").iterdir()
     assert (path.name, out.splitlines()[-1]) == ("ema-step00000008.csv", str(path))
     classifier = package.load_classifier(tuned, device="cpu")
