@@ -311,10 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return 2 if error.reported else _fail(str(error), 2)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "dmjd":
+        package = (error.name or "").split(".")[0]
+        if package == "dmjd":
             raise
         extra = _EXPLORE_EXTRA if command in TOOLS else _TRAINING_EXTRA
-        return _fail(f"dmjd {command} needs {error.name}; {extra}", 2)
+        return _fail(f"dmjd {command} needs {package}; {extra}", 2)
     except BrokenPipeError:  # such as | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141

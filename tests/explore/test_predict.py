@@ -227,7 +227,7 @@ def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmj
     assert dmjd("embed", str(encoder), *CPU, "weights=untrained", f"output={embedded}", "images=9")[0] == 0
     file = read_embeddings(embedded)
     ((name, recorded),) = file.settings["encoders"].items()
-    recorded |= {"step": package.load_encoder(encoder, device="cpu").step, "weights": "ema", "pooling": "cls"}
+    recorded |= {"step": int(max((encoder / "checkpoints").iterdir()).name[-8:]), "weights": "ema", "pooling": "cls"}
     write_embeddings(tmp_path / "cls.npz", replace(file, settings={"encoders": {name: recorded}}))
     (tmp_path / "empty").mkdir()
     for words, fault in (
@@ -239,10 +239,9 @@ def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmj
         ([str(tuned), val, "weights=student"], "step-00000008 has no student beside a teacher; use weights=trained"),
         ([str(tuned), val, "neighbours=3"], "neighbours is for encoders, and checkpoint="),
         ([str(encoder), val, "neighbours=49"], "neighbours=49 must be at most the number of labelled images, 48"),
-        ([str(encoder), val, f"labelled={embedded}"], "was not made with this encoder: it has other weights; embed"),
         (
             [str(encoder), val, f"labelled={embedded}", "data.image_size=[24,24]"],
-            "it has other weights; image_size [16, 16], not [24, 24]; embed the labelled images with dmjd embed",
+            "was not made with this encoder: it has other weights; image_size [16, 16], not [24, 24]; embed",
         ),
         ([str(tuned), "new\nx"], "new\\nx does not exist"),
         (
