@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, NoSplit
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, Interrupted, NoSplit
 from dmjd.explore.embeddings import (
     EMBEDDINGS,
     FORMATS,
@@ -112,8 +112,6 @@ class EmbedConfig:
                 f"pooling has {len(self.pooling)} values for {len(self.checkpoints)} checkpoint(s); give one, or "
                 "one for each"
             )
-        if self.output is None and len(self.checkpoints) > 1:
-            raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
         if self.output is not None and Path(self.output).suffix == ".parquet":
             import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
 
@@ -121,9 +119,14 @@ class EmbedConfig:
 def run(config: EmbedConfig) -> Iterator[str]:
     """Write the file, or continue from the parts that an interrupted command left."""
     from dmjd.explore.sources import check_output
+    from dmjd.runs.checkpoint import weights_at
 
     if config.output is not None:
         check_output(Path(config.output), FORMATS)
+    if config.output is None and len(config.checkpoints) > 1:
+        for each in config.checkpoints:
+            weights_at(each, "checkpoint", config.which)  # a folder of images has an error of its own
+        raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
     encoders = _load(config)
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
@@ -154,7 +157,7 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
 
     pooling = config.pooling * (len(config.checkpoints) // len(config.pooling))
     files = [Path(each).is_file() for each in config.checkpoints]
-    found: dict[str, FrozenEncoder] = {}
+    found: list[FrozenEncoder] = []
     for checkpoint, is_file, how in zip(config.checkpoints, files, pooling, strict=True):
         one = EvaluationConfig(
             checkpoint=checkpoint,
@@ -166,12 +169,26 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
             data=config.data,
             data_keys=config.data_keys,
         )
-        frozen = load_encoder(one)
-        name = plain_name(frozen.run.path.resolve().name)
-        steps = f"{name}-step{frozen.step:08d}"
-        names = (name, steps, *(f"{steps}-{more}" for more in range(2, len(files) + 2)))
-        found[next(each for each in names if each not in found)] = frozen
-    return found
+        found.append(load_encoder(one))
+    return dict(zip(_names(found, pooling), found, strict=True))
+
+
+def _names(encoders: Sequence[FrozenEncoder], pooling: Sequence[str]) -> list[str]:
+    """The names of run folders and files; of equal ones with what differs: the folder above, the step, the pooling, or
+    else their numbers."""
+    paths = [frozen.run.path.resolve() for frozen in encoders]
+    numbers = [str(number) for number, _ in enumerate(encoders, 1)]
+    names = [plain_name(each.name) for each in paths]
+    for form, values in (
+        ("{1}/{0}", [plain_name(each.parent.name) for each in paths]),
+        ("{0}-{1}", [f"step{frozen.step:08d}" for frozen in encoders]),
+        ("{0}-{1}", pooling),
+        *[("{0}-{1}", numbers)] * len(encoders),  # a number may make a name that another one has
+    ):
+        pairs = list(zip(names, values, strict=True))
+        groups = {name: {value for other, value in pairs if other == name} for name in names}
+        names = [form.format(name, value) if len(groups[name]) > 1 else name for name, value in pairs]
+    return names
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -202,8 +219,9 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    from dmjd.data.build import build_dataset, report
+    from dmjd.data.build import build_dataset
     from dmjd.data.dataset import evenly
+    from dmjd.data.regular import log_skipped
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
@@ -221,7 +239,7 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
                 raise
             break
         if split == "train" or not data.val_percent:  # else both list the same folder
-            report(datasets[min(channels)])
+            log_skipped(data.root or data.name, datasets[min(channels)].skipped)
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
     chosen = evenly(total, total if config.images is None else config.images)
@@ -396,11 +414,11 @@ def _encode(
                     parts.write(pending)
                     pending = _Pending(pending.stop)
             parts.write(pending)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             parts.write(pending)
             count = batches.images_before(pending.stop)
             logger.warning("%s: %d of %d images are done; the same command continues", parts.folder, count, len(images))
-            raise
+            raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
     return left_out
 
 
@@ -426,11 +444,15 @@ def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: Embe
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Context in which SIGTERM is a KeyboardInterrupt, too; outside the main thread, it keeps its action."""
+    """Context in which SIGTERM is an Interrupted, too; outside the main thread, it keeps its action."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:

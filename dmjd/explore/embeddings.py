@@ -337,8 +337,12 @@ def _convert_in_child(file: BinaryIO, target: BinaryIO) -> None:
     limit = _CHILD_SECONDS + size / _CHILD_BYTES_PER_SECOND
     memory = _CHILD_BYTES + _CHILD_COPIES * size
     command = [sys.executable, "-c", _CHILD.format(root=root, memory=memory)]
+    # Each thread takes virtual memory, whose limit is the same on a host with 128 cores.
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
     try:
-        done = subprocess.run(command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False)
+        done = subprocess.run(
+            command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False, env=env
+        )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"it is not read within {limit:.0f} s") from error
     if done.returncode:

@@ -26,6 +26,7 @@ from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
 from dmjd.explore import embed, embeddings
 from dmjd.explore.embeddings import Embeddings, read_embeddings
+from dmjd.runs.folder import RunFolder
 
 Command = Callable[..., tuple[int, str, str]]
 QUICK = ("workers=0", "device=cpu")
@@ -154,9 +155,9 @@ def test_several_encoders_read_each_image_once(
     words = [str(finished_run), str(other), str(finished_run), *of(image_folder), "split=train", "pooling=mean"]
     found = written(dmjd, tmp_path / "all.npz", *words)
     assert len(opened) == 48
-    assert list(found.features) == ["run", "small", "run-step00000011"]
-    assert np.array_equal(found.features["run"], found.features["run-step00000011"])
-    for name, run in (("run", finished_run), ("small", other)):
+    assert list(found.features) == ["run-1", "small", "run-3"]
+    assert np.array_equal(found.features["run-1"], found.features["run-3"])
+    for name, run in (("run-1", finished_run), ("small", other)):
         expected = Encoder(load(compose("knn", [f"checkpoint={run}", *of(image_folder), *QUICK]))).embed(image_folder)
         assert torch.equal(expected, torch.from_numpy(found.features[name]))
     assert found.settings["encoders"]["small"]["image_size"] == [16, 16]
@@ -240,6 +241,19 @@ def test_a_table_does_not_depend_on_its_parts(
     assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
 
 
+def test_encoders_of_equal_names_have_what_differs_in_their_names(finished_run: Path, tmp_path: Path) -> None:
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *QUICK]))
+
+    def names(*found: tuple[str, int, str]) -> list[str]:
+        encoders = [replace(frozen, run=RunFolder(tmp_path / path), step=step) for path, step, _ in found]
+        return embed._names(encoders, [pooling for *_, pooling in found])
+
+    assert names(("ibot/full", 0, "mean"), ("sdae/full", 0, "mean"), ("b", 1, "cls")) == ["ibot/full", "sdae/full", "b"]
+    assert names(("a", 10, "mean"), ("a", 20, "mean")) == ["a-step00000010", "a-step00000020"]
+    assert names(("a", 10, "mean"), ("a", 10, "cls")) == ["a-mean", "a-cls"]
+    assert names(*[("a", 1, "mean")] * 2, ("a-2", 1, "mean")) == ["a-1", "a-2-2", "a-2-3"]
+
+
 @pytest.mark.gpu
 def test_features_of_a_gpu_are_those_of_knn(
     dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path
@@ -268,7 +282,8 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
     with monkeypatch.context() as patch:
         patch.setattr(embed, "_features", stopped)
         code, _, err = dmjd("embed", *words, f"output={path}")
-    assert code == 130
+    assert code == 128 + 15
+    assert "interrupted" not in err
     assert f"{path}.parts: 21 of 60 images are done; the same command continues\n" in err
     assert [file.name for file in Path(f"{path}.parts").glob("part-*")] == ["part-00000000.npz"]
 
@@ -286,7 +301,6 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["a", "b"], "several checkpoints need the name of their file: output=FILE.npz"),
         (["a", "output=b.csv"], "output=b.csv must end in .npz or .parquet"),
         (["a", "pooling=max"], "pooling must be one of cls, mean, got 'max'"),
         (["a", "b", "c", "pooling=mean,cls", "output=c.npz"], "pooling has 2 values for 3 checkpoint(s)"),
@@ -300,6 +314,16 @@ def test_arguments_that_do_not_fit_are_one_line(dmjd: Command, words: list[str],
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+def test_a_second_folder_is_a_run_or_an_error(dmjd: Command, finished_run: Path, image_folder: Path) -> None:
+    for other, part in (
+        (finished_run, "several checkpoints need the name of their file: output=FILE.npz"),
+        (image_folder, f"checkpoint={image_folder} is a folder of images, which data.root names"),
+    ):
+        code, out, err = dmjd("embed", str(finished_run), str(other))
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert part in err
 
 
 def test_without_pyarrow_a_table_is_one_line_before_anything_is_computed(
