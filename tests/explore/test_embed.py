@@ -92,11 +92,11 @@ def test_choices_of_images_and_forms_of_the_file(
     shutil.copytree(image_folder / "val/up", flat)
     run = copy_of(finished_run, tmp_path / "run")
     path = tmp_path / "run/embeddings/trained-step00000011-new.npz"
-    fewer = ["split=train", "images=5", "data.image_size=48"]
-    for more, name in (([], path.name), (fewer, "trained-step00000011-new-train-48x48-5.npz")):
+    words = ["split=train", "images=5", "data.image_size=48"]
+    for more, name in (([], path.name), (words, "trained-step00000011-new-train-48x48-5.npz")):
         code, out, _ = dmjd("embed", str(run), *of(flat), *more, *QUICK)
         assert (code, out.partition(": ")[0]) == (0, str(path.with_name(name)))
-    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *fewer, *QUICK)[1]
+    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *words, *QUICK)[1]
     new = read_embeddings(path)
     assert (new.names, new.classes) == ([f"{number:02d}.png" for number in range(6)], [])
     assert set(new.labels.tolist()) == {-1}
