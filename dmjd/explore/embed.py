@@ -5,7 +5,6 @@ Parts of the file are written while the images are encoded; an interrupted comma
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
@@ -13,9 +12,8 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
@@ -24,15 +22,8 @@ from dmjd import __version__
 from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, Interrupted, NoSplit
-from dmjd.explore.embeddings import (
-    EMBEDDINGS,
-    FORMATS,
-    Embeddings,
-    plain_name,
-    read_embeddings,
-    write_embeddings,
-    write_parts,
-)
+from dmjd.explore.embeddings import EMBEDDINGS, FORMATS, plain_name, write_parts
+from dmjd.explore.parts import Decoded, Parts, Pending, View
 from dmjd.explore.registry import Tool
 from dmjd.progress import Progress
 from dmjd.redact import shown
@@ -48,9 +39,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-PART_SECONDS = 30.0
-PART_BYTES = 1 << 27
-"""A part of the file is written once it took so long or is so large; this bounds the memory."""
 LEFT_OUT = 10
 """Images that may be left out of any data set, however small."""
 
@@ -131,7 +119,7 @@ def run(config: EmbedConfig) -> Iterator[str]:
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
     output = _output(config, first, images)
-    parts = _Parts(output, images.classes, config.dtype, _identity(config, encoders, images))
+    parts = Parts(output, images.classes, config.dtype, _identity(config, encoders, images))
     batches = _Batches(images, [_view_of(frozen) for frozen in encoders.values()], config.batch_size, config.thumbnail)
     with parts:
         left_out = _encode(config, encoders, images, batches, parts)
@@ -265,28 +253,8 @@ def _last(location: str) -> str:
     return plain_name(Path(shown(location)).resolve().name)
 
 
-class _View(NamedTuple):
-    """How an encoder reads an image."""
-
-    channels: int
-    size: tuple[int, int]
-    crop_pct: float
-
-
-def _view_of(frozen: FrozenEncoder) -> _View:
-    return _View(frozen.data.channels, frozen.size, frozen.data.crop_pct)
-
-
-class _Batch(NamedTuple):
-    """Images of one split. images: view -> uint8 ``[b, H, W, C]``; left_out: name -> reason."""
-
-    split: Split
-    ids: list[int]
-    names: list[str]
-    labels: list[int]
-    images: dict[_View, Tensor]
-    thumbnails: list[bytes]
-    left_out: dict[str, str]
+def _view_of(frozen: FrozenEncoder) -> View:
+    return View(frozen.data.channels, frozen.size, frozen.data.crop_pct)
 
 
 class _Batches:
@@ -295,7 +263,7 @@ class _Batches:
     Each image is read and decoded once for each number of channels.
     """
 
-    def __init__(self, images: _Images, views: Sequence[_View], batch_size: int, thumbnail: int) -> None:
+    def __init__(self, images: _Images, views: Sequence[View], batch_size: int, thumbnail: int) -> None:
         self._images, self._views, self._thumbnail = images, list(dict.fromkeys(views)), thumbnail
         self._places = [
             (split, start, min(start + batch_size, len(split.indices)))
@@ -310,15 +278,15 @@ class _Batches:
         """Number of images in the batches before ``number``, those left out included."""
         return sum(stop - start for _, start, stop in self._places[:number])
 
-    def load(self, number: int) -> tuple[_Batch, tuple[()]]:
+    def load(self, number: int) -> tuple[Decoded, tuple[()]]:
         """A batch, and no substitutions."""
         import torch
 
         from dmjd.data.waiting import progress_mark
 
         split, start, stop = self._places[number]
-        batch = _Batch(split.split, [], [], [], {}, [], {})
-        views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
+        batch = Decoded(split.split, [], [], [], {}, [], {})
+        views: dict[View, list[Tensor]] = {view: [] for view in self._views}
         arrived = progress_mark()
         for index in split.indices[start:stop].tolist():
             name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
@@ -338,7 +306,7 @@ class _Batches:
             batch.images.update((view, torch.stack(pixels)) for view, pixels in views.items())
         return batch, ()
 
-    def _read(self, split: _Split, index: int) -> tuple[dict[_View, Tensor], bytes]:
+    def _read(self, split: _Split, index: int) -> tuple[dict[View, Tensor], bytes]:
         from dmjd.data.crops import evaluation_view
         from dmjd.data.dataset import InMemory
 
@@ -375,7 +343,7 @@ def _jpeg(pixels: npt.NDArray[np.uint8], side: int) -> bytes:
 
 
 def _encode(
-    config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images, batches: _Batches, parts: _Parts
+    config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images, batches: _Batches, parts: Parts
 ) -> dict[str, str]:
     """Encode the images whose part is missing; returns name -> reason of all that are left out."""
     from dmjd.data.batch import Batch
@@ -400,10 +368,10 @@ def _encode(
     # The loader passes batches on without looking into them.
     loader = BatchLoader(cast(Batches, batches), begin, len(batches), workers, pin_memory=False, limit=limit)
     most = max(LEFT_OUT, len(images) * data.max_bad_percent / 100)
-    pending = _Pending(begin)
+    pending = Pending(begin)
     with _interruptible(), Progress("images", len(images), done, images=1) as bar:
         try:
-            for batch in cast("Iterator[_Batch]", iter(loader)):
+            for batch in cast("Iterator[Decoded]", iter(loader)):
                 features = _features(encoders, batch, config) if batch.ids else {}
                 left_out |= batch.left_out
                 if len(left_out) > most:
@@ -412,7 +380,7 @@ def _encode(
                 bar.advance(len(batch.ids) + len(batch.left_out))
                 if pending.due:
                     parts.write(pending)
-                    pending = _Pending(pending.stop)
+                    pending = Pending(pending.stop)
             parts.write(pending)
         except KeyboardInterrupt as error:
             parts.write(pending)
@@ -422,7 +390,7 @@ def _encode(
     return left_out
 
 
-def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: EmbedConfig) -> dict[str, Array]:
+def _features(encoders: Mapping[str, FrozenEncoder], batch: Decoded, config: EmbedConfig) -> dict[str, Array]:
     import numpy as np
 
     from dmjd.evaluate.features import encode
@@ -513,129 +481,6 @@ def _too_many(left_out: Mapping[str, str], total: int, percent: float) -> str:
         f"{percent:g} allow; the first: {name} ({why}); repair them, or set data.max_bad_percent=100, and the same "
         "command continues"
     )
-
-
-# Parts ----------------------------------------------------------------------------------------------------------------
-
-
-class _Pending:
-    """Batches ``start .. stop - 1``, which are not written yet."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.stop = start
-        self.batches: list[tuple[_Batch, dict[str, Array]]] = []
-        self._began, self._bytes = time.monotonic(), 0
-
-    def add(self, batch: _Batch, features: dict[str, Array]) -> None:
-        self.batches.append((batch, features))
-        self.stop += 1
-        self._bytes += sum(map(len, batch.thumbnails)) + sum(values.nbytes for values in features.values())
-
-    @property
-    def due(self) -> bool:
-        """Whether to write a part now; a part has at least one image."""
-        full = self._bytes >= PART_BYTES or time.monotonic() - self._began >= PART_SECONDS
-        return full and any(batch.ids for batch, _ in self.batches)
-
-
-class _Part(NamedTuple):
-    """A file of the images of the batches before ``stop``. left_out: name -> reason, of images of these batches."""
-
-    path: Path
-    stop: int
-    images: int
-    left_out: dict[str, str]
-
-
-class _Parts:
-    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless parts are left.
-
-    Args:
-        output: the file that the parts will make.
-        classes: of the labels.
-        dtype: of the features.
-        identity: parts of another identity are removed.
-    """
-
-    def __init__(self, output: Path, classes: list[str], dtype: str, identity: str) -> None:
-        self.folder = output.with_name(f"{output.name}.parts")
-        self.done: list[_Part] = []
-        self._output, self._classes, self._dtype, self._identity = output, classes, dtype, identity
-
-    def __enter__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"output={self._output}: another process writes it ({error.strerror}); wait for it, or name another "
-                "file"
-            ) from error
-        os.register_at_fork(after_in_child=self._lock.close)  # loader workers may live longer than this process
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._lock.close()
-        if kind is None or not self.done:
-            for name in (".lock", *(part.path.name for part in self.done)):
-                (self.folder / name).unlink()
-            with suppress(OSError):  # it holds files of others
-                self.folder.rmdir()
-
-    def resume(self) -> int:
-        """Find the parts of an earlier launch from the first batch on; returns the first batch without a part."""
-        for draft in self.folder.glob(".part-*.tmp"):  # of a process that was killed
-            draft.unlink()
-        stop, others = 0, 0
-        for file in sorted(self.folder.glob("part-*.npz")):
-            part = self._read(file)
-            if part is None or file.name != _part_name(stop):
-                file.unlink()
-                others += 1
-            else:
-                self.done.append(part)
-                stop = part.stop
-        if others:
-            logger.info("%s: removed %d part(s) of other settings or damaged", self.folder, others)
-        return stop
-
-    def _read(self, path: Path) -> _Part | None:
-        try:
-            found = read_embeddings(path)
-            settings = found.settings
-            if settings["identity"] != self._identity:
-                return None
-            return _Part(path, int(settings["stop"]), len(found), dict(settings["left_out"]))
-        except (DataError, KeyError, TypeError, ValueError):
-            return None
-
-    def write(self, pending: _Pending) -> None:
-        """Write a part; nothing if it would have no image."""
-        import numpy as np
-
-        batches = [batch for batch, _ in pending.batches if batch.ids]
-        if not batches:
-            return
-        rows = [features for _, features in pending.batches if features]
-        left_out = {name: why for batch, _ in pending.batches for name, why in batch.left_out.items()}
-        part = Embeddings(
-            names=[name for batch in batches for name in batch.names],
-            ids=np.array([index for batch in batches for index in batch.ids]),
-            splits=np.array([batch.split for batch in batches for _ in batch.ids]),
-            labels=np.array([label for batch in batches for label in batch.labels]),
-            classes=self._classes,
-            features={name: np.concatenate([each[name] for each in rows]) for name in rows[0]},
-            thumbnails=[each for batch in batches for each in batch.thumbnails] if batches[0].thumbnails[0] else None,
-            settings={"identity": self._identity, "stop": pending.stop, "left_out": left_out},
-        )
-        path = self.folder / _part_name(pending.start)
-        write_embeddings(path, part, self._dtype)
-        self.done.append(_Part(path, pending.stop, len(part), left_out))
-
-
-def _part_name(start: int) -> str:
-    return f"part-{start:08d}.npz"
 
 
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:

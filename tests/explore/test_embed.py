@@ -24,7 +24,7 @@ from dmjd.encoder import Encoder, load_encoder
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.explore import embed, embeddings
+from dmjd.explore import embed, embeddings, parts
 from dmjd.explore.embeddings import Embeddings, read_embeddings
 from dmjd.runs.folder import RunFolder
 
@@ -92,11 +92,11 @@ def test_choices_of_images_and_forms_of_the_file(
     shutil.copytree(image_folder / "val/up", flat)
     run = copy_of(finished_run, tmp_path / "run")
     path = tmp_path / "run/embeddings/trained-step00000011-new.npz"
-    few = ["split=train", "images=5", "data.image_size=48"]
-    for more, name in (([], path.name), (few, "trained-step00000011-new-train-48x48-5.npz")):
+    words = ["split=train", "images=5", "data.image_size=48"]
+    for more, name in (([], path.name), (words, "trained-step00000011-new-train-48x48-5.npz")):
         code, out, _ = dmjd("embed", str(run), *of(flat), *more, *QUICK)
         assert (code, out.partition(": ")[0]) == (0, str(path.with_name(name)))
-    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *few, *QUICK)[1]
+    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *words, *QUICK)[1]
     new = read_embeddings(path)
     assert (new.names, new.classes) == ([f"{number:02d}.png" for number in range(6)], [])
     assert set(new.labels.tolist()) == {-1}
@@ -205,8 +205,8 @@ def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
     begin = "\n".join(
         (
-            "import os, signal, pathlib, dmjd.explore.embed as embed",
-            "embed.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
+            "import os, signal, pathlib, dmjd.explore.parts as parts",
+            "parts.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
             "die = lambda: os.kill(os.getpid(), signal.SIGKILL)",
         )
     )
@@ -236,7 +236,7 @@ def test_a_table_does_not_depend_on_its_parts(
     monkeypatch.setattr(embeddings, "_GROUP", 16)
     words = [str(finished_run), *of(image_folder), "batch_size=7", "dtype=float16", *QUICK]
     assert dmjd("embed", *words, f"output={tmp_path / 'one.parquet'}")[0] == 0
-    monkeypatch.setattr(embed, "PART_SECONDS", 0.0)
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
     assert dmjd("embed", *words, f"output={tmp_path / 'nine.parquet'}")[0] == 0
     assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
 
@@ -287,12 +287,11 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
     assert f"{path}.parts: 21 of 60 images are done; the same command continues\n" in err
     assert [file.name for file in Path(f"{path}.parts").glob("part-*")] == ["part-00000000.npz"]
 
-    for other in ("thumbnail=8", "batch_size=6"):
-        assert dmjd("embed", *words, other, f"output={whole}")[0] == 0
-        shutil.copytree(f"{path}.parts", tmp_path / "b.npz.parts")
-        code, _, err = dmjd("embed", *words, other, f"output={tmp_path / 'b.npz'}")
-        assert "removed 1 part(s) of other settings or damaged" in err
-        assert (tmp_path / "b.npz").read_bytes() == whole.read_bytes()
+    assert dmjd("embed", *words, "thumbnail=8", f"output={whole}")[0] == 0
+    shutil.copytree(f"{path}.parts", tmp_path / "b.npz.parts")
+    code, _, err = dmjd("embed", *words, "thumbnail=8", f"output={tmp_path / 'b.npz'}")
+    assert "removed 1 part(s) of other settings or damaged" in err
+    assert (tmp_path / "b.npz").read_bytes() == whole.read_bytes()
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
     assert dmjd("embed", *words, f"output={path}")[0] == 0
     assert path.read_bytes() == whole.read_bytes()
@@ -346,6 +345,6 @@ def test_leading_arguments_are_checkpoints_with_any_characters(monkeypatch: pyte
 
 
 def test_one_process_writes_a_file(tmp_path: Path) -> None:
-    first, second = (embed._Parts(tmp_path / "a.npz", [], "float32", "x") for _ in range(2))
+    first, second = (parts.Parts(tmp_path / "a.npz", [], "float32", "x") for _ in range(2))
     with first, pytest.raises(ConfigError, match="another process writes it"), second:
         pass
