@@ -56,7 +56,7 @@ class NeighboursConfig:
     queries: int = number(20, least=1, most=1000)
     query: list[str] | None = None
     neighbours: int = number(8, least=1, most=100)
-    duplicates: float | None = number(0.99, above=0, most=1)
+    duplicates: float | None = number(0.999, above=0, most=1)
 
 
 class Found(NamedTuple):
