@@ -491,7 +491,7 @@ def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
         return Path(config.output)
     size = "x".join(map(str, first.size)) if first.data.image_size != first.trained.data.image_size else ""
     parts = [first.weights, f"step{first.step:08d}"]
-    parts += [_last(images.root)[-30:] if images.root else first.data.name] * images.moved
+    parts += [_last(images.root)[-30:] if images.root else first.data.name] * (images.moved or first.path.is_file())
     parts += [config.split] * (config.split != "all") + [size]
     parts += [config.pooling[0]] * (config.pooling != ["mean"])
     parts += [] if config.images is None else [str(config.images)]

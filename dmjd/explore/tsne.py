@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -343,8 +342,7 @@ def _plain(value: Any) -> str:
 
 
 def _leaf(value: Any) -> str:
-    """Text without the folders of an absolute path: pages are shared."""
-    return re.sub("(^| )/.*/", r"\1", value) if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 TOOL = Tool("tsne", "Draw t-SNE maps of embeddings as PNG and HTML: dmjd tsne RUN|FILE [RUN|FILE ...]", TsneConfig, run)

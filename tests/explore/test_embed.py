@@ -254,6 +254,16 @@ def test_encoders_of_equal_names_have_what_differs_in_their_names(finished_run: 
     assert names(*[("a", 1, "mean")] * 2, ("a-2", 1, "mean")) == ["a-1", "a-2-2", "a-2-3"]
 
 
+def test_the_default_file_of_a_file_of_weights_names_the_images(finished_run: Path, tmp_path: Path) -> None:
+    """Whatever data describe the file."""
+    (tmp_path / "w.pth").touch()
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *QUICK]))
+    frozen = replace(frozen, path=tmp_path / "w.pth", run=RunFolder(tmp_path / "w"), step=0)
+    images = embed._Images([], [], str(tmp_path / "photos"), "", "", moved=False)
+    config = compose("embed", ["checkpoints=[w.pth]"])
+    assert embed._output(config, frozen, images) == tmp_path / "w/embeddings/trained-step00000000-photos.npz"
+
+
 @pytest.mark.gpu
 def test_features_of_a_gpu_are_those_of_knn(
     dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path

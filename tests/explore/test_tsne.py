@@ -222,10 +222,10 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
 ) -> None:
     first = made(classes=4)
     names = [f"{name}{HOSTILE[:-6]}" for name in first.names]
-    described = {"checkpoint": "/home/me/a run/last.pth", "weights": "ema", "step": 7}
+    described = {"checkpoint": "last.pth", "weights": "ema", "step": 7}
     recorded = {
         "encoders": {"encoder": described},
-        "data": "folder in /home/me/my photos, 32x32",
+        "data": "folder in my photos, 32x32",
         "left_out": {"bad.jpg": "cut", "worse.jpg": "empty"},
     }
     hostile = replace(first, names=[name.replace("\u2028", "") for name in names], settings=recorded)
