@@ -91,15 +91,15 @@ class Job:
     explanation: list[str]
 
 
-ON_ONE_GPU = {record.name: record.script for record in EVALUATIONS.values()} | {
-    TOOLS[name].name: "evaluate" for name in ("embed", "predict")
-}
-"""Command on one GPU -> its batch script."""
+def on_one_gpu() -> dict[str, str]:
+    """Command on one GPU -> its batch script."""
+    scripts = {record.name: record.script for record in EVALUATIONS.values()}
+    return scripts | {TOOLS[name].name: "evaluate" for name in ("embed", "predict")}
 
 
 def submittable() -> list[str]:
     """The commands that can be submitted."""
-    return [*TRAININGS, "preflight", *ON_ONE_GPU]
+    return [*TRAININGS, "preflight", *on_one_gpu()]
 
 
 def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
@@ -123,7 +123,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     trains = command in TRAININGS
     several = trains or command == "preflight"  # processes
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    script_name = "pretrain" if trains else ON_ONE_GPU.get(command, command)
+    script_name = "pretrain" if trains else on_one_gpu().get(command, command)
     template = (launchers_dir() / "slurm" / f"{script_name}.sbatch").read_text()
     header = {**_header(template), **site_header(site)}
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
@@ -170,7 +170,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
-    if command in ON_ONE_GPU:
+    if command in on_one_gpu():
         own.insert(0, command)
     elif of != command and of != TRAININGS[0]:
         own.insert(0, of)
@@ -214,7 +214,7 @@ def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
         return compose(command, overrides)
 
     config = composed(index)
-    if command not in ON_ONE_GPU and array is not None and composed(f"1{index}").run != config.run:
+    if command not in on_one_gpu() and array is not None and composed(f"1{index}").run != config.run:
         raise ConfigError("run= of an array must not refer to an argument with %a; write %a in run= itself")
     return config
 

@@ -128,6 +128,11 @@ def _check(config: DataConfig) -> None:
         raise ConfigError(
             f"data.val_percent={config.val_percent:g} is for data.name=folder, got data.name={config.name}; {cure}"
         )
+    if config.name == "digits" and config.root is not None:
+        raise ConfigError(
+            f"data.root={shown(config.root)} is a folder, and data.name=digits are scikit-learn's own images; add "
+            "data=folder to read those of the folder"
+        )
     odd = [each for each in (config.endings or "").split() if not re.fullmatch(r"(\.\w+)+", each)]
     if odd:
         raise ConfigError(f"data.endings must be endings such as .jpg, separated by spaces, got {odd[0]!r}")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import dmjd
-from dmjd.cluster.submit import ON_ONE_GPU, plan, submit, submittable
+from dmjd.cluster.submit import on_one_gpu, plan, submit, submittable
 from dmjd.compose import compose
 from dmjd.errors import ConfigError
 from dmjd.evaluate import EVALUATIONS
@@ -342,7 +342,7 @@ def test_every_command_that_can_be_submitted_exists_and_has_a_script() -> None:
     from dmjd.cli import COMMANDS
 
     assert set(submittable()) <= {*COMMANDS, *EVALUATIONS}
-    scripts = {*ON_ONE_GPU.values(), "pretrain", "preflight"}
+    scripts = {*on_one_gpu().values(), "pretrain", "preflight"}
     assert {path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch")} == scripts
 
 
