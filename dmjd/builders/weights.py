@@ -16,7 +16,8 @@ from dmjd.builders.model import BACKBONES, build_classification
 from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.describe import describe
-from dmjd.interop.layouts import LAYOUTS, check_finite, needed_by_encoder
+from dmjd.interop.layout import check_finite, needed_by_encoder
+from dmjd.interop.layouts import LAYOUTS
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
 from dmjd.interop.tables import with_bias_tables, with_positions, with_window_tables
 from dmjd.interop.tensors import join_qv_bias, split_qv_bias

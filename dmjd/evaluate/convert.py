@@ -19,7 +19,8 @@ from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
-from dmjd.interop.layouts import LAYOUTS, Layout
+from dmjd.interop.layout import Layout
+from dmjd.interop.layouts import LAYOUTS
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions

@@ -63,6 +63,19 @@ class Embeddings:
     def __len__(self) -> int:
         return len(self.names)
 
+    def take(self, rows: Sequence[int]) -> Embeddings:
+        """The images at ``rows``, in this order."""
+        rows = list(rows)
+        return replace(
+            self,
+            names=[self.names[row] for row in rows],
+            ids=self.ids[rows],
+            splits=self.splits[rows],
+            labels=self.labels[rows],
+            features={name: values[rows] for name, values in self.features.items()},
+            thumbnails=None if self.thumbnails is None else [self.thumbnails[row] for row in rows],
+        )
+
 
 def embeddings_at(path: str) -> Path:
     """``path`` if it is a file; the newest file of embeddings of a run folder. Raises DataError if there is none."""

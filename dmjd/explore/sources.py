@@ -107,17 +107,8 @@ def read_together(sources: Sequence[str]) -> Embeddings:
         for name, values in file.features.items():
             features[renamed[name]] = values[own]
             encoders[renamed[name]] = described.get(name) if isinstance(described, dict) else None
-    first, own = files[0], [rows[0][key] for key in shared]
-    return replace(
-        first,
-        names=[first.names[index] for index in own],
-        ids=first.ids[own],
-        splits=first.splits[own],
-        labels=first.labels[own],
-        features=features,
-        thumbnails=None if first.thumbnails is None else [first.thumbnails[index] for index in own],
-        settings={**first.settings, "encoders": encoders},
-    )
+    first = files[0].take([rows[0][key] for key in shared])
+    return replace(first, features=features, settings={**first.settings, "encoders": encoders})
 
 
 def _rows(file: Embeddings) -> dict[tuple[str, str], int]:
@@ -146,7 +137,7 @@ def _titles(paths: Sequence[Path], files: Sequence[Embeddings]) -> list[dict[str
 
 
 def origin(embeddings: Embeddings, encoder: str, keys: Sequence[str], longest: int) -> str:
-    """What the file records of an encoder, in at most ``longest`` characters. keys: such as weights and step;
+    """The record of an encoder in a file, in at most ``longest`` characters. keys: such as weights and step;
     a fine-tuned one is stated, which was trained with labels."""
     encoders = embeddings.settings.get("encoders")
     described = encoders.get(encoder) if isinstance(encoders, dict) else None

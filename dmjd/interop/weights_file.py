@@ -10,7 +10,8 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.interop.describe import NOTHING, Noted, noted_at
 from dmjd.interop.huggingface import official_names
-from dmjd.interop.layouts import LAYOUTS, Layout, detect, lacks_positions, peel
+from dmjd.interop.layout import Layout, lacks_positions
+from dmjd.interop.layouts import LAYOUTS, detect, peel
 from dmjd.interop.names import summary
 from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tensors import Grid
@@ -44,7 +45,7 @@ def read_weights(
 
     Args:
         source: a layout, or "auto" to detect it from the names.
-        drop_unknown, keep_nonfinite: as for :meth:`~dmjd.interop.layouts.Layout.read`.
+        drop_unknown, keep_nonfinite: as for :meth:`~dmjd.interop.layout.Layout.read`.
 
     Raises:
         CheckpointError: if it cannot be read, or is in no known layout, or lacks weights. ConfigError: if it does not

@@ -160,18 +160,10 @@ def test_every_class_has_a_mark_of_its_own() -> None:
 
 def shuffled(embeddings: Embeddings, rows: NDArray[np.int64], name: str) -> Embeddings:
     """Some of the images in another order, with an encoder whose first feature is the image's id."""
-    features = embeddings.features["encoder"][rows]
-    features[:, 0] = embeddings.ids[rows]
-    assert embeddings.thumbnails is not None
-    return replace(
-        embeddings,
-        names=[embeddings.names[row] for row in rows],
-        ids=embeddings.ids[rows],
-        splits=embeddings.splits[rows],
-        labels=embeddings.labels[rows],
-        features={name: features},
-        thumbnails=[embeddings.thumbnails[row] for row in rows],
-    )
+    taken = embeddings.take(rows.tolist())
+    features = taken.features["encoder"].copy()
+    features[:, 0] = taken.ids
+    return replace(taken, features={name: features})
 
 
 def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
