@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.decomposition import PCA
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -190,9 +191,8 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
 
 
 def test_principal_components_are_those_of_scikit_learn() -> None:
-    decomposition = pytest.importorskip("sklearn.decomposition")
     tokens = torch.randn(3, 20, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(8, 0, -1)
-    expected = decomposition.PCA(3).fit_transform(tokens.flatten(0, 1).double().numpy())
+    expected = PCA(3).fit_transform(tokens.flatten(0, 1).double().numpy())
     found = pca_colours(tokens).flatten(0, 1).numpy()
     for own, theirs in zip(found.T, expected.T, strict=True):
         low, high = np.percentile(theirs, [1, 99])
