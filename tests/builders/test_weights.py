@@ -31,7 +31,7 @@ from dmjd.models.objective import Objective
 from dmjd.positions import sincos_positions
 from dmjd.runs.consolidate import consolidate
 from dmjd.train import loop
-from dmjd.train.finetuning import with_init
+from dmjd.train.initial import with_init
 from tests.golden.official import cases
 from tests.golden.official.cases import CASES, Case
 from tests.interop.official_files import to_official
