@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from numpy.typing import NDArray
@@ -110,6 +111,16 @@ def extremes(values: NDArray[np.float64]) -> NDArray[np.int64]:
         finite = stretch[np.isfinite(values[stretch])]
         kept += [finite[values[finite].argmin()], finite[values[finite].argmax()]] if finite.size else [stretch[0]]
     return np.unique(kept)
+
+
+def legend(figure: Figure, handles: Sequence[Line2D], names: Iterable[str], **style: Any) -> Legend:
+    """The figure's legend, with names as they are: matplotlib would leave out those that begin with an underscore, and
+    read text between dollar signs as a formula."""
+    made = figure.legend(handles, ["name"] * len(handles), frameon=False, labelcolor=INK, **style)
+    for text, name in zip(made.get_texts(), names, strict=True):
+        text.set_text(name)
+        text.set_parse_math(False)
+    return made
 
 
 def png(figure: Figure, description: str = "") -> bytes:

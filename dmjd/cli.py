@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from dmjd import __version__
 from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
-from dmjd.errors import ConfigError, Diverged, UserError, printable_message
+from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
 from dmjd.files import at_home
@@ -311,10 +311,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return 2 if error.reported else _fail(str(error), 2)
     except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] == "dmjd":
+        package = (error.name or "").split(".")[0]
+        if package == "dmjd":
             raise
         extra = _EXPLORE_EXTRA if command in TOOLS else _TRAINING_EXTRA
-        return _fail(f"dmjd {command} needs {error.name}; {extra}", 2)
+        return _fail(f"dmjd {command} needs {package}; {extra}", 2)
     except BrokenPipeError:  # such as | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
         return 141
@@ -322,6 +323,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except MemoryError:
         return _fail("out of memory; use smaller images, batches or models, or fewer workers", 1)
+    except Interrupted as error:
+        return 128 + error.signal
     except KeyboardInterrupt:
         print("interrupted; files written so far are complete", file=sys.stderr)
         return 130

@@ -357,6 +357,8 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
         if key[:1] in ("+", "~"):
             name = key.lstrip("+~")
             raise ConfigError(f"{typed!r} adds or deletes a key; the keys are fixed, write {name}=value to set one")
+        if not equals and {PATHS, *SEVERAL} & known.keys() and os.path.exists(at_home(override)):
+            raise ConfigError(f"{typed!r} is behind KEY=VALUE; write files and folders before the first KEY=VALUE")
         if not equals or not key:
             hint = f"; {key} is a key: write {key}=VALUE" if key in known or key in available else near(key, command)
             if "data.root" in known and Path(override).expanduser().is_dir():

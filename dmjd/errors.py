@@ -48,8 +48,20 @@ class NotMet(UserError):
     """The processes of a launch did not connect. A retry may succeed: a node was lost, or a port taken."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interruption that the command itself has reported. signal: its number."""
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
 class DataError(UserError):
     """A missing folder, an image that cannot be decoded, or a data set that is too small."""
+
+
+class NoSplit(DataError):
+    """A data set without the split that is asked for."""
 
 
 class BadFeatures(UserError):

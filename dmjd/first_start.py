@@ -17,7 +17,7 @@ def first_start(command: str, arguments: Sequence[str]) -> Any:
     config = compose(command, with_first_key(command, arguments))
     if isinstance(config, FinetuneConfig) and config.init is not None:
         from dmjd.runs.checkpoint import weights_at
-        from dmjd.train.finetuning import with_init
+        from dmjd.train.initial import with_init
 
         config = with_init(config, weights_at(config.init, "init"))
     return _with_recipe(config)

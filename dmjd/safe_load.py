@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 JSON_BYTES = 64 << 20
 """The largest JSON text that is parsed: the manifest of some 300,000 shards."""
 
+_DIGITS = 1_000
+
 _YAML_LENGTH, _YAML_DEPTH = 4 << 20, 64
 
 _ADVICE = re.compile(r"^(Weights only|Please file|Check the doc)|weights_only|\(\d\)")
@@ -50,7 +52,7 @@ def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
         raise ValueError(f"it has {len(content)} bytes, more than the limit of {limit}")
     try:
         text = content if isinstance(content, str) else content.decode(json.detect_encoding(content))
-        value = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
         if _HALF.search(text):
             # \udc80 to \udcff are bytes of file names that are not UTF-8.
             json.dumps(value, ensure_ascii=False).encode(errors="surrogateescape")
@@ -59,6 +61,12 @@ def parse_json(content: bytes | str, limit: int = JSON_BYTES) -> Any:
     except RecursionError as error:
         raise ValueError("its brackets are nested too deeply") from error
     return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"it has a number of {len(text)} digits, more than the limit of {_DIGITS}")
+    return int(text)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> N
 
 def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> None:
     out = dmjd("submit", "--help")[1]
-    commands = ", ".join(["pretrain", "finetune", "preflight", *EVALUATIONS])
+    commands = ", ".join(["pretrain", "finetune", "preflight", *EVALUATIONS, "embed", "predict"])
     assert f"\n  COMMAND      {commands}\n  --dry-run    print the script" in out
     _, _, usages, meanings = dmjd("shards", "--help")[1].split("\n\n", 3)
     arguments = set(re.findall(r"\b[A-Z]{2,}\b", "".join(re.findall("  dmjd shards .*", usages))))

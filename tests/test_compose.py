@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from dmjd.builders.schedules import warmup_steps
-from dmjd.compose import compose, from_yaml, to_yaml
+from dmjd.compose import compose, from_yaml, to_yaml, with_first_key
 from dmjd.config import RENAMED, DataConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.evaluate.knn import KnnConfig
+from dmjd.explore import TOOLS
 from dmjd.resources import configs_dir
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
@@ -193,6 +195,14 @@ def test_a_bad_override_is_an_error_of_one_line(override: str, parts: list[str])
     assert "\n" not in message
     for part in parts:
         assert part in message, f"{message!r} lacks {part!r}"
+
+
+@pytest.mark.parametrize("command", TOOLS)
+def test_a_file_behind_a_key_belongs_before_it(command: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").touch()
+    words = with_first_key(command, ["runs/a", "output=b", str(tmp_path / "a.jpg")])
+    with pytest.raises(ConfigError, match=r"a\.jpg' is behind KEY=VALUE; write files and folders before"):
+        compose(command, words)
 
 
 VERBATIM = [

@@ -566,6 +566,11 @@ def test_half_a_character_is_no_json(text: str | bytes) -> None:
         parse_json(text)
 
 
+def test_a_number_of_many_digits_is_no_json() -> None:
+    with pytest.raises(ValueError, match="it has a number of 5000 digits, more than the limit of 1000"):
+        parse_json("9" * 5000)
+
+
 def test_names_of_files_and_whole_characters_are_json() -> None:
     for text in ("caf\udce9.png", "\U0001f600"):  # the first is not UTF-8 on the disk
         assert parse_json(json.dumps([text]).encode()) == [text]

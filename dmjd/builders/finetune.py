@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +12,11 @@ from torch import Tensor
 
 from dmjd.builders.average import Ema
 from dmjd.builders.data import check_data, image_size, token_grid
-from dmjd.builders.layer_decay import Group, group_table, set_layers
+from dmjd.builders.layer_decay import group_table, set_layers
 from dmjd.builders.mixing import Mixing, check_augment
 from dmjd.builders.model import build_classification, materialised
 from dmjd.builders.preparation import draw_branch_scales, draw_dropout
-from dmjd.builders.step import TrainStep, compiles
+from dmjd.builders.step import DownstreamStep, compiles
 from dmjd.builders.weights import load_classifier
 from dmjd.config import FinetuneConfig, check_batch
 from dmjd.data.batch import Batch
@@ -69,23 +68,10 @@ class ClassifierPreparation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneStep(TrainStep[FinetuneConfig]):
-    """A step of fine-tuning; ``ema`` is that of the whole model.
-
-    groups: of the optimizer, from the embeddings to the head.
-    """
+class FinetuneStep(DownstreamStep[FinetuneConfig]):
+    """A step of fine-tuning."""
 
     prepare: ClassifierPreparation
-    groups: list[Group]
-
-    def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
-        """As :meth:`dmjd.builders.step.Step.forward_backward`.
-
-        Returns:
-            "loss": the mean over the micro-batches, 0-d float32.
-        """
-        losses = [output.total.detach() for _, output in self.micro_batches(batch, epoch, skip)]
-        return {"loss": torch.stack(losses).mean()}
 
     def logits(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, C]`` on the engine's device -> float32 ``[B, classes]``, without augmentation, in
@@ -94,17 +80,6 @@ class FinetuneStep(TrainStep[FinetuneConfig]):
         with self.engine.inference():
             # A copy: the outputs of a CUDA graph are overwritten by its next run.
             return self.engine.objective(normalise(images, tuple(data.mean), tuple(data.std))).float().clone()
-
-    @contextmanager
-    def with_average(self) -> Iterator[None]:
-        """Within it the parameters have the values of the average, and ``averages`` those of the parameters. Nothing
-        may be trained or saved there."""
-        assert self.ema is not None, "there is an average with ema_decay only"
-        self.ema.swap()
-        try:
-            yield
-        finally:
-            self.ema.swap()
 
 
 def build_finetune_step(

@@ -27,7 +27,7 @@ from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
 from dmjd.data.few_shot import few_shot_subset
-from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.errors import BadImage, ConfigError, DataError, NoSplit
 from dmjd.parallel.build import select_precision
 from dmjd.parallel.engines import state_bytes
 from dmjd.parallel.memory import trace_step
@@ -289,9 +289,10 @@ def _test_classes(data: DataConfig) -> int | None:
     """
     try:
         return build_dataset(replace(data, check="none"), "test").num_classes
+    except NoSplit:
+        return None
     except DataError as error:
-        too_few = "holds out" if data.val_percent else "no test split"
-        if data.name == "folder" and too_few not in str(error):
+        if data.name == "folder" and not (data.val_percent and "holds out" in str(error)):
             raise
         return None
 

@@ -35,6 +35,14 @@ def cosine(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.
     return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def linear(step: int, *, total: int, warmup: int, peak: float, floor: float = 0.0, start: float = 0.0) -> float:
+    """Linear warm-up as in :func:`cosine`, then a line to ``floor`` at ``total``, on which the rate at step 0 would be
+    ``peak`` (mmsegmentation's "poly" of power 1)."""
+    if step < warmup:
+        return _warm_up(step, warmup, start, peak)
+    return floor + (peak - floor) * (1 - min(1.0, step / max(1, total)))
+
+
 def multistep(step: int, *, milestones: Sequence[int], warmup: int, peak: float, start: float = 0.0) -> float:
     """Linear warm-up as in :func:`cosine`, then ``peak``, times 0.1 from each of ``milestones`` (steps) on."""
     if step < warmup:
@@ -79,11 +87,14 @@ def build_schedule(config: TrainConfig, peak: float, steps_per_epoch: int) -> Ca
     """
     optim = config.optim
     warmup = warmup_steps(config, steps_per_epoch)
-    if optim.schedule == "cosine":
+    if optim.schedule != "multistep":
         if optim.milestones:
-            raise ConfigError("optim.milestones belongs to optim.schedule=multistep, and the schedule is cosine")
+            raise ConfigError(
+                f"optim.milestones belongs to optim.schedule=multistep, and the schedule is {optim.schedule}"
+            )
         total = config.epochs * steps_per_epoch
-        return partial(cosine, total=total, warmup=warmup, peak=peak, floor=optim.min_lr, start=optim.warmup_lr)
+        decay = {"cosine": cosine, "linear": linear}[optim.schedule]
+        return partial(decay, total=total, warmup=warmup, peak=peak, floor=optim.min_lr, start=optim.warmup_lr)
     if not optim.milestones or max(optim.milestones) >= config.epochs:
         raise ConfigError(
             f"optim.milestones of optim.schedule=multistep must be epochs below epochs={config.epochs}, got "

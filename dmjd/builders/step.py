@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,10 +18,11 @@ from torch import Tensor
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, check_target, target_dim, token_grid
 from dmjd.builders.average import ENCODER, Ema, EmaTeacher
 from dmjd.builders.data import image_size
+from dmjd.builders.layer_decay import Group
 from dmjd.builders.model import materialised
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
-from dmjd.config import EngineConfig, PretrainConfig, TrainConfig, check_batch
+from dmjd.config import DownstreamConfig, EngineConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
@@ -99,6 +102,43 @@ class Step(TrainStep[PretrainConfig]):
             losses.append(output)
             rates.append(measured_rates(prepared.masked_views))
         return mean_losses(losses), torch.stack(rates).mean(dim=0)
+
+
+D = TypeVar("D", bound=DownstreamConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DownstreamStep(TrainStep[D]):
+    """A step of a model with the head of a task; ``ema`` is that of the whole model.
+
+    groups: of the optimizer, from the embeddings to the head.
+    """
+
+    groups: list[Group]
+
+    def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
+        """As :meth:`Step.forward_backward`.
+
+        Returns:
+            Means over the micro-batches, 0-d float32: "loss", and the 0-d fields of the objective's output by name.
+        """
+        sums = defaultdict[str, list[Tensor]](list)
+        for _, output in self.micro_batches(batch, epoch, skip):
+            for name, value in output._asdict().items():
+                if value.ndim == 0:
+                    sums["loss" if name == "total" else name].append(value.detach())
+        return {name: torch.stack(values).mean() for name, values in sums.items()}
+
+    @contextmanager
+    def with_average(self) -> Iterator[None]:
+        """Within it the parameters have the values of the average, and ``averages`` those of the parameters. Nothing
+        may be trained or saved there."""
+        assert self.ema is not None, "there is an average with ema_decay only"
+        self.ema.swap()
+        try:
+            yield
+        finally:
+            self.ema.swap()
 
 
 def trapped(loss: Tensor) -> Tensor:

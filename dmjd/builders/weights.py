@@ -16,11 +16,12 @@ from dmjd.builders.model import BACKBONES, build_classification
 from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.describe import describe
-from dmjd.interop.layouts import LAYOUTS, check_finite, needed_by_encoder
+from dmjd.interop.layout import check_finite, needed_by_encoder
+from dmjd.interop.layouts import LAYOUTS
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, REGISTERS, SHARED_TABLE, summary
 from dmjd.interop.tables import with_bias_tables, with_positions, with_window_tables
 from dmjd.interop.tensors import join_qv_bias, split_qv_bias
-from dmjd.interop.weights_file import WeightsFile, read_weights
+from dmjd.interop.weights_file import WeightsFile, read_weights, require_positions
 from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.objective import Objective, Trainable
@@ -108,9 +109,11 @@ def described_model(file: WeightsFile, given: Mapping[str, Any], data: DataConfi
         data: the images to read, whose normalisation is used if the file states none.
 
     Raises:
-        CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given.
+        CheckpointError: if the encoder is none of ours, or its number of attention heads is neither shown nor given,
+            or a ViT's positions are missing.
     """
     _check_registers(file)
+    require_positions(file)
     try:
         described = describe(file.weights, file.noted, file.grid, has_qv_bias=file.has_qv_bias)
         config = PretrainConfig(backbone=described.backbone_config(given), data=described.data_config(data))
@@ -198,7 +201,11 @@ def load_encoder_weights(encoder: Encoder, file: WeightsFile) -> str:
 
 
 def load_classifier(
-    objective: Classification, path: Path, weights: str = "trained", classes: Sequence[str] | None = None
+    objective: Classification,
+    path: Path,
+    weights: str = "trained",
+    classes: Sequence[str] | None = None,
+    file: WeightsFile | None = None,
 ) -> str:
     """Load ``weights`` at ``path``, a checkpoint folder or a file, into a classifier; all or nothing.
 
@@ -208,6 +215,7 @@ def load_classifier(
 
     Args:
         classes: names of the data's classes, compared with those of a checkpoint folder. None: only their number is.
+        file: what :func:`read_file` has read of ``path``. None: it is read here.
 
     Returns:
         A description of the weights that were loaded and of those that keep their initial values.
@@ -216,7 +224,7 @@ def load_classifier(
         CheckpointError: as :func:`load_weights`. ConfigError: if it does not have ``weights``.
     """
     model = objective.model
-    file = _read(path, weights)
+    file = file or _read(path, weights)
     kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
     file = _fitted(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder, geometric=True)
     own = {name: value.shape for name, value in model.state_dict().items()}
@@ -256,6 +264,8 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
     interpolated as fine-tuning does if ``geometric``."""
     own = {_ENCODER + name: value.shape for name, value in encoder.state_dict().items()}
     weights = file.weights
+    if POSITIONS in own:
+        require_positions(file)
     try:
         if any(name.endswith(".q_bias") for name in own):
             weights, _ = split_qv_bias(weights, "encoder.blocks.")
@@ -334,7 +344,8 @@ def _described(file: WeightsFile, encoder: Encoder) -> str:
         ours = describe({_ENCODER + name: value for name, value in encoder.state_dict().items()})
     except CheckpointError:
         return ""
-    return f"; the file is of {theirs.differing(ours).text}"
+    differing = theirs.differing(ours).text
+    return f"; set {differing}" if differing else ""
 
 
 def _shapes(state: Mapping[str, Tensor], part: str) -> dict[str, tuple[int, ...]]:

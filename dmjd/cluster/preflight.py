@@ -29,8 +29,7 @@ from dmjd.builders.finetune import FinetuneStep, build_finetune_step, classifica
 from dmjd.builders.step import Step, build_step
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
 from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig, check_batch
-from dmjd.data.batch import Batch
-from dmjd.data.build import training_batches, training_crop, training_source
+from dmjd.data.build import training_batches, training_source, training_transform
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import shared_memory_free, shared_memory_needed
 from dmjd.data.shards.pool import shorten_socket_paths
@@ -83,7 +82,7 @@ def measure(config: TrainConfig, world: World) -> list[Facts]:
 
 def need(config: TrainConfig, world: World, parameters: int) -> Need:
     """Needs of a run: a checkpoint holds float32 weights, two moments of each, and their average if there is one."""
-    batch = Batch.nbytes(config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels)
+    batch = training_transform(config.data).nbytes(config.batch_size // world.size, config.data.channels)
     states = 3 + (config.ema_decay is not None)
     return Need(
         checkpoint=4 * parameters * states,
@@ -244,7 +243,7 @@ def _warm(config: TrainConfig, world: World, build: Build) -> Check:
     def compile_step() -> None:
         step = build(world if sharded else alone(world.device))
         images = config.batch_size // world.size
-        batch = Batch.empty(images, training_crop(config.data).sizes, config.data.channels).to(step.engine.device)
+        batch = training_transform(config.data).empty(images, config.data.channels).to(step.engine.device)
         step.forward_backward(batch._replace(labels=torch.zeros_like(batch.labels)), 0)
 
     world.all_or_none(compile_step if sharded or world.local_rank == 0 else lambda: None)

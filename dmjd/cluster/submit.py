@@ -25,6 +25,7 @@ from dmjd.compose import compose, with_first_key
 from dmjd.config import check_batch
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
+from dmjd.explore import TOOLS
 from dmjd.files import at_home, replace_file
 from dmjd.redact import MARK, is_secret, redact
 from dmjd.resources import launchers_dir
@@ -90,9 +91,15 @@ class Job:
     explanation: list[str]
 
 
+def on_one_gpu() -> dict[str, str]:
+    """Command on one GPU -> its batch script."""
+    scripts = {record.name: record.script for record in EVALUATIONS.values()}
+    return scripts | {TOOLS[name].name: "evaluate" for name in ("embed", "predict")}
+
+
 def submittable() -> list[str]:
     """The commands that can be submitted."""
-    return [*TRAININGS, "preflight", *EVALUATIONS]
+    return [*TRAININGS, "preflight", *on_one_gpu()]
 
 
 def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
@@ -116,7 +123,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     trains = command in TRAININGS
     several = trains or command == "preflight"  # processes
     site = read_site(site_file(options["site"])) if "site" in options else {}
-    script_name = EVALUATIONS[command].script if command in EVALUATIONS else "pretrain" if trains else command
+    script_name = "pretrain" if trains else on_one_gpu().get(command, command)
     template = (launchers_dir() / "slurm" / f"{script_name}.sbatch").read_text()
     header = {**_header(template), **site_header(site)}
     kind, _, whole = (header.get("gpus-per-node") or "1").rpartition(":")  # as in a100:8
@@ -163,7 +170,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
         header["no-requeue"] = None
         exports["DMJD_CHAIN"] = f"chain-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}"
 
-    if command in EVALUATIONS:
+    if command in on_one_gpu():
         own.insert(0, command)
     elif of != command and of != TRAININGS[0]:
         own.insert(0, of)
@@ -207,7 +214,7 @@ def _compose(command: str, own: Sequence[str], array: str | None) -> Any:
         return compose(command, overrides)
 
     config = composed(index)
-    if command not in EVALUATIONS and array is not None and composed(f"1{index}").run != config.run:
+    if command not in on_one_gpu() and array is not None and composed(f"1{index}").run != config.run:
         raise ConfigError("run= of an array must not refer to an argument with %a; write %a in run= itself")
     return config
 
@@ -282,7 +289,7 @@ def _folder(config: Any, array: bool) -> Path:
     """The folder of scripts and logs: the run folder (%a of an array as "array"), or that of the checkpoint."""
     named = getattr(config, "run", None)
     if named is None:
-        path = Path(config.checkpoint)
+        path = Path(getattr(config, "checkpoint", None) or config.checkpoints[0])
         folder = next((above for above in (path, *path.parents) if (above / "checkpoints").is_dir()), None)
         if folder is None:
             raise ConfigError(f"checkpoint={path} is neither a run folder with checkpoints nor in one")

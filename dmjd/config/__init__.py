@@ -6,9 +6,21 @@ Combinations of values are checked by :mod:`dmjd.builders`, which has the object
 
 from dmjd.config.augment import AugmentConfig
 from dmjd.config.data import FORMER_VALUES, DataConfig
+from dmjd.config.dense import (
+    AttentionConfig,
+    DenseDataConfig,
+    DenseOptimConfig,
+    DetectConfig,
+    DetectDataConfig,
+    MaskRCNNConfig,
+    SegmentConfig,
+    SegmentDataConfig,
+    SegmentTestConfig,
+    UperNetConfig,
+)
 from dmjd.config.evaluate import ConsolidateConfig, ConvertConfig, EvaluationConfig, ExportConfig, ImagesConfig
 from dmjd.config.fields import RENAMED, check_fields, expand_paths, first_difference
-from dmjd.config.finetune import FinetuneConfig
+from dmjd.config.finetune import DownstreamConfig, FinetuneConfig
 from dmjd.config.model import (
     BackboneConfig,
     ConvStagesConfig,
@@ -20,7 +32,7 @@ from dmjd.config.model import (
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.plan import FinetunePlanConfig, PlanConfig
+from dmjd.config.plan import DetectPlanConfig, FinetunePlanConfig, PlanConfig, SegmentPlanConfig
 from dmjd.config.pretrain import OnlineKnnConfig, PretrainConfig
 from dmjd.config.step import EngineConfig, FinetuneOptimConfig, GuardConfig, OptimConfig, PretrainOptimConfig
 from dmjd.config.train import TrainConfig, check_batch
@@ -29,6 +41,7 @@ __all__ = [
     "FORMER_VALUES",
     "RENAMED",
     "SCHEMAS",
+    "AttentionConfig",
     "AugmentConfig",
     "BackboneConfig",
     "ConsolidateConfig",
@@ -36,6 +49,12 @@ __all__ = [
     "ConvertConfig",
     "DataConfig",
     "DecoderConfig",
+    "DenseDataConfig",
+    "DenseOptimConfig",
+    "DetectConfig",
+    "DetectDataConfig",
+    "DetectPlanConfig",
+    "DownstreamConfig",
     "EngineConfig",
     "EvaluationConfig",
     "ExportConfig",
@@ -46,14 +65,20 @@ __all__ = [
     "HeadConfig",
     "ImagesConfig",
     "MaskConfig",
+    "MaskRCNNConfig",
     "MethodConfig",
     "OnlineKnnConfig",
     "OptimConfig",
     "PlanConfig",
     "PretrainConfig",
     "PretrainOptimConfig",
+    "SegmentConfig",
+    "SegmentDataConfig",
+    "SegmentPlanConfig",
+    "SegmentTestConfig",
     "TargetConfig",
     "TrainConfig",
+    "UperNetConfig",
     "VisibleBranchConfig",
     "WindowsConfig",
     "check_batch",
@@ -67,6 +92,10 @@ SCHEMAS: dict[str, type] = {
     "finetune": FinetuneConfig,
     "plan": PlanConfig,
     "plan_finetune": FinetunePlanConfig,
+    "segment": SegmentConfig,
+    "plan_segment": SegmentPlanConfig,
+    "detect": DetectConfig,
+    "plan_detect": DetectPlanConfig,
     "export": ExportConfig,
     "consolidate": ConsolidateConfig,
     "convert": ConvertConfig,

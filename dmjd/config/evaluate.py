@@ -31,6 +31,9 @@ class EncoderConfig:
     output: str | None = path()
     weights: str = choice("trained", "untrained", "ema", "student")
 
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
+
 
 @dataclass
 class ImagesConfig(EncoderConfig):
@@ -47,9 +50,6 @@ class ImagesConfig(EncoderConfig):
     device: str = choice("auto", "cpu", "cuda")
     data: DataConfig | None = None
     data_keys: list[str] | None = recorded()
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be combined; before the checkpoint is loaded."""
 
 
 @dataclass
@@ -87,13 +87,16 @@ class ExportConfig(EncoderConfig):
         weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
         initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     dtype: Data type of the exported tensors. onnx: fp32 only.
-    data: Only with data=NAME, for a file of weights: image_size, channels, mean and std of the export.
+    data: For a file of weights: image_size, channels, mean and std of the export, of which only the keys that are given
+        differ from the file's.
+    data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
     format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
     weights: str = choice("auto", "trained", "untrained", "ema", "student")
     data: DataConfig | None = None
+    data_keys: list[str] | None = recorded()
 
 
 @dataclass

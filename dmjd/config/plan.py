@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dmjd.accelerators import ACCELERATORS
+from dmjd.config.dense import DetectConfig, SegmentConfig
 from dmjd.config.fields import choice, number, path, positive
 from dmjd.config.finetune import FinetuneConfig
 from dmjd.config.pretrain import PretrainConfig
@@ -46,6 +47,30 @@ class FinetunePlanConfig(FinetuneConfig, ClusterConfig):
     Its own keys, then those of finetune; keys of a run's files, logs and checkpoints have no effect.
 
     init: Run folder whose backbone and data are planned for, as by finetune. null: those of preset and backbone.
+    """
+
+    init: str | None = path()
+
+
+@dataclass
+class SegmentPlanConfig(SegmentConfig, ClusterConfig):
+    """Estimate parameters, FLOPs, memory and GPU hours of a segmentation.
+
+    Its own keys, then those of segment; keys of a run's files, logs and checkpoints have no effect.
+
+    init: Run folder whose backbone is planned for, as by segment. null: that of preset and backbone.
+    """
+
+    init: str | None = path()
+
+
+@dataclass
+class DetectPlanConfig(DetectConfig, ClusterConfig):
+    """Estimate parameters, FLOPs, memory and GPU hours of a detection.
+
+    Its own keys, then those of detect; keys of a run's files, logs and checkpoints have no effect.
+
+    init: Run folder whose backbone is planned for, as by detect. null: that of preset and backbone.
     """
 
     init: str | None = path()

@@ -14,10 +14,10 @@ class OptimConfig:
     """AdamW and learning-rate schedule.
 
     base_lr: Base learning rate of a batch of 256 images.
-    schedule: After a linear warm-up, cosine: decay to min_lr. multistep: multiply by 0.1 after each of the
+    schedule: After a linear warm-up, cosine or linear: decay to min_lr. multistep: multiply by 0.1 after each of the
         milestones.
     milestones: (schedule=multistep) Epochs at which the learning rate is multiplied by 0.1.
-    min_lr: (schedule=cosine) Final learning rate; not scaled with the batch size.
+    min_lr: (schedule=cosine, linear) Final learning rate; not scaled with the batch size.
     warmup_lr: Initial learning rate of the warm-up; not scaled with the batch size.
     warmup_percent: Warm-up in percent of the run's steps.
     warmup_epochs: Warm-up in epochs, in place of warmup_percent. null: use warmup_percent.
@@ -29,7 +29,7 @@ class OptimConfig:
     """
 
     base_lr: float = positive(1.5e-4)
-    schedule: str = choice("cosine", "multistep")
+    schedule: str = choice("cosine", "multistep", "linear")
     milestones: list[float] = numbers(above=0)
     min_lr: float = number(0.0, least=0)
     warmup_lr: float = number(0.0, least=0)
@@ -51,7 +51,7 @@ class PretrainOptimConfig(OptimConfig):
         base_lr * views * batch_size / 256.
     lr_rates: Mask ratios used by lr_rule=adaptive. nominal: as configured (.6). exact: from integer token counts
         (30/49).
-    min_lr: (schedule=cosine) Final learning rate; not scaled by lr_rule.
+    min_lr: (schedule=cosine, linear) Final learning rate; not scaled by lr_rule.
     warmup_lr: Initial learning rate of the warm-up; not scaled by lr_rule.
     """
 

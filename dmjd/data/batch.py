@@ -15,16 +15,25 @@ from dmjd.data.dataset import Size
 class Batch(NamedTuple):
     """The unique images of one step. A named tuple, which torch's loader can pin.
 
-    images: uint8 ``[B, H, W, C]``, cropped, neither flipped nor normalised.
+    images: uint8 ``[B, H, W, C]``, cropped, neither flipped nor normalised; flipped with the annotations of
+        segmentation and detection.
     sample_ids: int64 ``[B]``, stable over epochs; keys of every random draw.
-    labels: int64 ``[B]``, -1 without labels. Not used by pre-training.
+    labels: int64 ``[B]``, -1 without labels; of detection ``[B, M]``, -1 in the places without an object. Not used by
+        pre-training.
     second: uint8 ``[B, h, w, C]``, the same crops at the size of the target; empty if the target reads ``images``.
+    maps: of segmentation, uint8 ``[B, H, W]``: the class of each pixel, 255 for none; empty elsewhere.
+    boxes: of detection, float32 ``[B, M, 4]``: (x1, y1, x2, y2) in pixels of ``images``; M >= 1 is the largest number
+        of objects in an image of the batch.
+    masks: of detection, uint8 ``[B, M, H, ceil(W / 8)]``: ``numpy.packbits`` of each object's mask along its rows.
     """
 
     images: Tensor
     sample_ids: Tensor
     labels: Tensor
     second: Tensor = torch.empty(0, dtype=torch.uint8)
+    maps: Tensor = torch.empty(0, dtype=torch.uint8)
+    boxes: Tensor = torch.empty(0)
+    masks: Tensor = torch.empty(0, dtype=torch.uint8)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Apply ``change`` to every tensor."""

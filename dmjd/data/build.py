@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, cast, overload
 
-from dmjd.config import AugmentConfig, DataConfig
+from dmjd.config import AugmentConfig, DataConfig, DetectDataConfig, SegmentDataConfig
 from dmjd.config.data import ENDINGS, SKIPPED_FOLDERS
 from dmjd.data.augment import RandAugment
 from dmjd.data.crops import RandomResizedCrop
@@ -29,7 +29,8 @@ from dmjd.data.shards.sampler import shard_sampler
 from dmjd.data.small import Digits, FashionMnist
 from dmjd.data.stream.batches import StreamBatches, TarStream
 from dmjd.data.stream.tars import PIPE
-from dmjd.errors import ConfigError, DataError
+from dmjd.data.transform import Transform
+from dmjd.errors import ConfigError, DataError, NoSplit
 from dmjd.files import private_folder
 from dmjd.redact import MARK, is_incomplete, shown
 
@@ -47,6 +48,7 @@ def build_dataset(config: DataConfig, split: Split) -> ImageDataset:
     Raises:
         ConfigError: if ``config.channels`` differs from the data set's, or ``config.val_percent`` is for another one.
         DataError: if more than ``config.max_bad_percent`` percent of the images are missing, damaged or too small.
+        NoSplit: if a folder or shard set does not have ``split``.
     """
     _check(config)
     if config.name == STREAM:
@@ -127,6 +129,11 @@ def _check(config: DataConfig) -> None:
         raise ConfigError(
             f"data.val_percent={config.val_percent:g} is for data.name=folder, got data.name={config.name}; {cure}"
         )
+    if config.name == "digits" and config.root is not None:
+        raise ConfigError(
+            f"data.root={shown(config.root)} is a folder, and data.name=digits are scikit-learn's own images; add "
+            "data=folder to read those of the folder"
+        )
     odd = [each for each in (config.endings or "").split() if not re.fullmatch(r"(\.\w+)+", each)]
     if odd:
         raise ConfigError(f"data.endings must be endings such as .jpg, separated by spaces, got {odd[0]!r}")
@@ -176,6 +183,23 @@ def training_crop(config: DataConfig, augment: AugmentConfig | None = None) -> R
     )
 
 
+def training_transform(config: DataConfig, augment: AugmentConfig | None = None) -> Transform:
+    """The random transform of training images: :func:`training_crop`, or that of segmentation or detection.
+
+    Raises:
+        ConfigError: as :func:`training_crop`, and for ranges whose greatest value comes first.
+    """
+    if isinstance(config, SegmentDataConfig):
+        from dmjd.data.dense.segmentation import SegmentationTransform
+
+        return SegmentationTransform.of(config)
+    if isinstance(config, DetectDataConfig):
+        from dmjd.data.dense.detection import LargeScaleJitter
+
+        return LargeScaleJitter.of(config)
+    return training_crop(config, augment)
+
+
 @overload
 def training_batches(
     config: DataConfig,
@@ -213,7 +237,6 @@ def training_batches(
         ConfigError: if an epoch is smaller than a batch, ``world`` does not divide a batch, a crop range is reversed,
             or a stream has fewer tars than there are processes.
     """
-    crop = training_crop(config, augment)
     if not 1 <= batch_size <= len(dataset):
         raise ConfigError(f"batch_size={batch_size} must be between 1 and the {len(dataset)} images of an epoch")
     if batch_size % world:
@@ -222,7 +245,7 @@ def training_batches(
         tars = len(dataset.locations)
         if tars < world:
             raise ConfigError(f"{world} processes cannot share the {tars} tar(s) of data.root; give each at least one")
-        batches = StreamBatches(dataset, batch_size, crop, seed, rank, world)
+        batches = StreamBatches(dataset, batch_size, training_crop(config), seed, rank, world)
         if rank == 0:
             _log.info(
                 "data.name=stream does not resume exactly: a restarted run sees other images than an uninterrupted "
@@ -230,7 +253,8 @@ def training_batches(
             )
         return batches
     sampler = shard_sampler(dataset.sizes, batch_size) if isinstance(dataset, ShardDataset) else None
-    return StepBatches(dataset, batch_size, crop, seed, rank, world, sampler)
+    transform = training_transform(config, augment)
+    return StepBatches(dataset, batch_size, transform, seed, rank, world, sampler)
 
 
 def fetch_ahead(
@@ -293,6 +317,14 @@ def _build(config: DataConfig, split: Split) -> ImageDataset:
         return FashionMnist(Path(config.root) if config.root else fashion_mnist_folder(), split, config.pad)
     if config.name == "digits":
         return Digits(split)
+    if isinstance(config, SegmentDataConfig):
+        from dmjd.data.dense.ade20k import Ade20k
+
+        return Ade20k(config, split)
+    if isinstance(config, DetectDataConfig):
+        from dmjd.data.dense.coco import Coco
+
+        return Coco(config, split)
     if config.root is None:
         raise DataError("data.name=folder needs data.root, the folder of images")
     height, width = config.image_size
@@ -322,7 +354,7 @@ def _shards(config: DataConfig, split: Split) -> ShardDataset:
     splits = load_splits(root)
     name = "val" if split == "test" else "train"
     if name not in splits:
-        raise DataError(f"{root} has no {name} shards, only {', '.join(splits)}; build from images with a {name} split")
+        raise NoSplit(f"{root} has no {name} shards, only {', '.join(splits)}; build from images with a {name} split")
     shards = splits[name]
     if not shards.manifest.samples:
         raise DataError(f"{shards.folder} holds no samples; build it again")

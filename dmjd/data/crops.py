@@ -7,6 +7,7 @@ id), so a crop does not depend on the batch or the process.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,6 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from dmjd.data.augment import RandAugment, apply
+from dmjd.data.batch import Batch
 from dmjd.data.dataset import Box, OpenImage, Pixels, Size
 from dmjd.ops.philox import Domain, keyed_uniform
 
@@ -51,6 +53,16 @@ class RandomResizedCrop:
     def sizes(self) -> tuple[Size, ...]:
         """The sizes that :meth:`cut` returns: ``size``, and ``second_size`` if it is set."""
         return (self.size,) if self.second_size is None else (self.size, self.second_size)
+
+    def batch(self, views: Sequence[tuple[Tensor, ...]], sample_ids: Tensor, labels: Sequence[int]) -> Batch:
+        """See :class:`~dmjd.data.transform.Transform`, as for the next two."""
+        return Batch.of(views, sample_ids, labels)
+
+    def empty(self, count: int, channels: int) -> Batch:
+        return Batch.empty(count, self.sizes, channels)
+
+    def nbytes(self, count: int, channels: int) -> int:
+        return Batch.nbytes(count, self.sizes, channels)
 
     def draw(self, sample_ids: Tensor, key: Tensor) -> CropDraws:
         """Draw the crops of ``sample_ids``, int64 ``[B]``; ``key`` from :func:`dmjd.ops.philox.make_key`."""

@@ -24,6 +24,12 @@ Box = tuple[int, int, int, int]
 """(top, left, height, width), inside the image."""
 
 
+def evenly(total: int, count: int) -> npt.NDArray[np.int64]:
+    """Up to ``count`` indices below ``total``, evenly spaced from 0 on, ascending."""
+    count = min(count, total)
+    return np.arange(count) * total // max(count, 1)
+
+
 class OpenImage(Protocol):
     """An image of known size whose pixels are not yet decoded."""
 
@@ -208,5 +214,4 @@ class EvenSubset(Subset):
     def __init__(self, dataset: ImageDataset, count: int) -> None:
         if count > len(dataset) and os.environ.get("RANK", "0") == "0":
             _log.info("train_images=%d, but there are %d training images: all are used", count, len(dataset))
-        count = min(count, len(dataset))
-        super().__init__(dataset, np.arange(count) * len(dataset) // max(count, 1))
+        super().__init__(dataset, evenly(len(dataset), count))

@@ -22,7 +22,7 @@ from dmjd.data.decode import check_header, open_image, package_for, read_bytes
 from dmjd.data.held_out import HeldOut, one_sided, report_one_sided
 from dmjd.data.quarantine import check_share
 from dmjd.data.regular import LOOP, counts, kind_of_entry, log_skipped
-from dmjd.errors import BadImage, DataError
+from dmjd.errors import BadImage, DataError, NoSplit
 from dmjd.files import FILE, FOLDER
 from dmjd.progress import track
 
@@ -194,7 +194,8 @@ class _Rules(NamedTuple):
 
 
 def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[str]) -> tuple[str, str]:
-    """The folder of ``split``, and that of the training split. ``skipped`` counts what lies beside them."""
+    """The folder of ``split``, and that of the training split. ``skipped`` counts what lies beside them. Raises NoSplit
+    if no images are held out."""
     if not root.is_dir():
         raise DataError(f"data.root={root} is not a folder; set data.root to a folder of images")
     divided = (root / "train").is_dir()
@@ -209,7 +210,7 @@ def _find_split(root: Path, split: Split, split_by_hash: bool, skipped: Counter[
             )
         held_out = train
     if split == "test" and held_out is None:
-        raise DataError(
+        raise NoSplit(
             f"{root} has no test split; set data.val_percent=10 to hold out 10 % of the images, or put held-out images "
             "into its folder val/ or test/, beside train/"
         )

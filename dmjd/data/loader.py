@@ -26,12 +26,13 @@ from torch.utils.data import Dataset as TorchDataset
 
 from dmjd.config import DataConfig
 from dmjd.data.batch import Batch
-from dmjd.data.crops import RandomResizedCrop, evaluation_view
+from dmjd.data.crops import evaluation_view
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.shards.pool import shorten_socket_paths
 from dmjd.data.stream.pipe import end_commands
 from dmjd.data.substitution import Substitution, read_sample
+from dmjd.data.transform import Transform
 from dmjd.data.waiting import Limit, Progress, Stacks, Waiting, progress_mark
 from dmjd.errors import ConfigError, DataError, StorageError, UserError
 from dmjd.ops.philox import Domain, keyed_bits, make_key
@@ -118,7 +119,7 @@ class StepBatches:
     Args:
         dataset: the images, at least ``batch_size``.
         batch_size: unique images per step over all processes; a multiple of ``world``.
-        crop: random crop of every image.
+        crop: random transform of every image.
         seed: seed of the run, in ``[0, 2**32)``.
         rank, world: this process loads the ``rank``-th of ``world`` equal, contiguous parts of every batch.
         sampler: order of the samples, for this batch size; by default :class:`Shuffle`.
@@ -128,7 +129,7 @@ class StepBatches:
         self,
         dataset: ImageDataset,
         batch_size: int,
-        crop: RandomResizedCrop,
+        crop: Transform,
         seed: int,
         rank: int = 0,
         world: int = 1,
@@ -167,7 +168,7 @@ class StepBatches:
             samples.append(read_sample(self._dataset, index, self._seed, partial(draws.cut, row)))
             arrived()
         substitutions = [sample.substitution for sample in samples if sample.substitution is not None]
-        batch = Batch.of([sample.view for sample in samples], sample_ids, [sample.label for sample in samples])
+        batch = self.crop.batch([each.view for each in samples], sample_ids, [each.label for each in samples])
         return batch, substitutions
 
 

@@ -19,11 +19,13 @@ from dmjd.config import ConvertConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.evaluate.output import check_output
 from dmjd.files import read_file
-from dmjd.interop.layouts import LAYOUTS, Layout
+from dmjd.interop.layout import Layout
+from dmjd.interop.layouts import LAYOUTS
 from dmjd.interop.names import DECODER_POSITIONS, POSITIONS, summary
 from dmjd.interop.state_file import GRID, SUFFIXES, write_state
 from dmjd.interop.tables import with_bias_tables, with_positions
 from dmjd.interop.tensors import Grid
+from dmjd.interop.weights_file import require_positions
 from dmjd.runs.checkpoint import weights_at
 from dmjd.runs.paths import CONFIG
 
@@ -104,6 +106,7 @@ def _read(config: ConvertConfig) -> tuple[dict[str, Tensor], Layout, Grid | None
         return ours.read(model_in(found, config.weights), keep_nonfinite=keep), ours, token_grid(trained)
     drop = config.unknown == "drop"
     file = read_weights_file(found, config.weights, config.source, drop_unknown=drop, keep_nonfinite=keep)
+    require_positions(file)
     logger.info("%s", file.description)
     return file.weights, file.layout, grid or file.grid
 

@@ -43,6 +43,7 @@ from dmjd.errors import CheckpointError, ConfigError, config_section
 from dmjd.evaluate.features import Features, encoded, extract_features
 from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS
 from dmjd.files import read_file
+from dmjd.interop.state_file import is_of_hugging_face
 from dmjd.interop.weights_file import WeightsFile
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
@@ -68,8 +69,8 @@ class FrozenEncoder:
     differs: settings of the images that differ from those of pre-training, for records (docs/evaluation.md).
     step: optimizer steps of the weights; 0 for untrained weights and for files, which do not record it.
     path: the checkpoint folder, or the file.
-    run: the folder of the run that trained it; for a file, its name without the suffix, which may not exist; for a
-        checkpoint that was moved out of its run, the checkpoint.
+    run: the folder of the run that trained it; for a file, its name without the suffix, which may not exist, or its
+        folder if that is one of Hugging Face; for a checkpoint that was moved out of its run, the checkpoint.
     weights: "trained", "ema" or "untrained".
     classifier: of a fine-tuned run, on the device; ``encoder`` is its encoder, and its ``fc_norm`` that of pooled
         features (:func:`~dmjd.evaluate.features.pool_features`).
@@ -180,6 +181,8 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     device = select_device(config.device, "device")
     path = weights_at(config.checkpoint, "checkpoint", config.which)
     file = _file(path, config.weights) if path.is_file() else None
+    if file is None and config.weights == "student":
+        raise ConfigError(f"weights=student, but {path} has no student beside a teacher; use weights=trained")
     trained, text = _model_of(path, config) if file is None else _model_of_file(file, config)
     data = _evaluation_data(path, trained, config)
     trainings = [trained]
@@ -235,7 +238,7 @@ def with_head(frozen: FrozenEncoder) -> FrozenEncoder:
     head = HeadConfig(pooling=pooling, norm="pooled" if pooled else "encoder")
     trained = FinetuneConfig(init=None, backbone=frozen.trained.backbone, data=frozen.data, head=head)
     objective = build_classification(trained, len(file.weights[HEAD]))
-    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights))
+    logger.info("classifier of %s", load_classifier(objective, frozen.path, frozen.weights, file=file))
     classifier = objective.model.requires_grad_(False).to(frozen.device).eval()
     if pooled:
         classifier.encoder.fc_norm = classifier.fc_norm
@@ -273,6 +276,8 @@ def _averages_classifier(trained: TrainConfig) -> bool:
 
 def _run_of(path: Path) -> Path:
     if path.is_file():
+        if is_of_hugging_face(path):
+            return path.parent
         return path.with_name(path.name.removesuffix(".tar")).with_suffix("")  # MoCo v3 names its files .pth.tar
     return path.parent.parent if path.parent.name == checkpoint.FOLDER else path
 

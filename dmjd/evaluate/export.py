@@ -131,6 +131,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
             model=config.model,
             weights=config.weights,
             data=config.data,
+            data_keys=config.data_keys,
             device="cpu",
         )
     )
@@ -160,6 +161,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
     card = {
         "architecture": call.architecture,
         "arguments": call.arguments,
+        "pooling": "mean" if head is None else head.pooling,
         "token_grid": "x".join(map(str, encoder.grid)),
         "mean": trained.data.mean,
         "std": trained.data.std,

@@ -102,10 +102,10 @@ def _left_out(
     """Accuracies of training images that are no neighbours of themselves."""
     import torch
 
+    from dmjd.data.dataset import evenly
     from dmjd.evaluate.features import Features
 
-    count = min(LEFT_OUT, len(bank))
-    own = torch.arange(count) * len(bank) // count
+    own = torch.from_numpy(evenly(len(bank), LEFT_OUT))
     queries = Features(bank.values[own], bank.labels[own])
     return knn_table(
         *(bank, queries, num_classes), device=device, neighbours=neighbours, temperatures=temperatures, own=own

@@ -307,6 +307,7 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
     from dmjd.data.loader import make_loader
     from dmjd.data.waiting import Limit
     from dmjd.evaluate.encoder import loader_workers
+    from dmjd.data.crops import RandomResizedCrop
     from dmjd.evaluate.features import FEATURE_BATCH, encode
     from dmjd.evaluate.probe import RecomputedFeatures
     from dmjd.ops import make_key
@@ -316,6 +317,7 @@ def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfi
     chunk = min(FEATURE_BATCH, len(train))
     batches = training_batches(data, train, chunk, config.seed)
     if protocol is not None:
+        assert isinstance(batches.crop, RandomResizedCrop)
         batches.crop = replace(batches.crop, single_draw=protocol.single_draw)
 
     workers = loader_workers(len(train), chunk) if config.workers is None else config.workers

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 from dmjd.config import SCHEMAS, EvaluationConfig
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, NoSplit
 from dmjd.files import obstacle, standing_place
 from dmjd.runs.paths import RunPaths
 
@@ -89,8 +89,8 @@ class Context(Generic[Config]):
         selects = split == "train" and (percent is not None or names is not None)
         try:
             dataset = self.frozen.dataset(split, None if selects else count)
-        except DataError as error:
-            if "has no test split" not in str(error):
+        except NoSplit as error:
+            if self.frozen.data.name != "folder":
                 raise
             raise DataError(
                 f"{error}; an encoder that was trained on all images has seen those that data.val_percent=10 holds "

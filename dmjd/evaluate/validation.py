@@ -87,12 +87,12 @@ def validate(step: Validated, dataset: ImageDataset, config: FinetuneConfig, wor
 
 def main_prefix(scores: Mapping[str, float | None]) -> str:
     """The prefix of the main scores: of the average if there is one."""
-    return AVERAGE if f"{AVERAGE}top1" in scores else TRAINED
+    return AVERAGE if any(name.startswith(AVERAGE) for name in scores) else TRAINED
 
 
-def main_score(scores: Mapping[str, float | None]) -> float:
-    """The top-1 that selects the best checkpoint."""
-    score = scores[f"{main_prefix(scores)}top1"]
+def main_score(scores: Mapping[str, float | None], name: str = "top1") -> float:
+    """The score ``name`` that selects the best checkpoint."""
+    score = scores[f"{main_prefix(scores)}{name}"]
     assert score is not None
     return score
 

@@ -5,37 +5,26 @@ Parts of the file are written while the images are encoded; an interrupted comma
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import io
 import json
 import logging
 import os
-import re
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from dmjd import __version__
-from dmjd.config import DataConfig, EvaluationConfig, PretrainConfig
+from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
-from dmjd.explore.embeddings import (
-    EMBEDDINGS,
-    FORMATS,
-    Embeddings,
-    plain_name,
-    read_embeddings,
-    write_embeddings,
-    write_parts,
-)
+from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, Interrupted, NoSplit
+from dmjd.explore.embeddings import EMBEDDINGS, FORMATS, plain_name, write_parts
+from dmjd.explore.parts import Decoded, Parts, Pending, View
 from dmjd.explore.registry import Tool
-from dmjd.files import obstacle, standing_place
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -50,9 +39,6 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = "npt.NDArray[Any]"
 
-PART_SECONDS = 30.0
-PART_BYTES = 1 << 27
-"""A part of the file is written once it took so long or is so large; this bounds the memory."""
 LEFT_OUT = 10
 """Images that may be left out of any data set, however small."""
 
@@ -65,7 +51,9 @@ class EmbedConfig:
 
     checkpoints: Run folders (their newest checkpoints), checkpoint folders, or files of weights of dmjd or of another
         code base; several are written side by side.
-    output: .npz or .parquet file. Default: RUN/embeddings/WEIGHTS-step########.npz; several checkpoints need it.
+    output: .npz or .parquet file; an earlier one is replaced. Default: RUN/embeddings/WEIGHTS-step########.npz, with
+        the folder or data set, split, image size, pooling and number of images before the suffix if they are not the
+        defaults. Several checkpoints need it.
     which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
         score.
     model: Model of a file of weights; not for runs. By default it follows from the tensors. experiment=NAME or
@@ -112,21 +100,26 @@ class EmbedConfig:
                 f"pooling has {len(self.pooling)} values for {len(self.checkpoints)} checkpoint(s); give one, or "
                 "one for each"
             )
-        if self.output is None and len(self.checkpoints) > 1:
-            raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
-        if self.output is not None and Path(self.output).suffix not in FORMATS:
-            raise ConfigError(f"output={self.output} must end in {' or '.join(FORMATS)}")
         if self.output is not None and Path(self.output).suffix == ".parquet":
             import pyarrow.parquet  # noqa: F401 -- fail before anything is computed
 
 
 def run(config: EmbedConfig) -> Iterator[str]:
     """Write the file, or continue from the parts that an interrupted command left."""
+    from dmjd.explore.sources import check_output
+    from dmjd.runs.checkpoint import weights_at
+
+    if config.output is not None:
+        check_output(Path(config.output), FORMATS)
+    if config.output is None and len(config.checkpoints) > 1:
+        for each in config.checkpoints:
+            weights_at(each, "checkpoint", config.which)  # a folder of images has an error of its own
+        raise ConfigError("several checkpoints need the name of their file: output=FILE.npz")
     encoders = _load(config)
     first = next(iter(encoders.values()))
     images = _images(config, {frozen.data.channels for frozen in encoders.values()}, first)
     output = _output(config, first, images)
-    parts = _Parts(output, images.classes, config.dtype, _identity(config, encoders, images))
+    parts = Parts(output, images.classes, config.dtype, _identity(config, encoders, images))
     batches = _Batches(images, [_view_of(frozen) for frozen in encoders.values()], config.batch_size, config.thumbnail)
     with parts:
         left_out = _encode(config, encoders, images, batches, parts)
@@ -135,12 +128,15 @@ def run(config: EmbedConfig) -> Iterator[str]:
             first_bad = next(iter(left_out.items()))
             raise DataError(f"none of the {len(left_out)} images can be decoded; the first: {': '.join(first_bad)}")
         settings = {**_settings(config, encoders, images), "left_out": left_out}
+        replaced = output.exists()
         write_parts(output, [part.path for part in parts.done], parts.folder, settings)
     if left_out:
         names = ", ".join(f"{name} ({why})" for name, why in left_out.items())
         logger.warning("left out %d image(s) that cannot be decoded: %s", len(left_out), names)
     sizes = ", ".join(f"{name} {frozen.encoder.embed_dim}" for name, frozen in encoders.items())
     yield f"{output}: {embedded} image{'s' * (embedded > 1)} of {images.source}; {config.dtype} features: {sizes}"
+    if replaced:
+        yield f"replaced the earlier {output.name}"
 
 
 def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
@@ -149,7 +145,7 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
 
     pooling = config.pooling * (len(config.checkpoints) // len(config.pooling))
     files = [Path(each).is_file() for each in config.checkpoints]
-    found: dict[str, FrozenEncoder] = {}
+    found: list[FrozenEncoder] = []
     for checkpoint, is_file, how in zip(config.checkpoints, files, pooling, strict=True):
         one = EvaluationConfig(
             checkpoint=checkpoint,
@@ -161,12 +157,26 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
             data=config.data,
             data_keys=config.data_keys,
         )
-        frozen = load_encoder(one)
-        name = plain_name(frozen.run.path.resolve().name)
-        steps = f"{name}-step{frozen.step:08d}"
-        names = (name, steps, *(f"{steps}-{more}" for more in range(2, len(files) + 2)))
-        found[next(each for each in names if each not in found)] = frozen
-    return found
+        found.append(load_encoder(one))
+    return dict(zip(_names(found, pooling), found, strict=True))
+
+
+def _names(encoders: Sequence[FrozenEncoder], pooling: Sequence[str]) -> list[str]:
+    """The names of run folders and files; of equal ones with what differs: the folder above, the step, the pooling, or
+    else their numbers."""
+    paths = [frozen.run.path.resolve() for frozen in encoders]
+    numbers = [str(number) for number, _ in enumerate(encoders, 1)]
+    names = [plain_name(each.name) for each in paths]
+    for form, values in (
+        ("{1}/{0}", [plain_name(each.parent.name) for each in paths]),
+        ("{0}-{1}", [f"step{frozen.step:08d}" for frozen in encoders]),
+        ("{0}-{1}", pooling),
+        *[("{0}-{1}", numbers)] * len(encoders),  # a number may make a name that another one has
+    ):
+        pairs = list(zip(names, values, strict=True))
+        groups = {name: {value for other, value in pairs if other == name} for name in names}
+        names = [form.format(name, value) if len(groups[name]) > 1 else name for name, value in pairs]
+    return names
 
 
 # Images ---------------------------------------------------------------------------------------------------------------
@@ -182,8 +192,8 @@ class _Split(NamedTuple):
 
 @dataclass(frozen=True)
 class _Images:
-    """source: their description. fingerprint: of the names of all images. moved: they are in another folder than those
-    of the checkpoint."""
+    """source: their description, without the folders above ``root``. fingerprint: of the names of all images. moved:
+    they are others than those of the checkpoint."""
 
     splits: list[_Split]
     classes: list[str]
@@ -197,34 +207,31 @@ class _Images:
 
 
 def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _Images:
-    import numpy as np
-
-    from dmjd.data.build import build_dataset, report
+    from dmjd.data.build import build_dataset
+    from dmjd.data.dataset import evenly
+    from dmjd.data.regular import log_skipped
     from dmjd.evaluate.encoder import image_source
 
     # Every image is decoded later; small ones are enlarged, as by Encoder.embed.
     data = replace(first.data, check="none", max_bad_percent=100.0)
     wanted: list[Split] = ["train", "test"] if config.split == "all" else [cast("Split", config.split)]
-    moves = {"root", "val_percent"} & {*(config.data_keys or ())} == {"root"}
+    moved = (data.name, _folder(data)) != (first.trained.data.name, _folder(first.trained.data))
+    if moved and "val_percent" not in (("val_percent",) if config.data_keys is None else config.data_keys):
+        data = replace(data, val_percent=0.0)  # the run's rule is for its own images
     found: list[tuple[Split, dict[int, ImageDataset]]] = []
     for split in wanted:
         try:
             datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-        except DataError as error:
-            if data.val_percent and config.split == "all" and moves:
-                # Other images than those of the run, too few for its rule, or with a split of their own.
-                data = replace(data, val_percent=0.0)
-                datasets = {each: build_dataset(replace(data, channels=each), split) for each in sorted(channels)}
-            elif found and re.search("has no (test split|val shards)", str(error)):
-                break
-            else:
+        except NoSplit:
+            if not found:
                 raise
+            break
         if split == "train" or not data.val_percent:  # else both list the same folder
-            report(datasets[min(channels)])
+            log_skipped(data.root or data.name, datasets[min(channels)].skipped)
         found.append((split, datasets))
     total = sum(len(datasets[min(channels)]) for _, datasets in found)
-    count = total if config.images is None else min(config.images, total)
-    chosen, start, splits, digest = np.arange(count) * total // count, 0, [], hashlib.sha256()
+    chosen = evenly(total, total if config.images is None else config.images)
+    start, splits, digest = 0, [], hashlib.sha256()
     for split, datasets in found:
         dataset = datasets[min(channels)]
         own = chosen[(chosen >= start) & (chosen < start + len(dataset))] - start
@@ -232,33 +239,22 @@ def _images(config: EmbedConfig, channels: set[int], first: FrozenEncoder) -> _I
         start += len(dataset)
         digest.update(f"{split} {len(dataset)} {getattr(dataset, 'fingerprint', '')}\n".encode())
     classes = getattr(dataset, "classes", ()) or map(str, range(dataset.num_classes))
-    moved = data.root is not None and data.root != first.trained.data.root
     names = [plain_name(each) for each in classes]
-    return _Images(splits, names, data.root, image_source(data), digest.hexdigest(), moved)
+    source = image_source(data if data.root is None else replace(data, root=_last(data.root)))
+    return _Images(splits, names, data.root, source, digest.hexdigest(), moved)
 
 
-class _View(NamedTuple):
-    """How an encoder reads an image."""
-
-    channels: int
-    size: tuple[int, int]
-    crop_pct: float
+def _folder(data: DataConfig) -> str | None:
+    return data.root and os.path.realpath(data.root)
 
 
-def _view_of(frozen: FrozenEncoder) -> _View:
-    return _View(frozen.data.channels, frozen.size, frozen.data.crop_pct)
+def _last(location: str) -> str:
+    """The last part of a path or URL."""
+    return plain_name(Path(shown(location)).resolve().name)
 
 
-class _Batch(NamedTuple):
-    """Images of one split. images: view -> uint8 ``[b, H, W, C]``; left_out: name -> reason."""
-
-    split: Split
-    ids: list[int]
-    names: list[str]
-    labels: list[int]
-    images: dict[_View, Tensor]
-    thumbnails: list[bytes]
-    left_out: dict[str, str]
+def _view_of(frozen: FrozenEncoder) -> View:
+    return View(frozen.data.channels, frozen.size, frozen.data.crop_pct)
 
 
 class _Batches:
@@ -267,7 +263,7 @@ class _Batches:
     Each image is read and decoded once for each number of channels.
     """
 
-    def __init__(self, images: _Images, views: Sequence[_View], batch_size: int, thumbnail: int) -> None:
+    def __init__(self, images: _Images, views: Sequence[View], batch_size: int, thumbnail: int) -> None:
         self._images, self._views, self._thumbnail = images, list(dict.fromkeys(views)), thumbnail
         self._places = [
             (split, start, min(start + batch_size, len(split.indices)))
@@ -282,15 +278,15 @@ class _Batches:
         """Number of images in the batches before ``number``, those left out included."""
         return sum(stop - start for _, start, stop in self._places[:number])
 
-    def load(self, number: int) -> tuple[_Batch, tuple[()]]:
+    def load(self, number: int) -> tuple[Decoded, tuple[()]]:
         """A batch, and no substitutions."""
         import torch
 
         from dmjd.data.waiting import progress_mark
 
         split, start, stop = self._places[number]
-        batch = _Batch(split.split, [], [], [], {}, [], {})
-        views: dict[_View, list[Tensor]] = {view: [] for view in self._views}
+        batch = Decoded(split.split, [], [], [], {}, [], {})
+        views: dict[View, list[Tensor]] = {view: [] for view in self._views}
         arrived = progress_mark()
         for index in split.indices[start:stop].tolist():
             name = name_below(next(iter(split.datasets.values())).name(index), self._images.root)
@@ -310,7 +306,7 @@ class _Batches:
             batch.images.update((view, torch.stack(pixels)) for view, pixels in views.items())
         return batch, ()
 
-    def _read(self, split: _Split, index: int) -> tuple[dict[_View, Tensor], bytes]:
+    def _read(self, split: _Split, index: int) -> tuple[dict[View, Tensor], bytes]:
         from dmjd.data.crops import evaluation_view
         from dmjd.data.dataset import InMemory
 
@@ -347,7 +343,7 @@ def _jpeg(pixels: npt.NDArray[np.uint8], side: int) -> bytes:
 
 
 def _encode(
-    config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images, batches: _Batches, parts: _Parts
+    config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images, batches: _Batches, parts: Parts
 ) -> dict[str, str]:
     """Encode the images whose part is missing; returns name -> reason of all that are left out."""
     from dmjd.data.batch import Batch
@@ -372,10 +368,10 @@ def _encode(
     # The loader passes batches on without looking into them.
     loader = BatchLoader(cast(Batches, batches), begin, len(batches), workers, pin_memory=False, limit=limit)
     most = max(LEFT_OUT, len(images) * data.max_bad_percent / 100)
-    pending = _Pending(begin)
+    pending = Pending(begin)
     with _interruptible(), Progress("images", len(images), done, images=1) as bar:
         try:
-            for batch in cast("Iterator[_Batch]", iter(loader)):
+            for batch in cast("Iterator[Decoded]", iter(loader)):
                 features = _features(encoders, batch, config) if batch.ids else {}
                 left_out |= batch.left_out
                 if len(left_out) > most:
@@ -384,17 +380,17 @@ def _encode(
                 bar.advance(len(batch.ids) + len(batch.left_out))
                 if pending.due:
                     parts.write(pending)
-                    pending = _Pending(pending.stop)
+                    pending = Pending(pending.stop)
             parts.write(pending)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             parts.write(pending)
             count = batches.images_before(pending.stop)
             logger.warning("%s: %d of %d images are done; the same command continues", parts.folder, count, len(images))
-            raise
+            raise error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT) from None
     return left_out
 
 
-def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: EmbedConfig) -> dict[str, Array]:
+def _features(encoders: Mapping[str, FrozenEncoder], batch: Decoded, config: EmbedConfig) -> dict[str, Array]:
     import numpy as np
 
     from dmjd.evaluate.features import encode
@@ -416,11 +412,15 @@ def _features(encoders: Mapping[str, FrozenEncoder], batch: _Batch, config: Embe
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Context in which SIGTERM is a KeyboardInterrupt, too; outside the main thread, it keeps its action."""
+    """Context in which SIGTERM is an Interrupted, too; outside the main thread, it keeps its action."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
@@ -430,16 +430,18 @@ def _interruptible() -> Iterator[None]:
 def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> dict[str, Any]:
     """Settings of the file. They have no date, so that the same command writes the same bytes."""
     pooling = config.pooling * (len(encoders) // len(config.pooling))
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for (name, frozen), how in zip(encoders.items(), pooling, strict=True):
         described[name] = {
-            "checkpoint": shown(str(frozen.path)),
+            "checkpoint": _last(str(frozen.path if frozen.path.is_file() else frozen.run.path)),
             "step": frozen.step,
             "weights": frozen.weights,
             "sha256": digest_of(frozen.encoder),
             "dim": frozen.encoder.embed_dim,
             **preparation(frozen, how),
         }
+        if isinstance(frozen.trained, FinetuneConfig) and frozen.weights != "untrained":
+            described[name]["finetuned"] = True
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 
 
@@ -466,9 +468,9 @@ def digest_of(encoder: Module) -> str:
 
 def _identity(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images: _Images) -> str:
     """Hash of all that the bytes of a part depend on but the pixels of the images."""
-    devices = [frozen.device.type for frozen in encoders.values()]
-    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices, images.fingerprint]
-    settings = [_settings(config, encoders, images), stored]
+    first, devices = next(iter(encoders.values())), [frozen.device.type for frozen in encoders.values()]
+    stored = [config.batch_size, config.dtype, config.thumbnail, config.images, devices]
+    settings = [_settings(config, encoders, images), stored, _folder(first.data), images.fingerprint]
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -481,141 +483,19 @@ def _too_many(left_out: Mapping[str, str], total: int, percent: float) -> str:
     )
 
 
-# Parts ----------------------------------------------------------------------------------------------------------------
-
-
-class _Pending:
-    """Batches ``start .. stop - 1``, which are not written yet."""
-
-    def __init__(self, start: int) -> None:
-        self.start = self.stop = start
-        self.batches: list[tuple[_Batch, dict[str, Array]]] = []
-        self._began, self._bytes = time.monotonic(), 0
-
-    def add(self, batch: _Batch, features: dict[str, Array]) -> None:
-        self.batches.append((batch, features))
-        self.stop += 1
-        self._bytes += sum(map(len, batch.thumbnails)) + sum(values.nbytes for values in features.values())
-
-    @property
-    def due(self) -> bool:
-        """Whether to write a part now; a part has at least one image."""
-        full = self._bytes >= PART_BYTES or time.monotonic() - self._began >= PART_SECONDS
-        return full and any(batch.ids for batch, _ in self.batches)
-
-
-class _Part(NamedTuple):
-    """A file of the images of the batches before ``stop``. left_out: name -> reason, of images of these batches."""
-
-    path: Path
-    stop: int
-    images: int
-    left_out: dict[str, str]
-
-
-class _Parts:
-    """The folder OUTPUT.parts, locked by this process while it is open; removed at the end, unless there was an error.
-
-    Args:
-        output: the file that the parts will make.
-        classes: of the labels.
-        dtype: of the features.
-        identity: parts of another identity are removed.
-    """
-
-    def __init__(self, output: Path, classes: list[str], dtype: str, identity: str) -> None:
-        self.folder = output.with_name(f"{output.name}.parts")
-        self.done: list[_Part] = []
-        self._output, self._classes, self._dtype, self._identity = output, classes, dtype, identity
-
-    def __enter__(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.folder / ".lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ConfigError(
-                f"output={self._output}: another process writes it ({error.strerror}); wait for it, or name another "
-                "file"
-            ) from error
-        os.register_at_fork(after_in_child=self._lock.close)  # loader workers may live longer than this process
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._lock.close()
-        if kind is None:
-            for name in (".lock", *(part.path.name for part in self.done)):
-                (self.folder / name).unlink()
-            with suppress(OSError):  # it holds files of others
-                self.folder.rmdir()
-
-    def resume(self) -> int:
-        """Find the parts of an earlier launch from the first batch on; returns the first batch without a part."""
-        for draft in self.folder.glob(".part-*.tmp"):  # of a process that was killed
-            draft.unlink()
-        stop, others = 0, 0
-        for file in sorted(self.folder.glob("part-*.npz")):
-            part = self._read(file)
-            if part is None or file.name != _part_name(stop):
-                file.unlink()
-                others += 1
-            else:
-                self.done.append(part)
-                stop = part.stop
-        if others:
-            logger.info("%s: removed %d part(s) of other settings or damaged", self.folder, others)
-        return stop
-
-    def _read(self, path: Path) -> _Part | None:
-        try:
-            found = read_embeddings(path)
-            settings = found.settings
-            if settings["identity"] != self._identity:
-                return None
-            return _Part(path, int(settings["stop"]), len(found), dict(settings["left_out"]))
-        except (DataError, KeyError, TypeError, ValueError):
-            return None
-
-    def write(self, pending: _Pending) -> None:
-        """Write a part; nothing if it would have no image."""
-        import numpy as np
-
-        batches = [batch for batch, _ in pending.batches if batch.ids]
-        if not batches:
-            return
-        rows = [features for _, features in pending.batches if features]
-        left_out = {name: why for batch, _ in pending.batches for name, why in batch.left_out.items()}
-        part = Embeddings(
-            names=[name for batch in batches for name in batch.names],
-            ids=np.array([index for batch in batches for index in batch.ids]),
-            splits=np.array([batch.split for batch in batches for _ in batch.ids]),
-            labels=np.array([label for batch in batches for label in batch.labels]),
-            classes=self._classes,
-            features={name: np.concatenate([each[name] for each in rows]) for name in rows[0]},
-            thumbnails=[each for batch in batches for each in batch.thumbnails] if batches[0].thumbnails[0] else None,
-            settings={"identity": self._identity, "stop": pending.stop, "left_out": left_out},
-        )
-        path = self.folder / _part_name(pending.start)
-        write_embeddings(path, part, self._dtype)
-        self.done.append(_Part(path, pending.stop, len(part), left_out))
-
-
-def _part_name(start: int) -> str:
-    return f"part-{start:08d}.npz"
-
-
 def _output(config: EmbedConfig, first: FrozenEncoder, images: _Images) -> Path:
+    """``config.output``, or the default file, whose name has all keys of the images that are not the defaults."""
+    from dmjd.explore.sources import check_output
+
     if config.output is not None:
-        path = Path(config.output)
-    else:
-        others = f"-{plain_name(Path(images.root or '').resolve().name)}" if images.moved else ""
-        path = first.run.path / EMBEDDINGS / f"{first.weights}-step{first.step:08d}{others}.npz"
-    standing = standing_place(path.parent)
-    if what := obstacle(path):
-        raise ConfigError(f"output={path} is {what}; name a file that ends in {' or '.join(FORMATS)}")
-    if not standing.is_dir() or not os.access(standing, os.W_OK):
-        raise ConfigError(f"{standing} cannot be written to; name another file with output=FILE")
-    return path
+        return Path(config.output)
+    size = "x".join(map(str, first.size)) if first.data.image_size != first.trained.data.image_size else ""
+    parts = [first.weights, f"step{first.step:08d}"]
+    parts += [_last(images.root)[-30:] if images.root else first.data.name] * (images.moved or first.path.is_file())
+    parts += [config.split] * (config.split != "all") + [size]
+    parts += [config.pooling[0]] * (config.pooling != ["mean"])
+    parts += [] if config.images is None else [str(config.images)]
+    return check_output(first.run.path / EMBEDDINGS / f"{'-'.join(filter(None, parts))}.npz", FORMATS)
 
 
 TOOL = Tool("embed", "Write the features of images to a .npz or .parquet file", EmbedConfig, run)

@@ -63,6 +63,19 @@ class Embeddings:
     def __len__(self) -> int:
         return len(self.names)
 
+    def take(self, rows: Sequence[int]) -> Embeddings:
+        """The images at ``rows``, in this order."""
+        rows = list(rows)
+        return replace(
+            self,
+            names=[self.names[row] for row in rows],
+            ids=self.ids[rows],
+            splits=self.splits[rows],
+            labels=self.labels[rows],
+            features={name: values[rows] for name, values in self.features.items()},
+            thumbnails=None if self.thumbnails is None else [self.thumbnails[row] for row in rows],
+        )
+
 
 def embeddings_at(path: str) -> Path:
     """``path`` if it is a file; the newest file of embeddings of a run folder. Raises DataError if there is none."""
@@ -316,12 +329,15 @@ def _table(embeddings: Embeddings, dtype: str, rows: slice = slice(None)) -> Any
 
 
 _CHILD = """
-import sys
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({memory}, {memory}))
 sys.path.insert(0, {root!r})
 from dmjd.explore.embeddings import convert
 convert(open(0, "rb"), open(1, "wb"))
 """
 _CHILD_SECONDS, _CHILD_BYTES_PER_SECOND = 60, 1 << 24
+_CHILD_BYTES, _CHILD_COPIES = 4 << 30, 8
+"""Limit of the child's memory: libraries, and copies of the file."""
 _WRONG = "wrong: "
 
 
@@ -330,10 +346,16 @@ def _convert_in_child(file: BinaryIO, target: BinaryIO) -> None:
     import pyarrow.parquet  # noqa: F401 -- without it, the command names the extra
 
     root = str(Path(__file__).resolve().parents[2])
-    limit = _CHILD_SECONDS + os.fstat(file.fileno()).st_size / _CHILD_BYTES_PER_SECOND
-    command = [sys.executable, "-c", _CHILD.format(root=root)]
+    size = os.fstat(file.fileno()).st_size
+    limit = _CHILD_SECONDS + size / _CHILD_BYTES_PER_SECOND
+    memory = _CHILD_BYTES + _CHILD_COPIES * size
+    command = [sys.executable, "-c", _CHILD.format(root=root, memory=memory)]
+    # Each thread takes virtual memory, whose limit is the same on a host with 128 cores.
+    env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
     try:
-        done = subprocess.run(command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False)
+        done = subprocess.run(
+            command, stdin=file, stdout=target, stderr=subprocess.PIPE, timeout=limit, check=False, env=env
+        )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"it is not read within {limit:.0f} s") from error
     if done.returncode:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 import torch
 from matplotlib import colormaps
@@ -21,13 +22,10 @@ from dmjd.builders.weights import load_weights
 from dmjd.config import PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.crops import evaluation_view
-from dmjd.data.dataset import OpenImage, Split
-from dmjd.data.decode import open_image, read_bytes
-from dmjd.data.folder import ImageFolder
-from dmjd.errors import CheckpointError, ConfigError, DataError, UserError, printable_message
+from dmjd.errors import CheckpointError, ConfigError, UserError, printable_message
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.explore.attention import attention_of, attention_weights
-from dmjd.files import at_home
+from dmjd.explore.shown_images import images_of
 from dmjd.interop.names import summary
 from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.models.objective import Losses, Objective
@@ -54,8 +52,12 @@ from dmjd.train.preview import Samples, in_scale_of_images, predict_prepared
 if TYPE_CHECKING:
     from dmjd.explore.show import ShowConfig
 
-MOST_IMAGES = 64
-"""Images of one figure."""
+logger = logging.getLogger("dmjd")
+
+BESIDE = "pred. + visible"
+"""Title of the prediction on masked patches beside the target on visible ones."""
+FINEST = 1024
+"""Patches of an image, up to which attention and PCA are drawn at twice the image size."""
 WIDEST = 1600
 """Pixels of the columns of all heads."""
 
@@ -158,7 +160,8 @@ class Shown:
         )
         filled = first_prediction(predictions[: len(mask)], predictions[0], mask)
         beside = torch.where(mask[0, :, :, None], predictions[0], targets)
-        shown = {"target": targets, "prediction": filled, "+ visible": beside}
+        title = "HOG target" if isinstance(tokenizer, HogTarget) else "target"
+        shown = {title: targets, "prediction": filled, BESIDE: beside}
         rendered = {name: [render(each, self.grid) for each in sets] for name, sets in shown.items()}
         if isinstance(tokenizer, HogTarget):
             rendered = {name: [_few_greys(each) for each in pictures] for name, pictures in rendered.items()}
@@ -168,14 +171,14 @@ class Shown:
 
         def in_short(token: int) -> list[Column]:
             masked = view_columns(self._photos, mask[:1], self.grid, token)[1:]
-            target = {} if isinstance(tokenizer, PixelTarget) else {"target": rendered["target"]}
-            return masked + self._resized(target | {"reconstruction": rendered["+ visible"]}, token)
+            target = {} if isinstance(tokenizer, PixelTarget) else {title: rendered[title]}
+            return masked + self._resized(target | {"reconstruction": rendered[BESIDE]}, token)
 
         view = "view 1" if len(mask) > 1 else "the view"
         branches = " = L_vis + lambda L_mim" if self._objective.model.visible_branch is not None else ""
         return Figure(
             columns,
-            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. + visible: the "
+            f"Prediction: that of the first view that masks a patch, or of view 1 where none does. {BESIDE}: the "
             f"prediction on the masked patches of {view}, the target on its visible ones.{scale} Loss of each "
             f"image{branches}. {self._masks_text}",
             in_short,
@@ -217,27 +220,32 @@ class Shown:
         encoder = self._frozen.encoder
         if attention_of(encoder) is None:
             raise Missing("its last block attends within windows, so there is no map of the whole image")
-        weights = attention_weights(encoder, self._inputs).cpu()
-        prefix, (height, width), query = encoder.num_prefix_tokens, self.grid, self._config.query
-        marked = None
+        inputs, grid, size = self._finer
+        prefix, (height, width), query = encoder.num_prefix_tokens, grid, self._config.query
+        rows, marked = slice(0, 1), None
         if query is not None:
             marked = min(int(query[0] * height), height - 1), min(int(query[1] * width), width - 1)
-            maps, of = weights[:, :, prefix + marked[0] * width + marked[1]], "the marked patch"
+            row = prefix + marked[0] * width + marked[1]
+            rows, of = slice(row, row + 1), "the marked patch"
         elif prefix:
-            maps, of = weights[:, :, 0], "the class token"
+            of = "the class token"
         else:
-            maps, of = weights.mean(2), "all patches (mean)"
-        maps = maps[..., prefix:].unflatten(-1, self.grid)
+            rows, of = slice(None), "all patches (mean)"
+        each_image = [attention_weights(encoder, image)[:, :, rows].mean(2).cpu() for image in inputs.split(1)]
+        maps = torch.cat(each_image)[..., prefix:].unflatten(-1, grid)
         mean = {"attention": [heat(each) for each in maps.mean(1)]}
         heads = {f"head {head + 1}": [heat(each) for each in maps[:, head]] for head in range(maps.shape[1])}
 
         def columns(token: int) -> list[Column]:
             (image,) = self._image(token)
             if marked is not None:
-                image = Column(image.title, [framed(cell, marked, token) for cell in image.cells])
+                image = Column(image.title, [framed(cell, marked, grid) for cell in image.cells])
             return [image, *self._resized({"mean of heads": mean["attention"]} | heads, token)]
 
-        text = f"Attention of {of} to the patches in the last block; brighter is higher, each map in its own range."
+        text = (
+            f"Attention of {of} to the patches in the last block; brighter is higher, each map from its minimum to its "
+            f"95th percentile.{size}"
+        )
         largest = min(MAX_CELL, WIDEST // (2 + len(heads)))
         in_short = partial(self._resized, mean)
         return Figure(columns, text, in_short, f"Attention: of {of}, mean of heads.", largest=largest)
@@ -245,19 +253,41 @@ class Shown:
     def pca(self) -> Figure:
         """Image, and the first three principal components of its patch tokens as colours."""
         encoder = self._frozen.encoder
+        inputs, grid, size = self._finer
         with torch.no_grad():
-            tokens = encoder(self._inputs)[:, encoder.num_prefix_tokens :].float().cpu()
-        colours = (255 * pca_colours(tokens)).round().to(torch.uint8).unflatten(1, self.grid)
+            tokens = torch.cat(
+                [encoder(each)[:, encoder.num_prefix_tokens :].float().cpu() for each in inputs.split(1)]
+            )
+        colours = (255 * pca_colours(tokens)).round().to(torch.uint8).unflatten(1, grid)
         shown = {"PCA of patches": list(colours.numpy())}
 
         def columns(token: int) -> list[Column]:
             return self._image(token) + self._resized(shown, token)
 
         text = "PCA: first three principal components of the patch tokens of all these images, as red, green, blue."
-        return Figure(columns, text, partial(self._resized, shown), text)
+        return Figure(columns, text + size, partial(self._resized, shown), text)
 
     def _resized(self, pictures: Mapping[str, list[Picture]], token: int) -> list[Column]:
         return [Column(name, [resize(each, self.grid, token) for each in cells]) for name, cells in pictures.items()]
+
+    @cached_property
+    def _finer(self) -> tuple[Tensor, tuple[int, int], str]:
+        """Normalised images for maps, their grid, and a sentence about their size.
+
+        They have twice the size, unless ``data.image_size`` is given, the encoder takes one size alone, or the patches
+        would be more than :data:`FINEST`.
+        """
+        config, frozen = self._config, self._frozen
+        given = config.data is not None and (config.data_keys is None or "image_size" in config.data_keys)
+        if given or 4 * math.prod(self.grid) > FINEST:
+            return self._inputs, self.grid, ""
+        height, width = 2 * frozen.size[0], 2 * frozen.size[1]
+        views = [evaluation_view(each, (height, width), frozen.data.crop_pct) for each in self._opened]
+        inputs = normalise(torch.stack(views).to(frozen.device), frozen.data.mean, frozen.data.std)
+        try:
+            return inputs, frozen.encoder.grid_of(inputs), f" Images of {height}x{width}."
+        except ValueError:
+            return self._inputs, self.grid, ""
 
     @property
     def _trained(self) -> PretrainConfig:
@@ -266,7 +296,10 @@ class Shown:
         model = self._config.model
         described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
         if self._frozen.path.is_file() and not described:
-            raise Missing("the file does not describe its pre-training; add experiment=NAME, such as mae_vit_base")
+            raise Missing(
+                "a file of weights does not describe masks and target; of masked image modelling with a decoder, add "
+                "experiment=NAME, such as mae_vit_base"
+            )
         return self._frozen.trained
 
     @property
@@ -375,8 +408,10 @@ def pca_colours(tokens: Tensor) -> Tensor:
 
 
 def heat(values: Tensor) -> Picture:
-    """A map ``[h, w]``, from its minimum to its maximum, in matplotlib's colours "inferno", uint8 ``[h, w, 3]``."""
-    scaled = (values - values.min()) / (values.max() - values.min()).clamp_min(torch.finfo(torch.float32).tiny)
+    """A map ``[h, w]``, from its minimum to its 95th percentile, which single high values do not move, in matplotlib's
+    colours "inferno", uint8 ``[h, w, 3]``."""
+    least, high = values.min(), torch.quantile(values.float(), 0.95)
+    scaled = ((values - least) / (high - least).clamp_min(torch.finfo(torch.float32).tiny)).clamp(0, 1)
     coloured: Picture = colormaps["inferno"](scaled.numpy(), bytes=True)[..., :3]
     return coloured
 
@@ -387,52 +422,18 @@ def _few_greys(picture: Picture) -> Picture:
     return levels
 
 
-def framed(cell: Picture, place: tuple[int, int], token: int) -> Picture:
-    """``cell`` with a frame around the token at ``place`` (row, column)."""
-    out, (top, left) = cell.copy(), (place[0] * token, place[1] * token)
+def framed(cell: Picture, place: tuple[int, int], grid: tuple[int, int]) -> Picture:
+    """``cell`` with a frame, of at least 4 pixels, around the patch of ``grid`` at ``place`` (row, column)."""
+    out = cell.copy()
+    sides = [max(4, length // count) for length, count in zip(cell.shape, grid, strict=False)]
+    starts = [
+        min(at * n // count, n - side) for at, n, count, side in zip(place, cell.shape, grid, sides, strict=False)
+    ]
+    (top, left), (height, width) = starts, sides
     for inset, colour in ((0, 255), (1, 0)):
-        inner = out[top + inset : top + token - inset, left + inset : left + token - inset]
+        inner = out[top + inset : top + height - inset, left + inset : left + width - inset]
         inner[[0, -1]] = inner[:, [0, -1]] = colour
     return out
-
-
-def images_of(config: ShowConfig, frozen: FrozenEncoder) -> tuple[list[OpenImage], list[int], str]:
-    """The images that ``config`` names, their sample ids, and a description: those of ``paths``, numbered, or evenly
-    spaced ones of the run's data, with the ids that training gives them.
-
-    Raises:
-        DataError: if one is missing or no image.
-    """
-    if config.paths:
-        found = [each for path in config.paths for each in _images_at(at_home(path), config, frozen)]
-        if len(found) > MOST_IMAGES:
-            raise ConfigError(f"{len(found)} images are named, and a picture shows at most {MOST_IMAGES}; name fewer")
-        return found, list(range(len(found))), "given images"
-    split: Split = "test" if config.split == "test" else "train"
-    dataset = None
-    if config.split == "auto":
-        try:
-            dataset, split = frozen.dataset("test"), "test"
-        except DataError as error:
-            if "has no test split" not in str(error):
-                raise
-    dataset = frozen.dataset(split) if dataset is None else dataset
-    ids = _evenly(len(dataset), config.images)
-    return [dataset.open(index) for index in ids], ids, f"{'training' if split == 'train' else 'test'} images"
-
-
-def _images_at(path: str, config: ShowConfig, frozen: FrozenEncoder) -> Iterator[OpenImage]:
-    channels = frozen.data.channels
-    if not os.path.isdir(path):
-        yield open_image(read_bytes(path), path, channels)
-        return
-    folder = ImageFolder(path, "train", cast(Literal[1, 3], channels), "none")
-    yield from (folder.open(index) for index in _evenly(len(folder), config.images))
-
-
-def _evenly(length: int, count: int) -> list[int]:
-    count = min(length, count)
-    return [index * length // count for index in range(count)]
 
 
 def _in_one_line(name: str) -> str:

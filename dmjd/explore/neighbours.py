@@ -13,7 +13,7 @@ from dmjd.config.fields import choice, number, path
 from dmjd.errors import ConfigError, DataError
 from dmjd.explore.registry import Tool
 from dmjd.explore.tsne import shares
-from dmjd.files import printable, replace_file
+from dmjd.files import printable
 from dmjd.progress import track
 
 if TYPE_CHECKING:
@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from dmjd.explore.embeddings import Embeddings
     from dmjd.explore.neighbours_page import Pictures, Section
 
 MOST_SEARCHED = 50_000
 """Images among which near duplicates are searched, at most: the similarities of all pairs are computed."""
 MOST_PAIRS = 10_000
 """Near duplicates that are kept, at most: the most similar ones."""
+SAME = 1 - 1e-6
+"""Cosine similarity from which on two images count as equal."""
+ORIGIN = ("weights", "step", "pooling")
+"""Settings of an encoder that the page states."""
+MOST_NEIGHBOURS = 10_000
+"""Neighbours of all queries by one encoder, at most."""
 _PER_BLOCK = 1 << 24  # similarities that are held at once: 64 MiB of float32
 
 
@@ -51,7 +56,7 @@ class NeighboursConfig:
     queries: int = number(20, least=1, most=1000)
     query: list[str] | None = None
     neighbours: int = number(8, least=1, most=100)
-    duplicates: float | None = number(0.99, above=0, most=1)
+    duplicates: float | None = number(0.999, above=0, most=1)
 
 
 class Found(NamedTuple):
@@ -191,9 +196,14 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     import torch
 
     from dmjd.explore.neighbours_page import Pictures, Section, page
-    from dmjd.explore.sources import output_folder, read_together
+    from dmjd.explore.sources import origin, output_folder, read_together, write_files
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.queries * config.neighbours > MOST_NEIGHBOURS:
+        raise ConfigError(
+            f"queries={config.queries} times neighbours={config.neighbours} must be at most {MOST_NEIGHBOURS:,}, the "
+            "limit of a page"
+        )
     folder = output_folder(config.embeddings[0], config.output)
     found = read_together(config.embeddings)
     if found.thumbnails is None:
@@ -204,9 +214,13 @@ def run(config: NeighboursConfig) -> Iterator[str]:
     kept = np.arange(len(found))
     if config.split != "all":
         kept = np.flatnonzero(np.asarray(found.splits) == config.split)
+    which = "" if config.split == "all" else f" of split={config.split}"
+    if len(kept) < 2:
+        number_of = "there is 1 image" if len(kept) else "there are 0 images"
+        raise DataError(f"{number_of}{which}, and neighbours need at least 2; embed more images")
     if config.neighbours >= len(kept):
-        which = "" if config.split == "all" else f" of split={config.split}"
         raise ConfigError(f"neighbours={config.neighbours} must be less than the number of images{which}, {len(kept)}")
+    training = int((np.asarray(found.splits)[kept] == "train").sum())
     names, labels = [found.names[row] for row in kept], found.labels[kept]
     classes = [found.classes[label] if label >= 0 else "" for label in labels.tolist()]
     pictures = Pictures(names, [found.thumbnails[row] for row in kept], classes)
@@ -218,13 +232,13 @@ def run(config: NeighboursConfig) -> Iterator[str]:
         sections.append(
             Section(
                 name,
-                _about(found, name),
+                ", ".join(filter(None, (f"{every.shape[1]} dimensions", origin(found, name, ORIGIN, 60)))),
                 _score(features, labels, len(found.classes), device),
                 nearest(features, queries, config.neighbours),
                 pairs,
             )
         )
-    notes = [_images_line(config, labels, len(queries))]
+    notes = [_images_line(config, labels, training, len(queries))]
     if config.duplicates is not None and not searched:
         notes.append(f"Near duplicates are not searched among more than {MOST_SEARCHED:,} images.")
     files = {
@@ -232,42 +246,30 @@ def run(config: NeighboursConfig) -> Iterator[str]:
         "neighbours.csv": _neighbours_csv(pictures, queries, sections),
         **({"duplicates.csv": _duplicates_csv(pictures, sections)} if searched else {}),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, content in files.items():
-            replace_file(folder / file, content)
-    except OSError as error:
-        raise ConfigError(f"cannot write into {folder}: {error.strerror}; set another with output=FOLDER") from error
+    written = write_files(folder, files)
     yield from notes
     for section in sections:
         parts = [f"leave-one-out kNN top-1 {section.score}"]
         if section.pairs is not None:
-            parts.append(f"{section.pairs.total} pairs of images with a cosine of at least {config.duplicates:g}")
+            count = f"{section.pairs.total} pair{'s' * (section.pairs.total != 1)}"
+            parts.append(f"{count} of images with a cosine of at least {config.duplicates:g}")
         yield f"{section.name}: {'; '.join(parts)}"
-    yield from (str(folder / file) for file in files)
+    yield from written
 
 
-def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], queries: int) -> str:
+def _images_line(config: NeighboursConfig, labels: npt.NDArray[np.int64], training: int, queries: int) -> str:
+    """The images, the number of training images among them, which a fine-tuned encoder has seen with their labels, and
+    the queries."""
     present = len(set(labels[labels >= 0].tolist()))
     of = f" of {present} class{'es' * (present != 1)}" if present else " without labels"
     chosen = "named" if config.query is not None else "evenly spaced over the classes" if present else "evenly spaced"
-    which = "" if config.split == "all" else f" of the split {config.split}"
+    which = f" ({training:,} training, {len(labels) - training:,} test)"
+    if config.split != "all":
+        which = f" of the split {config.split}"
     return (
-        f"{len(labels):,} images{of}{which}; {queries} queries, {chosen}, each with its {config.neighbours} nearest "
-        "neighbours by cosine similarity."
+        f"{len(labels):,} images{of}{which}; {queries} quer{'y' if queries == 1 else 'ies'}, {chosen}, each with its "
+        f"{config.neighbours} nearest neighbour{'s' * (config.neighbours != 1)} by cosine similarity."
     )
-
-
-def _about(found: Embeddings, name: str) -> str:
-    """Dimensions, and what the file records of an encoder."""
-    encoders = found.settings.get("encoders")
-    described = encoders.get(name) if isinstance(encoders, dict) else None
-    parts = [f"{found.features[name].shape[1]} dimensions"]
-    for key in ("weights", "step", "pooling"):
-        value = described.get(key) if isinstance(described, dict) else None
-        if isinstance(value, (str, int)) and value != "":
-            parts.append(str(value) if key == "weights" else f"{key} {value}")
-    return ", ".join(parts)
 
 
 def _score(features: npt.NDArray[np.float32], labels: npt.NDArray[np.int64], classes: int, device: torch.device) -> str:

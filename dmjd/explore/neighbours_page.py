@@ -9,6 +9,8 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from dmjd.errors import printable_message
+from dmjd.explore.neighbours import SAME
+from dmjd.explore.tsne import MOST_THUMBNAILS, fitting
 from dmjd.report.html import document, heading, paragraph, table
 
 if TYPE_CHECKING:
@@ -16,10 +18,10 @@ if TYPE_CHECKING:
 
 SHOWN_PAIRS = 60
 """Near duplicates of each encoder on the page; duplicates.csv has more."""
-SAME = 1 - 1e-6
-"""Cosine similarity from which on two images are marked as duplicates of each other."""
+_SIDE = 96  # units of an image's square
 
 _STYLE = """
+.images { position: absolute; width: 0; height: 0 }
 .encoders td:nth-child(n + 3) { white-space: nowrap }
 .neighbours { display: grid; grid-template-columns: 8.5rem minmax(0, 1fr); gap: .4rem 1.2rem; margin: 0;
   padding: .9rem 0; border-bottom: 1px solid var(--rule) }
@@ -28,17 +30,17 @@ _STYLE = """
 .neighbours ol, .pairs-of-images { display: flex; flex-wrap: wrap; gap: .5rem; list-style: none; margin: 0; padding: 0 }
 .neighbours ol + h3 { margin-top: .8rem }
 .tile { width: 6rem; font-size: .75rem; line-height: 1.3; min-width: 0; color: var(--ink) }
-.tile img { display: block; width: 6rem; height: 6rem; object-fit: contain; background: var(--well);
+.tile svg { display: block; width: 6rem; height: 6rem; background: var(--well);
   border: 3px solid var(--rule); border-radius: 4px }
-.tile.agrees img { border-color: var(--good) } .tile.differs img { border: 3px dashed var(--bad) }
-.query { width: 8.5rem } .query img { width: 8.5rem; height: 8.5rem; border-color: var(--focus) }
+.tile.agrees svg { border-color: var(--good) } .tile.differs svg { border: 3px dashed var(--bad) }
+.query { width: 8.5rem } .query svg { width: 8.5rem; height: 8.5rem; border-color: var(--focus) }
 .tile span, .tile small { display: block; overflow: hidden; text-overflow: ellipsis; white-space: nowrap }
 .tile small { color: var(--muted); font-size: inherit }
 .tile b { font-weight: 600 } .tile.agrees b { color: var(--good) } .tile.differs b { color: var(--bad) }
 .pairs-of-images { gap: 1.2rem } .pairs-of-images > li { width: 12.5rem }
 .pairs-of-images div { display: flex; gap: .5rem } .pairs-of-images p { font-size: .75rem }
 @media (max-width: 30rem) { .neighbours { grid-template-columns: minmax(0, 1fr) } }
-@media print { .neighbours { break-inside: avoid } .tile { width: 4.6rem } .tile img { width: 4.6rem; height: 4.6rem }
+@media print { .neighbours { break-inside: avoid } .tile { width: 4.6rem } .tile svg { width: 4.6rem; height: 4.6rem }
   * { print-color-adjust: exact } }
 """
 
@@ -56,12 +58,24 @@ class Pictures:
         style."""
         name, label = _text(self.names[row]), _text(self.classes[row])
         last = _text(self.names[row].rpartition("/")[2])
-        data = base64.b64encode(self.thumbnails[row]).decode("ascii")
         label = f'<span title="{label}">{label}</span>' if label else ""
         return (
-            f'<figure class="tile {kind}"><img alt="{name}" src="data:image/jpeg;base64,{data}">'
-            f'{"".join(lines)}{label}<small title="{name}">{last}</small></figure>'
+            f'<figure class="tile {kind}"><svg role="img" aria-label="{name}" viewBox="0 0 {_SIDE} {_SIDE}">'
+            f'<use href="#image{row}"></use></svg>{"".join(lines)}{label}<small title="{name}">{last}</small></figure>'
         )
+
+    def definitions(self, rows: Sequence[int]) -> str:
+        """The images that tiles of ``rows`` show; each is once on the page."""
+        images = "".join(
+            f'<image id="image{row}" width="{_SIDE}" height="{_SIDE}" href="data:image/{_format(content)};base64,'
+            f'{base64.b64encode(content).decode("ascii")}"></image>'
+            for row, content in zip(rows, fitting([self.thumbnails[row] for row in rows], MOST_THUMBNAILS), strict=True)
+        )
+        return f'<svg class="images" aria-hidden="true"><defs>{images}</defs></svg>'
+
+
+def _format(content: bytes) -> str:
+    return "webp" if content.startswith(b"RIFF") else "jpeg"
 
 
 @dataclass(frozen=True)
@@ -97,6 +111,7 @@ def page(
     return document(
         title,
         *map(paragraph, notes),
+        pictures.definitions(_on_page(queries, sections)),
         heading("Encoders"),
         table("Encoders", "encoders", head, rows),
         heading("Nearest neighbours"),
@@ -108,6 +123,16 @@ def page(
         *_duplicates(pictures, sections, least),
         style=_STYLE,
     )
+
+
+def _on_page(queries: Sequence[int], sections: Sequence[Section]) -> list[int]:
+    """The rows of all images of the page."""
+    rows = {*queries}
+    for section in sections:
+        rows.update(section.found.rows.ravel().tolist())
+        if section.pairs is not None:
+            rows.update(section.pairs.rows[:SHOWN_PAIRS].ravel().tolist())
+    return sorted(rows)
 
 
 def agreement(pictures: Pictures, queries: Sequence[int], section: Section) -> str:
@@ -144,7 +169,7 @@ def _strip(pictures: Pictures, query: int, number: int, section: Section) -> str
         same = " duplicate" if similarity >= SAME else ""
         tiles.append(f"<li>{pictures.tile(row, kind, f'<span>{mark}{similarity:.3f}{same}</span>')}</li>")
     share = f" <small>{agreeing} of {labelled} of the same class</small>" if labelled else ""
-    return f"<h3>{_text(section.name)}{share}</h3><ol>{''.join(tiles)}</ol>"
+    return f"<h3><bdi>{_text(section.name)}</bdi>{share}</h3><ol>{''.join(tiles)}</ol>"
 
 
 def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | None) -> list[str]:
@@ -155,7 +180,7 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
         rows, similarities, total = section.pairs
         shown = f"; the {SHOWN_PAIRS} most similar are shown" if total > SHOWN_PAIRS else ""
         parts.append(f"<h3>{_text(section.name)}</h3>")
-        parts.append(paragraph(f"{total} pairs{shown}" if total else "none"))
+        parts.append(paragraph(f"{total} pair{'s' * (total != 1)}{shown}" if total else "none"))
         items = "".join(
             f"<li><div>{pictures.tile(one, '')}{pictures.tile(other, '')}</div>"
             f"<p>{similarity:.4f}{' duplicate' if similarity >= SAME else ''}</p></li>"
@@ -164,7 +189,10 @@ def _duplicates(pictures: Pictures, sections: Sequence[Section], least: float | 
             )
         )
         parts.append(f'<ul class="pairs-of-images">{items}</ul>' if items else "")
-    note = paragraph(f"Pairs of images whose features have a cosine similarity of at least {least}.")
+    note = paragraph(
+        f"Pairs of images whose features have a cosine similarity of at least {least}. Encoders differ in how similar "
+        "they find different images of one scene: if such pairs are listed, set duplicates= to a higher similarity."
+    )
     return [heading("Near duplicates"), note, *parts] if parts else []
 
 

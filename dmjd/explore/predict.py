@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import os
 import re
 from collections import Counter
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
-from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError
-from dmjd.explore.embed import digest_of, name_below, preparation
-from dmjd.explore.embeddings import embeddings_at, plain_name, read_embeddings
+from dmjd.errors import BadFeatures, BadImage, ConfigError, NoSplit
+from dmjd.explore.embed import name_below
+from dmjd.explore.embeddings import plain_name
+from dmjd.explore.labelled import bank_of_file, bank_of_run
+from dmjd.explore.neighbours import SAME
 from dmjd.explore.registry import Tool
-from dmjd.files import drafted, standing_place
+from dmjd.files import drafted
 from dmjd.progress import Progress
 from dmjd.redact import shown
 
@@ -26,9 +29,9 @@ if TYPE_CHECKING:
 
     from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Split
     from dmjd.evaluate.encoder import FrozenEncoder
-    from dmjd.evaluate.features import Features
-    from dmjd.explore.embeddings import Embeddings
 
+FILE_PARTS = 2
+"""Paths in the name of the default file."""
 RANKS = 5
 """Classes of the columns of probabilities=top5."""
 MOST_CLASSES = 5
@@ -38,8 +41,7 @@ PRINTED = 10
 UNREADABLE = -2
 """Label of an image that cannot be decoded."""
 
-EQUAL = 1 - 1e-6
-"""Cosine similarity from which on an image equals one of those that vote."""
+logger = logging.getLogger("dmjd")
 
 Predictor: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor]]"
 """uint8 images ``[B, H, W, C]`` on the device -> probabilities ``[B, classes]``, and whether each image equals one of
@@ -54,9 +56,11 @@ class PredictConfig(ImagesConfig):
     nearest labelled images, as dmjd knn does.
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
-    output: CSV file. Default: RUN/predictions/WEIGHTS-step########.csv, or ...-NAME.csv for the files of NAME.
-    weights: trained: weights of the last step. ema: exponential moving average. auto: of a fine-tuned run the average
-        if there is one, else trained.
+    output: CSV file; an earlier one is replaced. Default: RUN/predictions/WEIGHTS-step########.csv, with the images
+        (paths, data.root or data) and the split before the suffix if they are given.
+    weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
+        the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
+        initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     split: Images of the data set. auto: the test images of the run's own data, if it has any; of other data all.
     probabilities: Columns beside the class with the highest probability. all: p_CLASS for each class. top5: classes and
         probabilities of ranks 2 to 5. top1: none.
@@ -69,7 +73,7 @@ class PredictConfig(ImagesConfig):
     """
 
     paths: list[str] | None = path()
-    weights: str = choice("auto", "trained", "ema")
+    weights: str = choice("auto", "trained", "untrained", "ema", "student")
     split: str = choice("auto", "all", "train", "test")
     probabilities: str = choice("all", "top1", "top5")
     labelled: str | None = path()
@@ -82,9 +86,6 @@ class PredictConfig(ImagesConfig):
         super().check()
         if self.paths and {"name", "root"} & {*(self.data_keys or ())}:
             raise ConfigError("paths and data both name images; give one of them")
-        for path in self.paths or ():
-            if not os.path.lexists(path):
-                raise ConfigError(f"{path} does not exist; name image files or folders of images")
 
 
 class Part(NamedTuple):
@@ -172,11 +173,17 @@ class Tally:
 def run(config: PredictConfig) -> Iterator[str]:
     """Predict, write the file, and describe it."""
     from dmjd.evaluate.encoder import load_encoder, with_head
+    from dmjd.explore.sources import check_output
 
+    for each in config.paths or ():
+        if not os.path.lexists(each):
+            raise ConfigError(f"{plain_name(each)} does not exist; name image files or folders of images")
+    if config.output is not None:
+        check_output(Path(config.output), (".csv",))
     frozen = load_encoder(config)
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
-    output = _output(frozen, config)
+    output = Path(config.output) if config.output is not None else check_output(_default(frozen, config), (".csv",))
     if frozen.classifier is not None:
         classes, predict = _by_classifier(frozen, config)
     else:
@@ -188,6 +195,8 @@ def run(config: PredictConfig) -> Iterator[str]:
     tallies = {part.name: Tally() for part in parts}
     known = set(classes)
     few = sum(len(part.images) for part in parts) <= PRINTED
+    replaced = output.exists()
+    output.parent.mkdir(parents=True, exist_ok=True)
     with drafted(output) as draft, open(draft, "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file, lineterminator="\r\n")
         head = _head(classes, config.probabilities)
@@ -200,6 +209,8 @@ def run(config: PredictConfig) -> Iterator[str]:
                 if few:
                     yield _line(found)
     yield from _described(tallies)
+    if replaced:
+        yield f"replaced the earlier {output.name}"
     yield str(output)
 
 
@@ -225,7 +236,7 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
 
     if config.pooling == "cls" and not frozen.encoder.num_prefix_tokens:
         raise ConfigError("pooling=cls needs a cls token, and this encoder has none; use pooling=mean")
-    bank, classes = _bank_of_run(frozen, config) if config.labelled is None else _bank_of_file(frozen, config)
+    bank, classes = bank_of_run(frozen, config) if config.labelled is None else bank_of_file(frozen, config)
     k = config.neighbours or neighbours_for(len(bank), len(classes))
     if k > len(bank):
         raise ConfigError(f"neighbours={k} must be at most the number of labelled images, {len(bank)}")
@@ -235,75 +246,9 @@ def _by_neighbours(frozen: FrozenEncoder, config: PredictConfig) -> tuple[list[s
         features = encode(frozen.encoder, images, mean=frozen.data.mean, std=frozen.data.std, pooling=config.pooling)
         similarity, nearest = (F.normalize(features, dim=1) @ values.T).topk(k, dim=1)
         found = votes(similarity, labels[nearest], len(classes), config.temperature)
-        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= EQUAL
+        return found / found.sum(dim=1, keepdim=True), similarity[:, 0] >= SAME
 
     return classes, predict
-
-
-def _bank_of_run(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features, list[str]]:
-    """Features of the labelled training images of the run, and the names of their classes."""
-    from dmjd.data.build import check_labels, resolve_auto
-    from dmjd.evaluate.encoder import OF_DATA_SET
-    from dmjd.evaluate.validation import class_names
-
-    if frozen.path.is_file():
-        raise ConfigError(
-            f"checkpoint={config.checkpoint} is a file without a classifier; add labelled=FILE, labelled images that "
-            "dmjd embed has embedded"
-        )
-    own = resolve_auto(frozen.trained.data)
-    data = replace(frozen.data, **{key: getattr(own, key) for key in ("name", *OF_DATA_SET)})
-    labelled = replace(frozen, data=data)
-    images = labelled.dataset("train")
-    cure = "; or name labelled images with labelled=FILE, which dmjd embed writes"
-    try:
-        check_labels(images, f"{labelled.source}: the training images")
-    except DataError as error:
-        raise DataError(f"{error}{cure}") from error
-    features = labelled.features(images, config.pooling, config.batch_size, config.workers)
-    return features, class_names(images)
-
-
-def _bank_of_file(frozen: FrozenEncoder, config: PredictConfig) -> tuple[Features, list[str]]:
-    """Features of the labelled images of a file of embeddings, and the names of their classes.
-
-    Raises:
-        ConfigError: if no encoder of the file is this one, with the same preparation of images; it names what differs.
-        DataError: if the file has no labels.
-    """
-    import torch
-
-    from dmjd.evaluate.features import Features
-
-    path = embeddings_at(config.labelled or "")
-    file = read_embeddings(path)
-    values = file.features[_same_encoder(file, frozen, config, path)]
-    known = torch.from_numpy(file.labels >= 0)
-    if not known.any():
-        raise DataError(f"labelled={path} has no labels; embed images with a folder for each class")
-    return Features(torch.from_numpy(values)[known], torch.from_numpy(file.labels)[known]), file.classes
-
-
-def _same_encoder(file: Embeddings, frozen: FrozenEncoder, config: PredictConfig, path: Path) -> str:
-    """The name in ``file`` of the encoder with the weights of ``frozen`` and its preparation of images."""
-    own = {"sha256": digest_of(frozen.encoder), **preparation(frozen, config.pooling)}
-    recorded = file.settings.get("encoders")
-    differences = dict[str, list[str]]()
-    for name in file.features:
-        other = recorded.get(name) if isinstance(recorded, dict) else None
-        found = other if isinstance(other, dict) else {}
-        differences[name] = [
-            "other weights" if key == "sha256" else f"{key} {str(found.get(key))[:40]}, not {value}"
-            for key, value in own.items()
-            if found.get(key) != value
-        ]
-    name, unlike = min(differences.items(), key=lambda item: len(item[1]))
-    if unlike:
-        raise ConfigError(
-            f"labelled={path} was not made with this encoder: it has {'; '.join(unlike)}; embed the labelled images "
-            f"with dmjd embed {config.checkpoint}"
-        )
-    return name
 
 
 def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str]) -> list[Part]:
@@ -332,9 +277,7 @@ def _parts(frozen: FrozenEncoder, config: PredictConfig, classes: Sequence[str])
         return [part(cast("Split", config.split))]
     try:
         test = [part("test")]
-    except DataError as error:
-        if not re.search("has no (test split|val shards)", str(error)):
-            raise
+    except NoSplit:
         test = []
     return test if test and own and config.split == "auto" else [part("train"), *test]
 
@@ -428,25 +371,23 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
             yield "predicted: " + ", ".join(f"{label} ({count})" for label, count in most) + more
 
 
-def _output(frozen: FrozenEncoder, config: PredictConfig) -> Path:
-    """The file to write. Raises ConfigError if it cannot be written."""
-    from dmjd.evaluate.output import check_output
+def _default(frozen: FrozenEncoder, config: PredictConfig) -> Path:
+    """The default file; its name has the images and the split if they are given."""
+    of = config.paths or []
+    if not of and config.data is not None:
+        of = [frozen.data.root or frozen.data.name]
+    images = "-".join(_label(each) for each in of[:FILE_PARTS])
+    if len(of) > FILE_PARTS:
+        images += f"-and-{len(of) - FILE_PARTS}-more"
+    split = "" if config.paths or config.split == "auto" else config.split
+    name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
+    return frozen.run.path / "predictions" / f"{name}.csv"
 
-    if config.output is not None:
-        path = Path(config.output)
-    else:
-        other = config.paths[0] if config.paths else ""
-        if not config.paths and config.data is not None:
-            other = frozen.data.root or frozen.data.name
-        stem = re.sub(r"[^\w.-]+", "_", Path(shown(other)).name)
-        name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", stem)))
-        path = frozen.run.path / "predictions" / f"{name}.csv"
-        standing = standing_place(path.parent)
-        if not standing.is_dir() or not os.access(standing, os.W_OK):
-            raise ConfigError(f"{standing} cannot be written to; name a file with output=FILE.csv")
-        path.parent.mkdir(parents=True, exist_ok=True)
-    check_output(path, (".csv",), frozen.path)
-    return path
+
+def _label(images: str) -> str:
+    """The last two parts of a path, of at most 30 characters, for the name of a file."""
+    parts = [part for part in Path(shown(images)).parts[-2:] if part not in ("..", os.sep)]
+    return re.sub(r"[^\w.-]+", "_", "_".join(parts))[-30:]
 
 
 TOOL = Tool(

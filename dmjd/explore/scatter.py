@@ -13,7 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.path import Path as Outline
 from numpy.typing import NDArray
 
-from dmjd.charts import INK, MUTED, RULE, png
+from dmjd.charts import INK, MUTED, RULE, legend, png
+from dmjd.explore.sources import shortened
 
 COLOURS = (
     *("#3f90da", "#ffa90e", "#bd1f01", "#94a4a2", "#832db6", "#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
@@ -129,19 +130,9 @@ def scatter_png(
             Line2D([], [], linestyle="", marker=_outline(mark(index)[1]), color=COLOURS[mark(index)[0]], markersize=6)
             for index in range(len(classes))
         ]
-        legend = figure.legend(
-            handles,
-            ["class"] * len(classes),
-            loc="outside right upper",
-            ncols=legend_columns,
-            frameon=False,
-            fontsize=8,
-            labelcolor=INK,
-            handletextpad=0.2,
-        )
-        for text, name in zip(legend.get_texts(), classes, strict=True):
-            text.set_text(shortened(name, 22))
-            text.set_parse_math(False)
+        names = [shortened(name, 22) for name in classes]
+        place = "outside right upper"
+        legend(figure, handles, names, loc=place, ncols=legend_columns, fontsize=8, handletextpad=0.2)
     lines = "\n".join(wrap(caption, int(width * 15)))
     figure.supxlabel(lines, color=MUTED, fontsize=8, x=0.01, ha="left", parse_math=False)
     with warnings.catch_warnings():
@@ -149,13 +140,6 @@ def scatter_png(
             "ignore", "Glyph"
         )  # names in scripts that the font lacks are boxes here, not in the page
         return png(figure, caption)
-
-
-def shortened(name: str, length: int) -> str:
-    """``name`` in one line of at most ``length`` characters, without its middle if it is longer."""
-    line = " ".join(name.split())
-    half = (length - 3) // 2
-    return line if len(line) <= length else f"{line[:half]}...{line[-half:]}"
 
 
 def _outline(shape: int) -> Outline:

@@ -76,7 +76,7 @@ def script_json(value: Any) -> str:
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return text.encode(errors="backslashreplace").decode()  # lone surrogates, of names that are not UTF-8
+    return text
 
 
 def _figure(index: int, panel: Panel) -> str:
@@ -430,8 +430,8 @@ function choose(index, panel, byKey) {
 function show(panel) {
   card.hidden = false;
   const box = panel.canvas.getBoundingClientRect(), [x, y] = panel.place(current), size = card.getBoundingClientRect();
-  const fit = (at, gap, length, room) =>
-    at + gap + length <= room ? at + gap : Math.max(4, at - gap - length);
+  const fit = (at, gap, length, available) =>
+    at + gap + length <= available ? at + gap : Math.max(4, at - gap - length);
   card.style.left = fit(box.x + x, 14, size.width, root.clientWidth) + "px";
   card.style.top = fit(box.y + y, 14, size.height, root.clientHeight) + "px";
 }

@@ -17,7 +17,8 @@ KINDS = ("reconstruction", "masks", "hog", "attention", "pca")
 class ShowConfig(ImagesConfig):
     """Pictures of a model for any images.
 
-    paths: Image files and folders; of a folder, `images` evenly spaced ones. Default: images of the run's data.
+    paths: Image files and folders; from each folder as many as images sets, evenly spaced. Default: images of the
+        run's data.
     images: Number of images of a data set or folder.
     split: Images of the run's data. auto: test images, or training images if there are none.
     kinds: Pictures, a list of reconstruction, masks, hog, attention and pca. null: all that the model has.
@@ -34,7 +35,8 @@ class ShowConfig(ImagesConfig):
         initialisation. ema: exponential moving average of the encoder. student: the student of a file with a teacher.
     device: auto: CUDA if available, else CPU.
     data: Data of pre-training, of which only the keys that are given differ: data.root=DIR moves the images,
-        data.image_size=448 gives finer maps of attention and PCA.
+        data.image_size=448 sets the size of all, of which maps of attention and PCA otherwise have twice that of
+        pre-training.
     """
 
     weights: str = choice("auto", "trained", "untrained", "ema", "student")
@@ -67,21 +69,14 @@ def run(config: ShowConfig) -> list[str]:
     """Write the pictures; returns lines to print: the files, and the kinds that the model does not have."""
     from dmjd.evaluate.encoder import load_encoder
     from dmjd.explore.figures import Shown
-    from dmjd.files import replace_file
+    from dmjd.explore.sources import check_output, write_files
 
     frozen = load_encoder(config)
-    folder = frozen.run.pictures if config.output is None else Path(config.output)
+    folder = check_output(frozen.run.pictures if config.output is None else Path(config.output))
     figures, lines = (shown := Shown(config, frozen)).figures(config.kinds or KINDS, bool(config.kinds))
-    files = {folder / f"{'-'.join(filter(None, ('show', kind)))}.png": figure for kind, figure in figures.items()}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file, figure in files.items():
-            replace_file(file, shown.png(figure, 1000 * config.max_kb))
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written to ({error.strerror}); name a folder for the pictures with output=FOLDER"
-        ) from error
-    return [*map(str, files), *lines]
+    names = {kind: f"{'-'.join(filter(None, ('show', kind)))}.png" for kind in figures}
+    files = {names[kind]: shown.png(figure, 1000 * config.max_kb) for kind, figure in figures.items()}
+    return [*write_files(folder, files), *lines]
 
 
 TOOL = Tool(

@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dmjd.config.fields import choice, number, path, suggestion
 from dmjd.errors import ConfigError, DataError, printable_message
+from dmjd.explore.embeddings import embeddings_at
 from dmjd.explore.registry import Tool
-from dmjd.files import printable, replace_file
+from dmjd.files import printable
 from dmjd.progress import Progress
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ ITERATIONS = (250, 500)
 EXACT = 10_000
 """Images up to which the nearest neighbours are exact; beyond, openTSNE's approximation (Annoy) is faster."""
 _EVERY = 25  # iterations between two updates of the progress bar
-_MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
+MOST_THUMBNAILS = 7_500_000  # bytes on a page; base64 adds a third
 _LARGEST_THUMBNAIL = 1024  # pixels of a side
+_LONGEST_SETTING = 500  # characters
 
 
 @dataclass
@@ -84,6 +85,8 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     """
     import numpy as np
 
+    from dmjd.data.dataset import evenly
+
     candidates = np.arange(len(embeddings))
     if config.split != "all":
         candidates = candidates[np.asarray(embeddings.splits) == config.split]
@@ -100,13 +103,12 @@ def select(embeddings: Embeddings, config: TsneConfig) -> Selection:
     else:
         groups, classes, of = [candidates], [], 0
     counts = shares([len(group) for group in groups], config.images)
-    spaced = [
-        group[np.arange(count) * len(group) // max(count, 1)] for group, count in zip(groups, counts, strict=True)
-    ]
+    spaced = [group[evenly(len(group), count)] for group, count in zip(groups, counts, strict=True)]
     rows, labels = np.concatenate(spaced), np.repeat(np.arange(len(groups)), counts)
     if len(rows) < FEWEST:
         which = "" if config.split == "all" else f" with split={config.split}"
-        raise DataError(f"there are {len(rows)} images{which}, and a t-SNE map needs at least {FEWEST}; embed more")
+        number_of = "there is 1 image" if len(rows) == 1 else f"there are {len(rows)} images"
+        raise DataError(f"{number_of}{which}, and a t-SNE map needs at least {FEWEST}; embed more")
     order = rows.argsort()
     return Selection(rows[order], labels[order], classes, sum(map(len, groups)), of, unlabelled)
 
@@ -185,26 +187,6 @@ def perplexity_for(images: int, perplexity: float) -> float:
     return min(perplexity, (images - 1) / 3)
 
 
-def neighbour_agreement(features: NDArray[np.float32], labels: NDArray[np.int64], classes: int) -> tuple[int, float]:
-    """k and top-1 in per cent of ``dmjd knn``'s classifier (cosine, temperature 0.07) on the features, each image being
-    classified by all others."""
-    import torch
-
-    from dmjd.evaluate.features import Features
-    from dmjd.evaluate.knn import knn_table, neighbours_for
-
-    k = min(neighbours_for(len(labels), classes), len(labels) - 1)
-    bank = Features(torch.from_numpy(features), torch.from_numpy(labels))
-    table = knn_table(
-        *(bank, bank, classes),
-        device=torch.device("cpu"),
-        neighbours=[k],
-        temperatures=[0.07],
-        own=torch.arange(len(labels)),
-    )
-    return k, table[k, 0.07].top1
-
-
 def fitting(thumbnails: Sequence[bytes], limit: int) -> list[bytes]:
     """``thumbnails`` if they have at most ``limit`` bytes in all, else smaller ones: WebP files with fewer pixels. One
     that cannot be decoded is an empty file then."""
@@ -238,10 +220,13 @@ def run(config: TsneConfig) -> Iterator[str]:
     if not config.embeddings:
         raise ConfigError("embeddings must name at least one file or run folder, got []")
     import numpy as np
+    import torch
 
+    from dmjd.evaluate.features import Features
+    from dmjd.evaluate.knn import LEFT_OUT, leave_one_out
     from dmjd.explore.scatter import Panel, scatter_png
     from dmjd.explore.scatter_page import scatter_page
-    from dmjd.explore.sources import make_writable, output_folder, read_together
+    from dmjd.explore.sources import origin, output_folder, read_together, write_files
 
     folder = output_folder(config.embeddings[0], config.output)
     embeddings = read_together(config.embeddings)
@@ -258,18 +243,19 @@ def run(config: TsneConfig) -> Iterator[str]:
                 f"the features of {name} are equal, zero or too large for a cosine distance; embed the images with "
                 "another checkpoint"
             )
-    make_writable(folder)
     panels, lines = [], []
     with Progress("t-SNE iterations", sum(ITERATIONS) * len(chosen)) as bar:
         for name, values in chosen.items():
             points = tsne(values, perplexity, config.seed, bar.advance)
-            notes = [_origin(embeddings, name)]
+            notes = [origin(embeddings, name, ("weights", "step"), 40)]
             if len(classes) > 1:
-                k, top1 = neighbour_agreement(values, selection.labels, len(classes))
-                notes.append(f"kNN top-1 {top1:.1f} %")
-                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out)")
-            panels.append(Panel(name, ": ".join(filter(None, notes)), points))
-    about = [images_line(config, selection), map_line(config, perplexity)]
+                bank = Features(torch.from_numpy(values), torch.from_numpy(selection.labels))
+                result, k = leave_one_out(bank, len(classes), torch.device("cpu"))
+                notes.append(f"kNN top-1 {result.top1:.1f} %")
+                lines.append(f"{name}: {notes[-1]} (k {k}, leave-one-out, {min(count, LEFT_OUT):,} images)")
+            panels.append(Panel(printable_message(name), ": ".join(filter(None, notes)), points))
+    training = int((np.asarray(embeddings.splits)[selection.rows] == "train").sum())
+    about = [images_line(config, selection, training), map_line(config, perplexity)]
     if lines:
         about.append(
             f"kNN top-1: accuracy of the class predicted from the {k} nearest other images, by cosine similarity of "
@@ -286,18 +272,17 @@ def run(config: TsneConfig) -> Iterator[str]:
         splits=[str(embeddings.splits[row]) for row in selection.rows],
         labels=selection.labels,
         classes=classes,
-        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], _MOST_THUMBNAILS),
+        thumbnails=thumbnails and fitting([thumbnails[row] for row in selection.rows], MOST_THUMBNAILS),
         order=order,
         settings=_settings(config, embeddings),
         png=png,
     )
-    replace_file(folder / "tsne.png", png)
-    replace_file(folder / "tsne.html", page)
-    return iter([*about[:2], *lines, str(folder / "tsne.png"), str(folder / "tsne.html")])
+    return iter([*about[:2], *lines, *write_files(folder, {"tsne.png": png, "tsne.html": page})])
 
 
-def images_line(config: TsneConfig, selection: Selection) -> str:
-    """The images of the maps, and how they were selected."""
+def images_line(config: TsneConfig, selection: Selection, training: int) -> str:
+    """The images of the maps, how they were selected, and the number of training images among them, which a fine-tuned
+    encoder has seen with their labels."""
     import numpy as np
 
     count, classes = len(selection.rows), selection.classes
@@ -314,7 +299,9 @@ def images_line(config: TsneConfig, selection: Selection) -> str:
         text += f", of {selection.available:,} images"
     if selection.unlabelled:
         text += f"; {selection.unlabelled:,} without a label left out"
-    return text + ("." if config.split == "all" else f"; split {config.split}.")
+    if config.split != "all":
+        return f"{text}; split {config.split}."
+    return f"{text}; {training:,} training and {count - training:,} test images."
 
 
 def map_line(config: TsneConfig, perplexity: float) -> str:
@@ -326,25 +313,26 @@ def map_line(config: TsneConfig, perplexity: float) -> str:
     )
 
 
-def _origin(embeddings: Embeddings, encoder: str) -> str:
-    """Weights and step of an encoder, as far as the file has them."""
-    encoders = embeddings.settings.get("encoders")
-    described = encoders.get(encoder) if isinstance(encoders, dict) else None
-    weights, step = (described.get(key) if isinstance(described, dict) else None for key in ("weights", "step"))
-    parts = [weights] if isinstance(weights, str) else []
-    return printable_message(", ".join(parts + ([f"step {step}"] if isinstance(step, int) and step else [])))
-
-
 def _settings(config: TsneConfig, embeddings: Embeddings) -> list[tuple[str, str]]:
-    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data."""
+    """Names and values: the files, t-SNE's version, and all that the files record of their encoders and data; of images
+    that were left out the number."""
     import openTSNE
 
-    rows = [("files", ", ".join(Path(source).absolute().name for source in config.embeddings))]
+    from dmjd.explore.sources import shortened
+
+    rows = [("files", ", ".join(embeddings_at(source).name for source in config.embeddings))]
     rows.append(("openTSNE", openTSNE.__version__))
-    for key, value in embeddings.settings.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        rows += [(f"{key} {name}".strip(), _plain(each)) for name, each in inner]
-    return [(printable_message(key), printable_message(printable(value))) for key, value in rows]
+    settings = embeddings.settings
+    encoders, left_out = settings.get("encoders"), settings.get("left_out")
+    if isinstance(encoders, dict):
+        rows += [(f"encoder {name}", _plain(encoders.get(name))) for name in embeddings.features]
+    rows += [(key, _plain(settings[key])) for key in ("data", "split", "dmjd") if key in settings]
+    if isinstance(left_out, dict):
+        rows.append(("images left out", str(len(left_out))))
+    return [
+        (printable_message(key), shortened(printable_message(printable(value)), _LONGEST_SETTING))
+        for key, value in rows
+    ]
 
 
 def _plain(value: Any) -> str:

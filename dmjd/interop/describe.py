@@ -17,7 +17,7 @@ from dmjd.config import BackboneConfig, DataConfig
 from dmjd.errors import CheckpointError
 from dmjd.files import read_file
 from dmjd.interop.names import BIAS_TABLE, POSITIONS, SHARED_TABLE
-from dmjd.interop.state_file import OF_HUGGING_FACE, is_safetensors
+from dmjd.interop.state_file import MODEL_CONFIG, is_of_hugging_face, is_safetensors
 from dmjd.interop.tables import is_fixed
 from dmjd.interop.tensors import Grid, bias_rows, depth_of, grid_of_bias_table, grids_of
 from dmjd.safe_load import parse_json
@@ -31,8 +31,8 @@ _LAYER_SCALE = 0.1
 """Initial value of a layer scale, which trained weights do not show and evaluations do not depend on."""
 _MOST_PIXELS = 4096
 _STAGES = 4
-_CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
-"""Names of the files beside the weights in a folder of Hugging Face."""
+_PREPROCESSOR = "preprocessor_config.json"
+"""The normalisation in a folder of Hugging Face."""
 
 
 class Noted(NamedTuple):
@@ -67,12 +67,9 @@ class Described:
         return " ".join(f"backbone.{key}={_typed(value)}" for key, value in shown.items())
 
     def differing(self, other: Described) -> Described:
-        """The values that ``other`` does not have, among keys that both have."""
-        kept = {
-            key: value
-            for key, value in self.backbone.items()
-            if key == "name" or other.backbone.get(key, value) != value
-        }
+        """The values that ``other`` does not have. Attention heads that it does not show may be the same."""
+        known = {"num_heads": self.backbone.get("num_heads")} | other.backbone
+        kept = {key: value for key, value in self.backbone.items() if known.get(key) != value}
         return replace(self, backbone=kept)
 
     def backbone_config(self, given: Mapping[str, Any]) -> BackboneConfig:
@@ -139,7 +136,7 @@ def describe(
 def noted_at(path: Path) -> Noted:
     """Values in the header of a .safetensors file of ``dmjd export``, or in the configuration of Hugging Face beside
     the file ``path``. Values of other types and sizes than a model's are left out."""
-    config, processor = path.parent / _CONFIG, path.parent / _PREPROCESSOR
+    config, processor = path.parent / MODEL_CONFIG, path.parent / _PREPROCESSOR
     if is_safetensors(path):
         with safe_open(path, "pt") as file:
             card = _json((file.metadata() or {}).get("dmjd", ""))
@@ -147,7 +144,7 @@ def noted_at(path: Path) -> Noted:
             arguments = card.get("arguments")
             found = arguments if isinstance(arguments, dict) else {}
             return _noted(found.get("num_heads"), found.get("img_size"), card.get("mean"), card.get("std"))
-    if not path.name.startswith(OF_HUGGING_FACE) or not config.is_file():
+    if not is_of_hugging_face(path):
         return NOTHING
     model, images = _json_file(config), _json_file(processor)
     if (activation := model.get("hidden_act", "gelu")) != "gelu":

@@ -24,6 +24,8 @@ from dmjd.safe_load import load_torch, one_line, parse_json
 SAFETENSORS = ".safetensors"
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
 """Names of weights in a folder of Hugging Face, whole or with the index of their parts (``.index.json``)."""
+MODEL_CONFIG = "config.json"
+"""The configuration in such a folder."""
 GRID = "dmjd.token_grid"
 """Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
 INDEX = ".index.json"
@@ -50,6 +52,8 @@ _AVERAGE_KEY = re.compile(r"(^|[_.])(ema|teacher|swa|avg|averaged?|momentum|shad
 _TRAINED_KEY = re.compile(r"student|online|model_state|state_dict")
 """Other keys of the two, such as ``teacher_state_dict``."""
 
+_CALLBACKS = "callbacks"
+"""Key of the states of Lightning's callbacks, of which some keep an average."""
 _NO_MODEL = re.compile(r"optim|sched|scaler|loss|callback")
 """Keys of a file's other states, which are not searched."""
 _SHADOWS = ("shadow", "shadow_params")
@@ -153,12 +157,17 @@ def read_state(path: Path, weights: str = "trained") -> State:
         raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}{cure}") from error
     if not isinstance(file, Mapping):
         raise CheckpointError(f"{path} holds a {type(file).__name__}, not weights by name; save a state_dict()")
+    if "averaging_state" in file and "current_model_state" in file:  # of Lightning's WeightAveraging
+        file = {"model": file["current_model_state"], "state_dict_ema": file.get("state_dict")}
     keys = [key for key in file if isinstance(key, str)]
     averages = [key for key in keys if _AVERAGE_KEY.search(key)]
     others = [key for key in keys if _TRAINED_KEY.search(key) and key not in averages]
     (key, entries), (average_key, averaged) = _held(file, [*CONTAINERS, *others]), _held(file, [*AVERAGES, *averages])
     if entries is None and (any(_is_weight(name) for name in _tensors(file)) or (averaged is None and _tensors(file))):
         key, entries = "", file
+    if averaged is None and isinstance(callbacks := file.get(_CALLBACKS), Mapping):
+        inside = _states(callbacks, f"{_CALLBACKS}.")
+        average_key, averaged = next((pair for pair in inside if _AVERAGE_KEY.search(pair[0])), ("", None))
     if entries is None and averaged is None:
         (key, entries), (average_key, averaged) = _deeper(path, file)
     if entries is not None and averaged is None:
@@ -402,6 +411,11 @@ def is_safetensors(path: Path) -> bool:
     with path.open("rb") as file:
         start = file.read(9)
     return _has_header(start) or (path.suffix == SAFETENSORS and start[:2] not in (_ZIP, _PICKLE))
+
+
+def is_of_hugging_face(path: Path) -> bool:
+    """Whether the file is that of the weights, or their index, in a folder of Hugging Face."""
+    return path.name.startswith(OF_HUGGING_FACE) and (path.parent / MODEL_CONFIG).is_file()
 
 
 def _has_header(start: bytes) -> bool:

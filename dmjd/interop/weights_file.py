@@ -10,7 +10,8 @@ from torch import Tensor
 from dmjd.errors import CheckpointError
 from dmjd.interop.describe import NOTHING, Noted, noted_at
 from dmjd.interop.huggingface import official_names
-from dmjd.interop.layouts import LAYOUTS, Layout, detect, peel
+from dmjd.interop.layout import Layout, lacks_positions
+from dmjd.interop.layouts import LAYOUTS, detect, peel
 from dmjd.interop.names import summary
 from dmjd.interop.state_file import grid_noted, read_state
 from dmjd.interop.tensors import Grid
@@ -44,7 +45,7 @@ def read_weights(
 
     Args:
         source: a layout, or "auto" to detect it from the names.
-        drop_unknown, keep_nonfinite: as for :meth:`~dmjd.interop.layouts.Layout.read`.
+        drop_unknown, keep_nonfinite: as for :meth:`~dmjd.interop.layout.Layout.read`.
 
     Raises:
         CheckpointError: if it cannot be read, or is in no known layout, or lacks weights. ConfigError: if it does not
@@ -67,3 +68,12 @@ def read_weights(
         raise CheckpointError(f"{description}: {error}") from error
     has_qv_bias = any(name.endswith(".q_bias") for name in state)
     return WeightsFile(path, description, found, layout, grid_noted(path), noted_at(path), has_qv_bias)
+
+
+def require_positions(file: WeightsFile) -> None:
+    """Raise CheckpointError if the positions of a ViT are neither in the file nor, as in ours, computed."""
+    if file.layout.name != "ours" and lacks_positions(file.weights):
+        raise CheckpointError(
+            f"{file.description}: read as {file.layout.name}, the file has 1 missing (pos_embed); if its positions are "
+            "fixed sine-cosine ones, describe its model by experiment=NAME, such as mae_vit_base"
+        )

@@ -19,6 +19,7 @@ from dmjd.charts import (
     draw_losses,
     draw_smoothed,
     extremes,
+    legend,
     log_scale,
     png,
     svg,
@@ -282,23 +283,13 @@ def _effective_epochs(curve: _Curve) -> list[float]:
 def _legend(figure: Figure, curves: Sequence[_Curve]) -> None:
     """Names below the panels, in as many columns as fit the width of the figure."""
     for columns in range(min(len(curves), 4), 0, -1):
-        legend = figure.legend(
-            handles=[Line2D([], [], **curve.style) for curve in curves],
-            labels=["run"] * len(curves),  # matplotlib leaves out labels that begin with an underscore
-            loc="outside lower left",
-            ncols=columns,
-            frameon=False,
-            fontsize=9,
-            labelcolor=INK,
-            handlelength=4,
-        )
-        for text, curve in zip(legend.get_texts(), curves, strict=True):
-            text.set_text(curve.label)
-            text.set_parse_math(False)
-        if legend.get_window_extent().width <= figure.bbox.width:
+        handles = [Line2D([], [], **curve.style) for curve in curves]
+        names = [curve.label for curve in curves]
+        made = legend(figure, handles, names, loc="outside lower left", ncols=columns, fontsize=9, handlelength=4)
+        if made.get_window_extent().width <= figure.bbox.width:
             return
         if columns > 1:
-            legend.remove()
+            made.remove()
 
 
 def _short(name: str) -> str:

@@ -27,7 +27,7 @@ import torch
 from dmjd.config.data import ENDINGS
 from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import read_file, replace_file, standing_place
-from dmjd.interop.state_file import INDEX, OF_HUGGING_FACE, SUFFIXES
+from dmjd.interop.state_file import INDEX, OF_HUGGING_FACE, SUFFIXES, is_of_hugging_face
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.runs.best import Validated, best_steps, read_best, write_best
@@ -406,10 +406,9 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     except CheckpointError:
         if (path / MANIFEST).is_file() or (path / FOLDER).is_dir() or (path / CONFIG).is_file():
             raise
-        if (path / "config.json").is_file():
-            weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", INDEX)]
-            if found := next((file for file in weights if file.is_file()), None):
-                return found
+        weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", INDEX)]
+        if found := next((file for file in weights if file.is_file() and is_of_hugging_face(file)), None):
+            return found
         files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
         if not files and _holds_images(path):
             raise CheckpointError(

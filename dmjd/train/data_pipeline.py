@@ -12,7 +12,7 @@ import torch
 from dmjd.config import AugmentConfig, FinetuneConfig, TrainConfig
 from dmjd.data import listed
 from dmjd.data.batch import Batch
-from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
+from dmjd.data.build import fetch_ahead, training_batches, training_source, training_transform
 from dmjd.data.dataset import ImageDataset
 from dmjd.data.few_shot import few_shot_subset
 from dmjd.data.folder import ImageFolder
@@ -67,8 +67,9 @@ class DataPipeline:
             config.data, self.source, config.batch_size, config.seed, world.rank, world.size, augment
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
-        self._shape = config.batch_size // world.size, training_crop(config.data).sizes, config.data.channels
-        size = Batch.nbytes(*self._shape)
+        self._transform = training_transform(config.data)
+        self._shape = config.batch_size // world.size, config.data.channels
+        size = self._transform.nbytes(*self._shape)
         world.all_or_none(lambda: check_shared_memory(size, config.workers, world.local_size))
 
     def _selected(self) -> ImageDataset | TarStream:
@@ -130,7 +131,7 @@ class DataPipeline:
             return
         # The results of these steps are never saved: all ranks stop at the next exchange of requests.
         while True:
-            yield Batch.empty(*self._shape)
+            yield self._transform.empty(*self._shape)
 
 
 class Uploader:

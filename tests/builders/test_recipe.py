@@ -18,7 +18,7 @@ from dmjd.builders.model import build_encoder
 from dmjd.compose import compose
 from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig
 from dmjd.data.dataset import ArrayDataset, EvenSubset
-from dmjd.errors import ConfigError, DataError
+from dmjd.errors import ConfigError, DataError, NoSplit
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 Resolve = Callable[..., PretrainConfig]
@@ -54,7 +54,7 @@ def resolve(monkeypatch: pytest.MonkeyPatch, preset: PretrainConfig) -> Resolve:
 
         def build(data: DataConfig, split: str) -> Any:
             if split == "test" and not classes:
-                raise DataError("val_percent=10 holds out 0" if data.val_percent else "no test split")
+                raise DataError("val_percent=10 holds out 0") if data.val_percent else NoSplit("no test split")
             return Repeated()
 
         monkeypatch.setattr(recipe, "build_dataset", build)

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import dmjd
-from dmjd.cluster.submit import plan, submit, submittable
+from dmjd.cluster.submit import on_one_gpu, plan, submit, submittable
+from dmjd.compose import compose
 from dmjd.errors import ConfigError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.resources import launchers_dir
@@ -341,9 +342,26 @@ def test_every_command_that_can_be_submitted_exists_and_has_a_script() -> None:
     from dmjd.cli import COMMANDS
 
     assert set(submittable()) <= {*COMMANDS, *EVALUATIONS}
-    scripts = [EVALUATIONS[name].script if name in EVALUATIONS else name for name in submittable()]
-    scripts.remove("finetune")  # which has that of pretrain
-    assert {path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch")} == set(scripts)
+    scripts = {*on_one_gpu().values(), "pretrain", "preflight"}
+    assert {path.stem for path in (launchers_dir() / "slurm").glob("*.sbatch")} == scripts
+
+
+@pytest.mark.parametrize(
+    "words", [["embed", "output=all.npz", "split=test"], ["predict", "new photos"]], ids=["embed", "predict"]
+)
+def test_a_command_for_a_trained_encoder_is_a_job_on_one_gpu(tmp_path: Path, words: list[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    command, *rest = words
+    job = plan(command, [str(tmp_path), *rest, "time=1:00:00"])
+    assert job.folder == tmp_path
+    (line,) = (line for line in job.script.splitlines() if line.startswith("set -- "))
+    _, _, typed, *arguments = shlex.split(line)
+    config = compose(typed, arguments)
+    assert typed == command
+    assert str(tmp_path) in (getattr(config, "checkpoint", None), *getattr(config, "checkpoints", []))
+    assert "#SBATCH --gpus-per-node=1" in job.script
+    with pytest.raises(ConfigError, match="runs on one GPU"):
+        plan(command, [str(tmp_path), *rest, "nodes=2"])
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

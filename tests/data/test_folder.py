@@ -23,7 +23,7 @@ from dmjd.data.build import build_dataset, resolve_auto, training_source
 from dmjd.data.decode import check_header
 from dmjd.data.folder import ImageFolder
 from dmjd.data.held_out import one_sided
-from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.errors import BadImage, ConfigError, DataError, NoSplit
 
 PHOTO = data.astronaut()[:64, :80]
 
@@ -87,7 +87,7 @@ def test_a_test_class_that_training_lacks_is_refused(tmp_path: Path) -> None:
 def test_no_test_split_is_invented(tmp_path: Path) -> None:
     save(tmp_path / "ant/1.png")
     with pytest.raises(
-        DataError,
+        NoSplit,
         match=r"has no test split; set data\.val_percent=10 .*, or put held-out images into its folder val/ or test/",
     ):
         ImageFolder(str(tmp_path), "test", channels=3)

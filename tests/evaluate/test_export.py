@@ -218,6 +218,7 @@ def test_the_sidecar_says_what_the_file_is(run: Path) -> None:
     assert "timm.create_model('vit_tiny_patch16_224', checkpoint_path='encoder-" in card.pop("load")
     assert card == {
         "architecture": "vit_tiny_patch16_224",
+        "pooling": "mean",
         "token_grid": "8x8",
         "mean": [0.219],
         "std": [0.333],
@@ -553,6 +554,14 @@ def test_a_checkpoint_must_be_there_and_whole(run: Path) -> None:
 def test_data_describes_files_alone(run: Path) -> None:
     with pytest.raises(ConfigError, match=r"data describes a file of weights, and .* has its own"):
         exported(run, "data=digits")
+
+
+def test_only_the_given_keys_of_data_differ_from_those_of_a_file(run: Path, tmp_path: Path) -> None:
+    first = exported(run)
+    words = ("data=folder", "data.mean=[0.25]", f"output={tmp_path / 'again.safetensors'}")
+    found, before = (card_of(path)["arguments"]["pretrained_cfg_overlay"] for path in (exported(first, *words), first))
+    assert [found[key] for key in ("input_size", "std")] == [before[key] for key in ("input_size", "std")]
+    assert (found["mean"], before["mean"]) == ([0.25], [0.219])
 
 
 def test_the_file_that_is_exported_is_not_replaced(tmp_path: Path, tiny: Words, finished_run: Path) -> None:

@@ -24,8 +24,9 @@ from dmjd.encoder import Encoder, load_encoder
 from dmjd.errors import ConfigError
 from dmjd.evaluate.encoder import FrozenEncoder
 from dmjd.evaluate.encoder import load_encoder as load_frozen
-from dmjd.explore import embed
+from dmjd.explore import embed, embeddings, parts
 from dmjd.explore.embeddings import Embeddings, read_embeddings
+from dmjd.runs.folder import RunFolder
 
 Command = Callable[..., tuple[int, str, str]]
 QUICK = ("workers=0", "device=cpu")
@@ -89,13 +90,40 @@ def test_choices_of_images_and_forms_of_the_file(
 
     flat = tmp_path / "new"
     shutil.copytree(image_folder / "val/up", flat)
-    code, out, _ = dmjd("embed", str(copy_of(finished_run, tmp_path / "run")), *of(flat), *QUICK)
+    run = copy_of(finished_run, tmp_path / "run")
     path = tmp_path / "run/embeddings/trained-step00000011-new.npz"
-    assert (code, out.partition(": ")[0]) == (0, str(path))
+    words = ["split=train", "images=5", "data.image_size=48"]
+    for more, name in (([], path.name), (words, "trained-step00000011-new-train-48x48-5.npz")):
+        code, out, _ = dmjd("embed", str(run), *of(flat), *more, *QUICK)
+        assert (code, out.partition(": ")[0]) == (0, str(path.with_name(name)))
+    assert f"replaced the earlier {name}\n" in dmjd("embed", str(run), *of(flat), *words, *QUICK)[1]
     new = read_embeddings(path)
     assert (new.names, new.classes) == ([f"{number:02d}.png" for number in range(6)], [])
     assert set(new.labels.tolist()) == {-1}
     assert set(new.splits.tolist()) == {"train"}
+
+
+def test_images_of_another_folder_are_not_held_out_by_the_rule_of_the_run(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of them has no path of this machine."""
+    root = Path(shutil.copytree(image_folder / "train", tmp_path / "photos"))
+
+    def load(config: ImagesConfig) -> FrozenEncoder:
+        frozen = load_frozen(config)
+        return replace(frozen, data=replace(frozen.data, val_percent=50.0))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmjd.evaluate.encoder.load_encoder", load)
+        found = written(dmjd, tmp_path / "a.npz", str(finished_run), *of(root))
+        code, _, err = dmjd("embed", str(finished_run), *of(root), "split=test", *QUICK)
+    assert set(found.splits) == {"train"}
+    assert (code, "photos has no test split" in err) == (2, True)
+    assert str(tmp_path) not in str(found.settings)
+    assert found.settings["data"].startswith("folder in photos, ")
+    assert found.settings["encoders"]["run"]["checkpoint"] == "run"
+    held_out = written(dmjd, tmp_path / "b.npz", str(finished_run), *of(root), "data.val_percent=50")
+    assert set(held_out.splits) == {"train", "test"}
 
 
 def copy_of(run: Path, to: Path) -> Path:
@@ -127,9 +155,9 @@ def test_several_encoders_read_each_image_once(
     words = [str(finished_run), str(other), str(finished_run), *of(image_folder), "split=train", "pooling=mean"]
     found = written(dmjd, tmp_path / "all.npz", *words)
     assert len(opened) == 48
-    assert list(found.features) == ["run", "small", "run-step00000011"]
-    assert np.array_equal(found.features["run"], found.features["run-step00000011"])
-    for name, run in (("run", finished_run), ("small", other)):
+    assert list(found.features) == ["run-1", "small", "run-3"]
+    assert np.array_equal(found.features["run-1"], found.features["run-3"])
+    for name, run in (("run-1", finished_run), ("small", other)):
         expected = Encoder(load(compose("knn", [f"checkpoint={run}", *of(image_folder), *QUICK]))).embed(image_folder)
         assert torch.equal(expected, torch.from_numpy(found.features[name]))
     assert found.settings["encoders"]["small"]["image_size"] == [16, 16]
@@ -164,26 +192,21 @@ def test_images_that_cannot_be_decoded_are_left_out_and_named(
     assert code == 2
     assert "of 48 images cannot be decoded" in err
     assert "set data.max_bad_percent=100" in err
+    assert not (tmp_path / "bad.npz.parts").exists()
     assert dmjd(*words, "data.max_bad_percent=100")[0] == 0
     assert len(read_embeddings(tmp_path / "bad.npz")) == 27
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
-    dmjd: Command,
-    launch: Callable[..., BaseProcess],
-    finished_run: Path,
-    image_folder: Path,
-    tmp_path: Path,
-    suffix: str,
+    dmjd: Command, launch: Callable[..., BaseProcess], finished_run: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     words = [str(finished_run), *of(image_folder), "batch_size=7", *QUICK]
-    whole, path = tmp_path / f"whole{suffix}", tmp_path / f"killed{suffix}"
+    whole, path = tmp_path / "whole.npz", tmp_path / "killed.npz"
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
     begin = "\n".join(
         (
-            "import os, signal, pathlib, dmjd.explore.embed as embed",
-            "embed.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
+            "import os, signal, pathlib, dmjd.explore.parts as parts",
+            "parts.PART_SECONDS, replaced, replace = 0.0, [], pathlib.Path.replace",
             "die = lambda: os.kill(os.getpid(), signal.SIGKILL)",
         )
     )
@@ -193,18 +216,64 @@ def test_a_killed_command_goes_on_and_its_file_has_the_same_bytes(
         "pathlib.Path.replace = lambda self, to: die() if self.name == 'unfinished' else replace(self, to)",
     )
     sizes = []
-    for moment in moments if suffix == ".npz" else moments[-1:]:
+    for moment in moments:
         process = launch(["embed", *words, f"output={path}"], f"{begin}\n{moment}")
         process.join(60)
         assert process.exitcode == -9
         assert not path.exists()
         sizes.append(len(list(Path(f"{path}.parts").glob("part-*.npz"))))
-    assert sizes == ([2, 9] if suffix == ".npz" else [9])
+    assert sizes == [2, 9]
     code, _, err = dmjd("embed", *words, f"output={path}")
     assert code == 0
     assert "60 of 60 images are done" in err
     assert path.read_bytes() == whole.read_bytes()
     assert {file.name for file in tmp_path.iterdir()} == {whole.name, path.name}
+
+
+def test_a_table_does_not_depend_on_its_parts(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "_GROUP", 16)
+    words = [str(finished_run), *of(image_folder), "batch_size=7", "dtype=float16", *QUICK]
+    assert dmjd("embed", *words, f"output={tmp_path / 'one.parquet'}")[0] == 0
+    monkeypatch.setattr(parts, "PART_SECONDS", 0.0)
+    assert dmjd("embed", *words, f"output={tmp_path / 'nine.parquet'}")[0] == 0
+    assert (tmp_path / "nine.parquet").read_bytes() == (tmp_path / "one.parquet").read_bytes()
+
+
+def test_encoders_of_equal_names_have_what_differs_in_their_names(finished_run: Path, tmp_path: Path) -> None:
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *QUICK]))
+
+    def names(*found: tuple[str, int, str]) -> list[str]:
+        encoders = [replace(frozen, run=RunFolder(tmp_path / path), step=step) for path, step, _ in found]
+        return embed._names(encoders, [pooling for *_, pooling in found])
+
+    assert names(("ibot/full", 0, "mean"), ("sdae/full", 0, "mean"), ("b", 1, "cls")) == ["ibot/full", "sdae/full", "b"]
+    assert names(("a", 10, "mean"), ("a", 20, "mean")) == ["a-step00000010", "a-step00000020"]
+    assert names(("a", 10, "mean"), ("a", 10, "cls")) == ["a-mean", "a-cls"]
+    assert names(*[("a", 1, "mean")] * 2, ("a-2", 1, "mean")) == ["a-1", "a-2-2", "a-2-3"]
+
+
+def test_the_default_file_of_a_file_of_weights_names_the_images(finished_run: Path, tmp_path: Path) -> None:
+    """Whatever data describe the file."""
+    (tmp_path / "w.pth").touch()
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *QUICK]))
+    frozen = replace(frozen, path=tmp_path / "w.pth", run=RunFolder(tmp_path / "w"), step=0)
+    images = embed._Images([], [], str(tmp_path / "photos"), "", "", moved=False)
+    config = compose("embed", ["checkpoints=[w.pth]"])
+    assert embed._output(config, frozen, images) == tmp_path / "w/embeddings/trained-step00000000-photos.npz"
+
+
+@pytest.mark.gpu
+def test_features_of_a_gpu_are_those_of_knn(
+    dmjd: Command, finished_run: Path, image_folder: Path, tmp_path: Path
+) -> None:
+    words = (*of(image_folder), "device=cuda", "batch_size=20")
+    assert dmjd("embed", str(finished_run), *words, f"output={tmp_path / 'a.npz'}")[0] == 0
+    (values,) = read_embeddings(tmp_path / "a.npz").features.values()
+    frozen = load_frozen(compose("knn", [f"checkpoint={finished_run}", *words, "data.check=none"]))
+    expected = [frozen.features(frozen.dataset(split), "mean", 20, 0).values for split in ("train", "test")]
+    assert torch.equal(torch.cat(expected), torch.from_numpy(values))
 
 
 def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
@@ -223,16 +292,16 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
     with monkeypatch.context() as patch:
         patch.setattr(embed, "_features", stopped)
         code, _, err = dmjd("embed", *words, f"output={path}")
-    assert code == 130
+    assert code == 128 + 15
+    assert "interrupted" not in err
     assert f"{path}.parts: 21 of 60 images are done; the same command continues\n" in err
     assert [file.name for file in Path(f"{path}.parts").glob("part-*")] == ["part-00000000.npz"]
 
-    for other in ("thumbnail=8", "batch_size=6"):
-        assert dmjd("embed", *words, other, f"output={whole}")[0] == 0
-        shutil.copytree(f"{path}.parts", tmp_path / "b.npz.parts")
-        code, _, err = dmjd("embed", *words, other, f"output={tmp_path / 'b.npz'}")
-        assert "removed 1 part(s) of other settings or damaged" in err
-        assert (tmp_path / "b.npz").read_bytes() == whole.read_bytes()
+    assert dmjd("embed", *words, "thumbnail=8", f"output={whole}")[0] == 0
+    shutil.copytree(f"{path}.parts", tmp_path / "b.npz.parts")
+    code, _, err = dmjd("embed", *words, "thumbnail=8", f"output={tmp_path / 'b.npz'}")
+    assert "removed 1 part(s) of other settings or damaged" in err
+    assert (tmp_path / "b.npz").read_bytes() == whole.read_bytes()
     assert dmjd("embed", *words, f"output={whole}")[0] == 0
     assert dmjd("embed", *words, f"output={path}")[0] == 0
     assert path.read_bytes() == whole.read_bytes()
@@ -241,7 +310,6 @@ def test_a_stopped_command_says_how_it_goes_on_and_other_settings_begin_anew(
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["a", "b"], "several checkpoints need the name of their file: output=FILE.npz"),
         (["a", "output=b.csv"], "output=b.csv must end in .npz or .parquet"),
         (["a", "pooling=max"], "pooling must be one of cls, mean, got 'max'"),
         (["a", "b", "c", "pooling=mean,cls", "output=c.npz"], "pooling has 2 values for 3 checkpoint(s)"),
@@ -255,6 +323,16 @@ def test_arguments_that_do_not_fit_are_one_line(dmjd: Command, words: list[str],
     assert (code, out) == (2, "")
     assert len(err.splitlines()) == 1
     assert part in err
+
+
+def test_a_second_folder_is_a_run_or_an_error(dmjd: Command, finished_run: Path, image_folder: Path) -> None:
+    for other, part in (
+        (finished_run, "several checkpoints need the name of their file: output=FILE.npz"),
+        (image_folder, f"checkpoint={image_folder} is a folder of images, which data.root names"),
+    ):
+        code, out, err = dmjd("embed", str(finished_run), str(other))
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert part in err
 
 
 def test_without_pyarrow_a_table_is_one_line_before_anything_is_computed(
@@ -277,6 +355,6 @@ def test_leading_arguments_are_checkpoints_with_any_characters(monkeypatch: pyte
 
 
 def test_one_process_writes_a_file(tmp_path: Path) -> None:
-    first, second = (embed._Parts(tmp_path / "a.npz", [], "float32", "x") for _ in range(2))
+    first, second = (parts.Parts(tmp_path / "a.npz", [], "float32", "x") for _ in range(2))
     with first, pytest.raises(ConfigError, match="another process writes it"), second:
         pass

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -151,7 +152,7 @@ def embeddings(count: int = 36, **changed: Any) -> Embeddings:
         "classes": ["a", HOSTILE, "c"],
         "features": {"good": good, f"bad {HOSTILE}": bad},
         "thumbnails": [jpeg(5 * number) for number in range(count)],
-        "settings": {"encoders": {"good": {"weights": "trained", "step": 7, "pooling": HOSTILE}, "bad": None}},
+        "settings": {"encoders": {"good": {"weights": "trained", "step": 7, "pooling": 9 * HOSTILE}, "bad": None}},
     }
     return Embeddings(**values | changed)
 
@@ -179,6 +180,10 @@ def test_the_page_and_the_tables_hold_the_same_neighbours(file: Path, dmjd: Comm
     assert_accessible(page)
     assert not {"script", "iframe", "object", "form", "video"} & {tag for tag, _ in page.tags}
     assert all(link.startswith(("data:", "#")) for link in page.links)
+    shown = {each["href"]: each["id"] for each in page.attributes("image")}
+    assert set(shown) <= {f"data:image/jpeg;base64,{b64encode(jpeg(5 * row)).decode()}" for row in range(36)}
+    assert {each["href"] for each in page.attributes("use")} == {f"#{name}" for name in shown.values()}
+    assert len(page.attributes("image")) == len(shown)  # each once
     whole, agreeing = embeddings(), 0
     for name, values in whole.features.items():
         own = [row for row in rows if row["encoder"] == name]
@@ -193,6 +198,8 @@ def test_the_page_and_the_tables_hold_the_same_neighbours(file: Path, dmjd: Comm
         (line,) = (row for row in page.rows if row[0] == name)
         assert line[3] == f"{100 * agree / 24:.1f} %"
         assert line[2] in next(text for text in out.splitlines() if text.startswith(f"{name}: "))
+    assert page.rows[1][1].startswith("3 dimensions, trained, step 7, pooling </s")
+    assert len(page.rows[1][1]) < 80
     assert len(rows) == 2 * 6 * 4
     kinds = [each.get("class") for each in page.attributes("figure")]
     assert (kinds.count("tile agrees"), kinds.count("tile differs")) == (agreeing, len(rows) - agreeing)
@@ -228,7 +235,7 @@ def test_splits_names_and_unlabelled_images_are_chosen(file: Path, dmjd: Command
     write_embeddings(file, embeddings(labels=np.full(36, -1), classes=[]))
     code, out, _ = dmjd("neighbours", str(file))
     assert code == 0
-    assert "36 images without labels; 20 queries, evenly spaced," in out
+    assert "36 images without labels (24 training, 12 test); 20 queries, evenly spaced," in out
     assert "leave-one-out kNN top-1 - (no labels)" in out
     assert "✓" not in (tmp_path / "neighbours.html").read_text()
 
@@ -236,18 +243,24 @@ def test_splits_names_and_unlabelled_images_are_chosen(file: Path, dmjd: Command
 def test_errors_are_one_line(file: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     write_embeddings(file.parent / "bare.npz", embeddings(thumbnails=None))
+    write_embeddings(file.parent / "one.npz", embeddings(splits=np.array(["train"] * 35 + ["test"])))
     for words, fault in (
         (["e.npz", "neighbours=36"], "neighbours=36 must be less than the number of images, 36"),
         (["e.npz", "split=test", "neighbours=12"], "must be less than the number of images of split=test, 12"),
+        (["one.npz", "split=test"], "there is 1 image of split=test, and neighbours need at least 2; embed more"),
         (["e.npz", "query=b/99.jpg"], "query=b/99.jpg is no image of the file; the closest name is b/"),
-        (["e.npz", "output=e.npz"], "output=e.npz is a file; set a folder"),
+        (["e.npz", "output=e.npz"], "cannot write into e.npz: e.npz is a file; set another folder with output=FOLDER"),
         (["e.npz", "duplicates=1.5"], "duplicates must be above 0 and at most 1, got 1.5"),
+        (
+            ["e.npz", "queries=900", "neighbours=20"],
+            "queries=900 times neighbours=20 must be at most 10,000, the limit",
+        ),
         (["bare.npz"], "bare.npz has no thumbnails, which the page shows; write it again with dmjd embed thumbnail=64"),
     ):
         code, _, error = dmjd("neighbours", *words)
         assert (code, error.count("\n")) == (2, 1)
         assert fault in error
-    assert sorted(path.name for path in file.parent.iterdir()) == ["bare.npz", "e.npz"]
+    assert sorted(path.name for path in file.parent.iterdir()) == ["bare.npz", "e.npz", "one.npz"]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import csv
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ from PIL import Image
 import dmjd as package
 from dmjd.compose import compose
 from dmjd.data.folder import ImageFolder
+from dmjd.explore.embeddings import read_embeddings, write_embeddings
+from dmjd.explore.sources import origin
 from dmjd.train import loop
 
 Command = Callable[..., tuple[int, str, str]]
@@ -51,6 +54,8 @@ def test_a_classifier_predicts_what_it_predicts_in_python(tuned: Path, image_fol
     """Of the test images of its run, by the average; and of all images of a folder."""
     code, out, error = dmjd("predict", str(tuned), *CPU, "batch_size=5")
     assert code == 0, error
+    assert dmjd("embed", str(tuned), *CPU, "weights=ema", f"output={tuned / 'a.npz'}")[0] == 0
+    assert origin(read_embeddings(tuned / "a.npz"), "tuned", ["weights", "step"], 40) == "ema, step 8, fine-tuned"
     (path,) = (tuned / "predictions").iterdir()
     assert (path.name, out.splitlines()[-1]) == ("ema-step00000008.csv", str(path))
     classifier = package.load_classifier(tuned, device="cpu")
@@ -70,7 +75,7 @@ def test_a_classifier_predicts_what_it_predicts_in_python(tuned: Path, image_fol
     score = dmjd("validate", str(tuned), *CPU)[1]
     assert f"top-1 {100 * right / 12:.2f} %" in score
     assert dmjd("predict", str(tuned), *CPU, "split=all", "weights=trained")[0] == 0
-    every = rows_of(tuned / "predictions" / "trained-step00000008.csv")
+    every = rows_of(tuned / "predictions" / "trained-step00000008-all.csv")
     assert [row["name"].split("/")[0] for row in every] == ["train"] * 48 + ["val"] * 12
 
 
@@ -119,10 +124,10 @@ def test_single_files_keep_their_order_and_columns_can_be_few(
     tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path
 ) -> None:
     files = [str(image_folder / "val" / name) for name in ("up/03.png", "down/00.png")]
-    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'few.csv'}"]
+    words = [str(tuned), *files, *CPU, f"output={tmp_path / 'new' / 'few.csv'}"]
     for columns, head in (("top1", []), ("top5", ["predicted_2", "probability_2"])):
         assert dmjd("predict", *words, f"probabilities={columns}")[0] == 0
-        rows = rows_of(tmp_path / "few.csv")
+        rows = rows_of(tmp_path / "new" / "few.csv")
         assert list(rows[0]) == ["name", "label", "predicted", "probability", "error", *head]
         assert [row["name"] for row in rows] == files
     assert all(float(row["probability"]) + float(row["probability_2"]) == pytest.approx(1) for row in rows)
@@ -162,11 +167,12 @@ def test_a_fine_tuned_file_of_another_code_base_predicts_as_timm(
     assert code == 0, error
     assert f"top-1 {100 * right / 12:.2f} %" in out
     _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
-    assert out.splitlines()[1:] == [
-        "1 image",
-        f"predicted: {expected[0].argmax()} (1)",
-        str(next(tmp_path.glob("*/*/*.csv"))),
-    ]
+    written = tmp_path / "tuned" / "predictions" / "trained-step00000000-down_00.png.csv"
+    assert out.splitlines()[1:] == ["1 image", f"predicted: {expected[0].argmax()} (1)", str(written)]
+    _, out, _ = dmjd("predict", str(file), *map(str, paths[:4]), *CPU, "backbone.num_heads=3")
+    assert out.endswith("/trained-step00000000-down_00.png-down_01.png-and-2-more.csv\n")
+    _, out, _ = dmjd("predict", str(file), str(paths[0]), *CPU, "backbone.num_heads=3")
+    assert out.endswith(f"replaced the earlier {written.name}\n{written}\n")
 
 
 @pytest.mark.gpu
@@ -210,7 +216,8 @@ def test_neighbours_vote_as_in_a_loop(encoder: Path, image_folder: Path, dmjd: C
     assert dmjd("embed", str(encoder), *CPU, "split=train")[0] == 0
     assert dmjd("predict", *words, f"labelled={encoder}", f"output={tmp_path / 'file.csv'}")[0] == 0
     assert (tmp_path / "file.csv").read_bytes() == (tmp_path / "run.csv").read_bytes()
-    _, out, _ = dmjd("predict", str(encoder), str(image_folder), *CPU, f"labelled={encoder}")
+    _, out, error = dmjd("predict", str(encoder), str(image_folder), *CPU, f"labelled={encoder}")
+    assert f"48 labelled images of {next((encoder / 'embeddings').iterdir())} vote" in error
     assert "60 images; top-1" in out
     assert "of 12 labelled ones; 48 of them are among the images that vote, and not counted in an accuracy" in out
 
@@ -218,18 +225,28 @@ def test_neighbours_vote_as_in_a_loop(encoder: Path, image_folder: Path, dmjd: C
 def test_errors_are_one_line(encoder: Path, tuned: Path, image_folder: Path, dmjd: Command, tmp_path: Path) -> None:
     embedded, val = tmp_path / "other.npz", str(image_folder / "val")
     assert dmjd("embed", str(encoder), *CPU, "weights=untrained", f"output={embedded}", "images=9")[0] == 0
+    file = read_embeddings(embedded)
+    ((name, recorded),) = file.settings["encoders"].items()
+    recorded |= {"step": int(max((encoder / "checkpoints").iterdir()).name[-8:]), "weights": "ema", "pooling": "cls"}
+    write_embeddings(tmp_path / "cls.npz", replace(file, settings={"encoders": {name: recorded}}))
     (tmp_path / "empty").mkdir()
     for words, fault in (
         ([str(tuned), "gone.jpg"], "gone.jpg does not exist; name image files or folders of images"),
         ([str(tuned), str(tmp_path / "empty")], "empty holds no images"),
         ([str(tuned), val, "data.root=x"], "paths and data both name images; give one of them"),
         ([str(tuned), val, "output=x.txt"], "output=x.txt must end in .csv"),
+        ([str(tuned), val, f"output={embedded}/x.csv"], f"{embedded} is a file; set another file with output=FILE.csv"),
+        ([str(tuned), val, "weights=student"], "step-00000008 has no student beside a teacher; use weights=trained"),
         ([str(tuned), val, "neighbours=3"], "neighbours is for encoders, and checkpoint="),
         ([str(encoder), val, "neighbours=49"], "neighbours=49 must be at most the number of labelled images, 48"),
-        ([str(encoder), val, f"labelled={embedded}"], "was not made with this encoder: it has other weights; embed"),
         (
             [str(encoder), val, f"labelled={embedded}", "data.image_size=[24,24]"],
-            "it has other weights; image_size [16, 16], not [24, 24]; embed the labelled images with dmjd embed",
+            "was not made with this encoder: it has other weights; image_size [16, 16], not [24, 24]; embed",
+        ),
+        ([str(tuned), "new\nx"], "new\\nx does not exist"),
+        (
+            [str(encoder), val, f"labelled={tmp_path / 'cls.npz'}"],
+            "weights ema, not trained; pooling cls, not mean; set weights=ema pooling=cls, or embed the labelled",
         ),
         ([str(encoder), val, f"labelled={tmp_path / 'no.npz'}"], "no.npz cannot be read (No such file or directory)"),
     ):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.decomposition import PCA
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -174,7 +175,7 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
     samples = replace(samples, targets=target(samples.crops), predictions=predictions)
     figures.__dict__["_predicted"] = (samples, target, losses)
     drawn = {column.title: column.cells for column in figures.reconstruction().columns(patch)}
-    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "+ visible"]
+    assert list(drawn) == ["image", "view 1", "view 2", "target", "prediction", "pred. + visible"]
     for index, image in enumerate(samples.crops[..., 0].double()):
         for token in range(rows * columns):
             top, left = token // columns * patch, token % columns * patch
@@ -185,14 +186,13 @@ def test_pixels_get_the_statistics_of_their_patch_and_visible_ones_are_the_image
             expected = [(255 * each).round().clamp(0, 255) for each in by_view]
             first = expected[0] if mask[0, index, token] or not mask[1, index, token] else expected[1]
             beside = expected[0] if mask[0, index, token] else image[place]
-            for name, values in (("target", image[place]), ("prediction", first), ("+ visible", beside)):
+            for name, values in (("target", image[place]), ("prediction", first), ("pred. + visible", beside)):
                 assert np.abs(drawn[name][index][place][..., 0] - values.numpy()).max() <= 1, (name, token)
 
 
 def test_principal_components_are_those_of_scikit_learn() -> None:
-    decomposition = pytest.importorskip("sklearn.decomposition")
     tokens = torch.randn(3, 20, 8, generator=torch.Generator().manual_seed(0)) * torch.arange(8, 0, -1)
-    expected = decomposition.PCA(3).fit_transform(tokens.flatten(0, 1).double().numpy())
+    expected = PCA(3).fit_transform(tokens.flatten(0, 1).double().numpy())
     found = pca_colours(tokens).flatten(0, 1).numpy()
     for own, theirs in zip(found.T, expected.T, strict=True):
         low, high = np.percentile(theirs, [1, 99])
@@ -215,12 +215,28 @@ def test_glyphs_are_line_segments_across_the_gradient_of_their_bin() -> None:
 
 def test_maps_frames_and_names_of_classes() -> None:
     assert _in_one_line("a\nb\x1b" + 50 * "c") == "a\\nb\\x1b" + 29 * "c" + "..."
-    picture = heat(torch.tensor([[0.0, 1.0], [0.5, 0.25]]))
-    assert [picture[0, 0].tolist(), picture[0, 1].tolist()] == [[0, 0, 3], [252, 254, 164]]  # both ends of "inferno"
-    cell = framed(np.full((8, 12, 3), 7, np.uint8), (1, 2), 4)
+    values = torch.linspace(0, 1, 100).view(10, 10)
+    values[9, 9] = 1000.0  # one outlier does not darken the others
+    picture = heat(values)
+    assert [picture[0, 0].tolist(), picture[9, 6].tolist()] == [[0, 0, 3], [252, 254, 164]]  # both ends of "inferno"
+    assert np.abs(picture[4, 7].astype(int) - (188, 55, 84)).max() <= 3  # its middle
+    cell = framed(np.full((8, 12, 3), 7, np.uint8), (1, 2), (2, 3))
     assert (cell[:4] == 7).all()
     assert (cell[4:, :8] == 7).all()
     assert cell[4:, 8:, 0].tolist() == [[255] * 4, [255, 0, 0, 255], [255, 0, 0, 255], [255] * 4]
+
+
+def test_maps_are_those_of_images_of_twice_the_size_unless_a_size_is_given(finished_run: Path) -> None:
+    figures, frozen = shown(finished_run, "images=2")
+    height, width = frozen.size
+    twice, _ = shown(finished_run, "images=2", f"data.image_size=[{2 * height},{2 * width}]")
+    once, _ = shown(finished_run, "images=2", f"data.image_size=[{height},{width}]")
+    assert twice.grid == (2 * figures.grid[0], 2 * figures.grid[1])
+    for kind in ("attention", "pca"):
+        found, expected, coarse = (getattr(each, kind)().columns for each in (figures, twice, once))
+        for own, fine, other in zip(found(8)[1:], expected(4)[1:], coarse(8)[1:], strict=True):
+            assert np.array_equal(own.cells, fine.cells), own.title
+            assert not np.array_equal(own.cells, other.cells)
 
 
 def test_a_classifier_has_its_classes_below_the_images(finished_run: Path) -> None:
@@ -267,3 +283,30 @@ def test_the_command_writes_into_the_run_and_its_report(finished_run: Path, tmp_
 def test_errors_name_the_key(finished_run: Path, words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         shown(finished_run, *words)[0].figures(KINDS, given=True)
+
+
+def test_the_next_image_takes_the_place_of_one_that_cannot_be_decoded(
+    finished_run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index in range(6):
+        Image.new("L", (16, 16), 40 * index).save(tmp_path / f"{index}.png")
+    for index in (2, 3):
+        (tmp_path / f"{index}.png").write_bytes((tmp_path / "2.png").read_bytes()[:50])
+    figures, _ = shown(finished_run, tmp_path, "images=4")  # 0, 1, 3 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 40, 160]
+    assert "left out 1 image(s) that cannot be decoded; the first: " in caplog.text
+    caplog.clear()
+    figures, _ = shown(finished_run, tmp_path, "images=3")  # 0, 2 and 4
+    assert figures.crops.flatten(1).amax(1).tolist() == [0, 160]
+    for index in range(6):
+        (tmp_path / f"{index}.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match="none of 6 images can be decoded; the first: "):
+        shown(finished_run, tmp_path)
+    with pytest.raises(DataError, match=r"0\.png"):
+        shown(finished_run, tmp_path / "0.png")
+
+
+def test_the_output_folder_is_checked_before_images_are_read(finished_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^cannot write into .*/file/in: .*/file is a file; set another folder with"):
+        run(config_of(finished_run, "missing.png", f"output={tmp_path / 'file' / 'in'}"))

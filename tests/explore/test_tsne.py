@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -25,11 +24,11 @@ from sklearn.neighbors import KNeighborsClassifier
 from dmjd.cli import main
 from dmjd.compose import compose, with_first_key
 from dmjd.errors import ConfigError, DataError
-from dmjd.explore.embeddings import Embeddings, embeddings_at, write_embeddings
+from dmjd.explore.embeddings import Embeddings, write_embeddings
 from dmjd.explore.scatter import MAX_CLASSES, Panel, mark
 from dmjd.explore.scatter_page import scatter_page
 from dmjd.explore.sources import read_together
-from dmjd.explore.tsne import TsneConfig, fitting, neighbour_agreement, perplexity_for, select, shares, tsne
+from dmjd.explore.tsne import TsneConfig, fitting, perplexity_for, select, shares, tsne
 from tests.report.html_page import Page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\u2028&amp;"
@@ -80,22 +79,6 @@ def test_a_map_is_that_of_opentsne_with_the_documented_settings(caplog: pytest.L
     assert sum(steps) == 750
     assert perplexity == 13
     assert not caplog.records  # openTSNE's warning of a perplexity that is too high
-
-
-def test_the_figure_beside_a_map_is_that_of_scikit_learn_with_each_image_left_out() -> None:
-    embeddings = made(60, 3)
-    features, labels = embeddings.features["encoder"], embeddings.labels
-    k, top1 = neighbour_agreement(features, labels, 3)
-    assert k == 5
-    hits = 0
-    for index in range(60):
-        others = np.arange(60) != index
-        classifier = KNeighborsClassifier(
-            k, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07), algorithm="brute"
-        ).fit(features[others], labels[others])
-        hits += int(classifier.predict(features[index : index + 1])[0] == labels[index])
-    assert 0.4 < hits / 60 < 1
-    assert top1 == pytest.approx(100 * hits / 60)
 
 
 # The images -----------------------------------------------------------------------------------------------------------
@@ -177,21 +160,13 @@ def test_every_class_has_a_mark_of_its_own() -> None:
 
 def shuffled(embeddings: Embeddings, rows: NDArray[np.int64], name: str) -> Embeddings:
     """Some of the images in another order, with an encoder whose first feature is the image's id."""
-    features = embeddings.features["encoder"][rows]
-    features[:, 0] = embeddings.ids[rows]
-    assert embeddings.thumbnails is not None
-    return replace(
-        embeddings,
-        names=[embeddings.names[row] for row in rows],
-        ids=embeddings.ids[rows],
-        splits=embeddings.splits[rows],
-        labels=embeddings.labels[rows],
-        features={name: features},
-        thumbnails=[embeddings.thumbnails[row] for row in rows],
-    )
+    taken = embeddings.take(rows.tolist())
+    features = taken.features["encoder"].copy()
+    features[:, 0] = taken.ids
+    return replace(taken, features={name: features})
 
 
-def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> None:
+def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = made()
     rows = np.random.default_rng(0).permutation(40)[:30]
     for name, content in (("a", first), ("b", shuffled(first, rows, "encoder")), ("c", shuffled(first, rows, "c"))):
@@ -208,17 +183,11 @@ def test_several_files_are_one_of_the_images_that_all_hold(tmp_path: Path) -> No
     write_embeddings(tmp_path / "other.npz", replace(first, names=[f"other {name}" for name in first.names]))
     with pytest.raises(DataError, match="have no image of the same name and split in common"):
         read_together([str(tmp_path / "a.npz"), str(tmp_path / "other.npz")])
-
-
-def test_of_a_run_the_newest_file_is_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no file of embeddings; write one with dmjd embed"):
-        embeddings_at(str(tmp_path))
-    folder = tmp_path / "embeddings"
-    folder.mkdir()
-    for age, name in enumerate(("b.npz", "a.parquet", "c.npz", ".d.npz.1.tmp", "e.txt")):
-        (folder / name).touch()
-        os.utime(folder / name, (100, 100 + age % 3))
-    assert embeddings_at(str(tmp_path)) == folder / "c.npz"
+    (tmp_path / "run/embeddings").mkdir(parents=True)
+    shutil.copy(tmp_path / "a.npz", tmp_path / "run/embeddings/new.npz")
+    with caplog.at_level(logging.INFO, "dmjd"):
+        assert read_together([str(tmp_path / "run")]).names == first.names
+    assert caplog.messages == [f"reading {tmp_path}/run/embeddings/new.npz, the newest file of {tmp_path}/run"]
 
 
 def test_thumbnails_that_are_too_large_become_smaller_ones() -> None:
@@ -245,19 +214,38 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
 ) -> None:
     first = made(classes=4)
     names = [f"{name}{HOSTILE[:-6]}" for name in first.names]
-    hostile = replace(first, names=[name.replace("\u2028", "") for name in names])
+    described = {"checkpoint": "last.pth", "weights": "ema", "step": 7}
+    recorded = {
+        "encoders": {"encoder": described},
+        "data": "folder in my photos, 32x32",
+        "left_out": {"bad.jpg": "cut", "worse.jpg": "empty"},
+    }
+    hostile = replace(first, names=[name.replace("\u2028", "") for name in names], settings=recorded)
     write_embeddings(tmp_path / "x.npz", hostile)
     assert main(["tsne", str(tmp_path / "x.npz"), "classes=3", "images=24"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images."
+    chosen = select(hostile, settings("classes=3", "images=24"))
+    training = sum(hostile.splits[row] == "train" for row in chosen.rows)
+    assert printed[0] == (
+        "24 images of 3 classes drawn from 4 (seed 0); 8 of each class, evenly spaced, of 30 images; "
+        f"{training} training and {24 - training} test images."
+    )
     assert printed[1].startswith(
         "t-SNE by openTSNE: cosine distance, PCA initialisation, perplexity 7.67 (the most for"
     )
-    k, top1 = neighbour_agreement(*_shown(hostile, "classes=3", "images=24"), 3)
-    assert printed[2] == f"encoder: kNN top-1 {top1:.1f} % (k {k}, leave-one-out)"
+    top1 = 100 * _hits_of_scikit_learn(*_shown(hostile, "classes=3", "images=24"), k=2) / 24
+    assert 40 < top1 < 100
+    assert printed[2] == f"encoder: kNN top-1 {top1:.1f} % (k 2, leave-one-out, 24 images)"
     assert printed[3:] == [str(tmp_path / "tsne.png"), str(tmp_path / "tsne.html")]
     source = (tmp_path / "tsne.html").read_text()
     assert f"<p>ema, step 7: kNN top-1 {top1:.1f} %</p>" in source
+    for row in (
+        "encoder encoder</th><td>checkpoint last.pth, step 7, weights ema<",
+        "data</th><td>folder in my photos, 32x32<",
+        "images left out</th><td>2<",
+        "files</th><td>x.npz<",
+    ):
+        assert f'<th scope="row">{row}' in source
     page, data = Page(source), page_data(source)
     assert not re.search(r"://|@import|url\(", source)
     assert all(link.startswith(("data:", "#")) for link in page.links)
@@ -267,7 +255,6 @@ def test_the_command_writes_a_picture_and_a_page_that_loads_nothing(
     assert picture_bytes == (tmp_path / "tsne.png").read_bytes()
     with Image.open(tmp_path / "tsne.png") as image:
         assert image.info["Description"].startswith(printed[0])
-    chosen = select(hostile, settings("classes=3", "images=24"))
     assert data["names"] == [hostile.names[row] for row in chosen.rows]
     assert data["labels"] == list(chosen.labels)
     assert data["thumbnails"] == [base64.b64encode(jpeg(int(row))).decode() for row in chosen.rows]
@@ -281,13 +268,33 @@ def _shown(embeddings: Embeddings, *arguments: str) -> tuple[NDArray[np.float32]
     return embeddings.features["encoder"][chosen.rows], chosen.labels
 
 
+def _hits_of_scikit_learn(features: NDArray[np.float32], labels: NDArray[np.int64], k: int) -> int:
+    """Images whose class the k nearest others predict, by cosine similarity and at a temperature of 0.07."""
+    hits = 0
+    for index in range(len(labels)):
+        others = np.arange(len(labels)) != index
+        classifier = KNeighborsClassifier(
+            k, metric="cosine", weights=lambda distances: np.exp((1 - distances) / 0.07), algorithm="brute"
+        ).fit(features[others], labels[others])
+        hits += int(classifier.predict(features[index : index + 1])[0] == labels[index])
+    return hits
+
+
 def test_without_labels_there_is_one_colour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_embeddings(tmp_path / "x.npz", unlabelled())
+    secret = "TOKEN=abc"
+    bare = replace(unlabelled(), features={secret: made().features["encoder"]})
+    long = {"encoders": {secret: {"weights": "w" * 999, "step": 10**999}}, "data": secret + "d" * 9999}
+    write_embeddings(tmp_path / "x.npz", replace(bare, settings=long))
     assert main(["tsne", str(tmp_path / "x.npz"), "images=20"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == "20 images without labels, evenly spaced, of 40 images."
+    assert printed[0] == "20 images without labels, evenly spaced, of 40 images; 20 training and 0 test images."
     assert "kNN" not in printed[2]
-    data = page_data((tmp_path / "tsne.html").read_text())
+    source = (tmp_path / "tsne.html").read_text()
+    assert secret not in source
+    (note,) = re.findall("<p>(ww[^<]*)</p>", source)
+    assert len(note) < 60
+    assert not re.search("w{400}|0{400}|d{400}", source)
+    data = page_data(source)
     assert set(data["labels"]) == {0}
     assert data["classes"] == []
     assert data["thumbnails"] is None
@@ -307,8 +314,8 @@ def test_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["same.npz"], "the features of encoder are equal, zero or too large"),
         (["one.npz"], "encoder has one feature per image"),
         (["missing.npz"], "missing.npz cannot be read"),
-        (["x.npz", f"output={tmp_path / 'file'}"], "is a file; set a folder"),
-        (["x.npz", f"output={tmp_path / 'file' / 'in'}"], "cannot write into"),
+        (["missing.npz", f"output={tmp_path / 'file'}"], f"cannot write into {tmp_path / 'file'}: "),
+        (["missing.npz", f"output={tmp_path / 'file' / 'in'}"], f"{tmp_path / 'file'} is a file; set another folder"),
         (["x.npz", "embeddings=[]"], "embeddings must name at least one file or run folder"),
     ):
         assert main(["tsne", str(tmp_path / arguments[0]), *arguments[1:]]) == 2

@@ -138,7 +138,6 @@ def test_shapes_of_other_models_are_an_error() -> None:
 
 def test_what_differs_is_said_in_arguments() -> None:
     one, other = describe(read("mae")), describe(read("beit"))
-    assert one.differing(other).text == (
-        "backbone.name=vit backbone.masked_tokens=drop backbone.positions=learned backbone.block=plain"
-    )
+    assert one.differing(other).text == ("backbone.masked_tokens=drop backbone.positions=learned backbone.block=plain")
+    assert other.differing(one).text.endswith("backbone.bias_tables=shared backbone.layer_scale=0.1")
     assert "backbone.windows.depths=[2,2,6,2]" in describe(of_timm("swin_tiny_patch4_window7_224")).text

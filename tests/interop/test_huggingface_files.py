@@ -75,9 +75,10 @@ def test_a_folder_is_read_with_its_heads_size_and_statistics(kind: str, tmp_path
     frozen = read(tmp_path / "model")
     torch.testing.assert_close(frozen.encoder(IMAGES), expected, rtol=1e-5, atol=1e-5)
     assert (frozen.trained.backbone.num_heads, frozen.data.image_size) == (2, [32, 32])
+    assert frozen.run.path == tmp_path / "model"
     assert (frozen.data.mean, frozen.data.std) == ([0.5, 0.5, 0.5], [0.25, 0.5, 0.5])
     if "classifier.weight" in model.state_dict() and kind != "ViT":
-        pooled = frozen.encoder.fc_norm(frozen.encoder(IMAGES)[:, 1:].mean(1))
+        pooled = frozen.encoder.get_submodule("fc_norm")(frozen.encoder(IMAGES)[:, 1:].mean(1))
         torch.testing.assert_close(model.classifier(pooled), model(IMAGES).logits, rtol=1e-5, atol=1e-5)
 
 

@@ -88,6 +88,12 @@ COUNTERS = {"n_averaged": torch.tensor(3), "steps": torch.tensor(4)}
 BOTH: dict[str, dict[str, Any]] = {
     "deep": {"a": {"net": STATE, "net_ema": AVERAGE}},
     "a list": {"state_dict": STATE, "ema_weights": list(AVERAGE.values())},
+    "a callback": {"state_dict": under("model.", STATE), "callbacks": {"EMA": {"ema_state_dict": AVERAGE}, "b": {}}},
+    "WeightAveraging": {
+        "state_dict": under("model.", AVERAGE),
+        "current_model_state": under("model.", STATE),
+        "averaging_state": {"n_averaged": torch.tensor(3)},
+    },
     "both in one": {"model": STATE, "ema": under("online_model.", STATE) | under("ema_model.", AVERAGE)},
     **{
         key: {"model": STATE, key: AVERAGE}
@@ -278,7 +284,7 @@ def test_a_cut_file_is_one_sentence(tmp_path: Path, suffix: str, kept: float) ->
         ("a.safetensors", b"\n  <html lang=en>", "it is a web page, as of a failed download; .* the file itself"),
         ("a.pth", b'{"data":{"error": "not found"}}', "it is JSON text, .*; name the file of weights"),
         ("a.safetensors", b"", "it is empty; download or copy it again"),
-        ("a.pth", gzip.compress(b"abc"), "it is compressed with gzip; unpack it"),
+        ("a.pth", gzip.compress(b"abc", mtime=0), "it is compressed with gzip; unpack it"),
         ("a.pth", bytes(257) + b"ustar" + bytes(300), "it is a tar archive; unpack it"),
         ("a.pth", b"what is this", r"torch\.save did not write it; name a \.safetensors file or one of torch\.save"),
     ],

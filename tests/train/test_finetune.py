@@ -21,7 +21,7 @@ from dmjd.parallel import store
 from dmjd.runs.checkpoint import newest
 from dmjd.runs.folder import RunFolder
 from dmjd.train import loop
-from dmjd.train.finetuning import with_init
+from dmjd.train.initial import with_init
 from tests.compare import KILL, checkpoints, reason, rows, same
 
 Words = Callable[..., list[str]]

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
+from dmjd.data.dataset import evenly
 from dmjd.data.decode import decode_errors, identify, require_plausible
 from dmjd.data.shards.index import ShardSet
 from dmjd.data.shards.sample import image_bytes
@@ -35,7 +36,7 @@ def describe(shards: ShardSet) -> Iterator[str]:
     yield f"labels    {_labels(records['label'], manifest.classes)}"
     if not len(records):
         return
-    chosen = _evenly(len(records), FORMAT_SAMPLES)
+    chosen = evenly(len(records), FORMAT_SAMPLES).tolist()
     formats = Counter(_format(image_bytes(shards, index)) for index in chosen)
     parts = ", ".join(f"{name} {100 * count / len(chosen):.1f} %" for name, count in formats.most_common())
     yield f"formats   {parts} (of {len(chosen)})"
@@ -72,19 +73,13 @@ def _histogram(sides: npt.NDArray[np.unsignedinteger]) -> Iterator[str]:
         yield f"  {name:>13} {count:10} {'#' * round(_BAR * count / max(counts))}".rstrip()
 
 
-def _evenly(total: int, count: int) -> list[int]:
-    """Up to ``count`` indices below ``total``, evenly spaced from the first on."""
-    count = min(count, total)
-    return [number * total // count for number in range(count)]
-
-
 def contact_sheet(shards: ShardSet, count: int) -> bytes:
     """A PNG of ``count`` samples, evenly spaced over the set, each with its number, size and class.
 
     Raises:
         BadImage: if one cannot be read.
     """
-    chosen = _evenly(len(shards.records), count)
+    chosen = evenly(len(shards.records), count).tolist()
     columns = math.ceil(math.sqrt(len(chosen)))
     rows = math.ceil(len(chosen) / columns)
     pitch, height = _CELL + _GAP, _CELL + _CAPTION + _GAP

@@ -21,7 +21,7 @@ from dmjd.data.shards.build import build_shards
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.shards.index import INDEX, Shard, load, save
 from dmjd.data.shards.local import OpenFiles, check_files
-from dmjd.errors import BadImage, ConfigError, DataError
+from dmjd.errors import BadImage, ConfigError, DataError, NoSplit
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -187,7 +187,7 @@ def test_what_the_configuration_cannot_have_is_said(
 
 
 def test_a_set_that_is_not_divided_has_no_test_images(finished: Path) -> None:
-    with pytest.raises(DataError, match="has no val shards, only train"):
+    with pytest.raises(NoSplit, match="has no val shards, only train"):
         build_dataset(config(finished / "train"), "test")
 
 

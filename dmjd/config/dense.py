@@ -1,0 +1,222 @@
+"""Configuration of ``dmjd segment`` and ``dmjd detect``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dmjd.config.data import DataConfig
+from dmjd.config.fields import (
+    choice,
+    found_at_start,
+    may_change,
+    naming,
+    number,
+    numbers,
+    path,
+    positive,
+    recorded,
+    size,
+)
+from dmjd.config.finetune import DownstreamConfig
+from dmjd.config.step import FinetuneOptimConfig
+
+
+@dataclass
+class AttentionConfig:
+    """Attention of an encoder's ViT blocks over the large grid of a whole image.
+
+    window: Side of the windows in tokens. null: attention over the whole grid in every block.
+    global_blocks: Blocks, from 0, that attend over the whole grid although window is set. null: four, evenly spaced
+        (2, 5, 8, 11 of 12 blocks).
+    relative_positions: decomposed: learned biases of rows and columns in each block, which begin at 0 (ViTDet). none:
+        those of the encoder alone.
+    """
+
+    window: int | None = number(None, least=1)
+    global_blocks: list[int] | None = field(default=None)
+    relative_positions: str = choice("none", "decomposed")
+
+
+@dataclass
+class UperNetConfig:
+    """UPerNet head, with an auxiliary FCN head in training.
+
+    maps: Blocks of a ViT, from 0, whose outputs the head reads. null: those at 1/3, 1/2, 2/3 and the end, which are 3,
+        5, 7, 11 of 12 blocks. The other backbones give the outputs of their stages.
+    channels: Width of the head.
+    pool_scales: Sides of the pooled grids of the pyramid pooling module.
+    dropout: Dropout rate of channels before the classifiers.
+    auxiliary_channels: Width of the auxiliary head.
+    auxiliary_weight: Weight of its loss. 0: no auxiliary head.
+    num_classes: Number of classes. null: that of the data, which the run stores.
+    """
+
+    maps: list[int] | None = field(default=None)
+    channels: int = positive(512)
+    pool_scales: list[int] = field(default_factory=lambda: [1, 2, 3, 6])
+    dropout: float = number(0.1, least=0, below=1)
+    auxiliary_channels: int = positive(256)
+    auxiliary_weight: float = number(0.4, least=0)
+    num_classes: int | None = found_at_start(number(None, least=2, most=255))
+
+
+@dataclass
+class MaskRCNNConfig:
+    """Feature pyramid, region proposal network, box and mask heads of Mask R-CNN.
+
+    pyramid: Feature pyramid. simple: ViTDet's, from the last map. fpn: FPN over the maps of all stages. auto: simple
+        for a ViT, fpn for the other backbones.
+    channels: Width of the pyramid and of the heads.
+    rpn_convs: Convolutions of the region proposal network.
+    box_convs: Convolutions of the box head, before one linear layer.
+    box_width: Width of that linear layer.
+    mask_convs: Convolutions of the mask head.
+    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing.
+    proposals: Proposals of an image after it.
+    samples: Proposals of an image that the heads are trained on, at most a quarter of them on objects.
+    detections: Detections of an image, at most.
+    min_score: Lowest score of a detection.
+    num_classes: Number of classes. null: that of the data, which the run stores.
+    """
+
+    pyramid: str = choice("auto", "simple", "fpn")
+    channels: int = positive(256)
+    rpn_convs: int = positive(2)
+    box_convs: int = number(4, least=0)
+    box_width: int = positive(1024)
+    mask_convs: int = positive(4)
+    proposals_before: int = positive(2000)
+    proposals: int = positive(1000)
+    samples: int = positive(512)
+    detections: int = may_change(positive(100))
+    min_score: float = may_change(number(0.05, least=0, below=1))
+    num_classes: int | None = found_at_start(number(None, least=1, most=100_000))
+
+
+@dataclass
+class DenseDataConfig(DataConfig):
+    """Images with annotations. Fields of :class:`DataConfig` that have no meaning here are not keys."""
+
+    val_percent: float = recorded(0.0)
+    val_seed: int = recorded(0)
+    endings: str | None = recorded()
+    skip_undecodable: bool = recorded(False)
+    skipped_folders: str | None = recorded()
+    pad: int = recorded(0)
+    cache: str | None = recorded()
+    cache_gib: float = recorded(100.0)
+    samples: int | None = recorded()
+    shuffle_buffer: int = recorded(1000)
+    crop_scale: list[float] = field(default_factory=lambda: [1.0, 1.0], metadata={"recorded": True})
+    crop_ratio: list[float] = field(default_factory=lambda: [1.0, 1.0], metadata={"recorded": True})
+    interpolation: str = recorded("bilinear")
+    crop_pct: float = recorded(1.0)
+    second_size: list[int] | None = recorded()
+    jitter: float = recorded(0.0)
+
+
+@dataclass
+class SegmentDataConfig(DenseDataConfig):
+    """Images with a class for each pixel, and their augmentation (mmsegmentation's for ADE20K).
+
+    name: ade20k: images/{training,validation}/*.jpg and annotations/{training,validation}/*.png below root. The number
+        of a class is the value of a grey or palette PNG. Names of classes: root/objectInfo150.txt, or one in each line
+        of root/classes.txt.
+    image_size: Height and width of training crops and of the windows of slide testing, in pixels.
+    resize: Shorter and longest side, in pixels, into which an image is resized without distortion.
+    resize_ratio: Range of the random factor of resize in training.
+    max_class_share: Another crop is tried, up to ten times, while one class covers more than this share of its labelled
+        pixels.
+    distortion: Random brightness, contrast, saturation and hue.
+    reduce_zero_label: 0 is no class: it is ignored, and class 1 becomes 0.
+    """
+
+    name: str = choice("ade20k")
+    image_size: list[int] = size(512, 512, least=1, most=16_384)
+    resize: list[int] = numbers(512, 2048, length=2, least=1, most=16_384)
+    resize_ratio: list[float] = numbers(0.5, 2.0, length=2, above=0, most=100)
+    max_class_share: float = number(0.75, above=0, most=1)
+    distortion: bool = True
+    reduce_zero_label: bool = True
+
+
+@dataclass
+class DetectDataConfig(DenseDataConfig):
+    """Images with objects, and their augmentation: large-scale jitter.
+
+    name: coco: root/train2017/*.jpg and root/annotations/instances_train2017.json, likewise val2017.
+    train: Name of the training images: of their folder, and of annotations/instances_NAME.json.
+    val: Name of the validation images, likewise.
+    image_size: Height and width in pixels to which images are resized without distortion, and padded at the bottom and
+        the right.
+    scale: Range of the random factor of that size in training; larger images are cropped, smaller ones padded.
+    """
+
+    name: str = choice("coco")
+    train: str = naming("train2017", "the training images")
+    val: str = naming("val2017", "the validation images")
+    image_size: list[int] = size(1024, 1024, least=1, most=16_384)
+    scale: list[float] = numbers(0.1, 2.0, length=2, above=0, most=100)
+
+
+@dataclass
+class DenseOptimConfig(FinetuneOptimConfig):
+    """AdamW, learning-rate schedule and layer-wise decay of the learning rate.
+
+    base_lr: Base learning rate of a batch of 256 images; the peak is base_lr * batch_size / 256.
+    """
+
+    base_lr: float = positive(1.6e-3)
+    min_lr: float = number(0.0, least=0)
+    warmup_epochs: float | None = number(1.0, least=0)
+    layer_decay: float = number(0.75, above=0, most=1)
+
+
+@dataclass
+class SegmentTestConfig:
+    """How an image is tested.
+
+    mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
+    stride: Height and width of the steps between windows.
+    scales: Factors of data.resize; logits of all of them are averaged.
+    flip: Also average over the mirrored image.
+    """
+
+    mode: str = choice("slide", "whole")
+    stride: list[int] = size(341, 341, least=1)
+    scales: list[float] = field(default_factory=lambda: [1.0])
+    flip: bool = False
+
+
+@dataclass
+class SegmentConfig(DownstreamConfig):
+    """Semantic segmentation: an encoder with a UPerNet head. Defaults: ADE20K with a ViT-B, 160,000 steps of 16 images.
+
+    test: Testing of the validations (`dmjd miou` takes others).
+    """
+
+    run: str = may_change(path("runs/segment", of="a folder"))
+    epochs: int = positive(127)
+    batch_size: int = positive(16)
+    data: SegmentDataConfig = field(default_factory=SegmentDataConfig)
+    optim: DenseOptimConfig = field(default_factory=DenseOptimConfig)
+    head: UperNetConfig = field(default_factory=UperNetConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    test: SegmentTestConfig = may_change(field(default_factory=SegmentTestConfig))
+    recipe: str = recorded("none")
+    command: str = recorded("segment")
+
+
+@dataclass
+class DetectConfig(DownstreamConfig):
+    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: ViTDet-B on COCO."""
+
+    run: str = may_change(path("runs/detect", of="a folder"))
+    epochs: int = positive(100)
+    batch_size: int = positive(64)
+    data: DetectDataConfig = field(default_factory=DetectDataConfig)
+    optim: DenseOptimConfig = field(default_factory=DenseOptimConfig)
+    head: MaskRCNNConfig = field(default_factory=MaskRCNNConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    recipe: str = recorded("none")
+    command: str = recorded("detect")
