@@ -209,7 +209,8 @@ class Distortion:
         coins, places = [each < 0.5 for each in uniform[:5]], uniform[5:]
         ranges = (-BRIGHTNESS, BRIGHTNESS), CONTRAST, SATURATION, (-HUE, HUE)
         values = [low + (high - low) * place for (low, high), place in zip(ranges, places, strict=True)]
-        return cls(*(value if coin else None for value, coin in zip(values, coins[:4], strict=True)), coins[4])
+        brightness, contrast, saturation, hue = (v if coin else None for v, coin in zip(values, coins[:4], strict=True))
+        return cls(brightness, contrast, saturation, hue, contrast_first=coins[4])
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """The changed ``image``, of mode RGB or L."""
@@ -262,12 +263,12 @@ def _resampled(opened: OpenImage, whole: Size, box: tuple[int, int, int, int]) -
     region = opened.region((first_row, first_column, last_row - first_row, last_column - first_column))
     image = Image.fromarray(region.squeeze(-1) if region.shape[-1] == 1 else region)
     if whole == opened.size:
-        y0, x0 = round(y0), round(x0)
-        place = (x0 - first_column, y0 - first_row, x0 - first_column + width, y0 - first_row + height)
-        return image.crop(place)
-    place = (x0 - first_column, y0 - first_row, x1 - first_column, y1 - first_row)
-    bounds = (min(place[2], image.width), min(place[3], image.height))  # rounding may exceed them
-    return image.resize((width, height), Image.Resampling.BILINEAR, box=(*place[:2], *bounds))
+        image_left, image_top = left - first_column, top - first_row
+        return image.crop((image_left, image_top, image_left + width, image_top + height))
+    # Rounding may exceed the image.
+    right, bottom = min(x1 - first_column, image.width), min(y1 - first_row, image.height)
+    place = (x0 - first_column, y0 - first_row, right, bottom)
+    return image.resize((width, height), Image.Resampling.BILINEAR, box=place)
 
 
 def _pixels(image: Image.Image) -> Pixels:

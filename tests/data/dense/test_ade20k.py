@@ -210,7 +210,7 @@ def test_a_bad_mask_is_one_line_that_names_the_file(
 
 def test_zero_label_hint(root: Path) -> None:
     save(root, Image.fromarray(np.full(SIZE, 3, dtype=np.uint8)))
-    with pytest.raises(DataError, match="are 0 to 2 .*true numbers them from 1"):
+    with pytest.raises(DataError, match=r"are 0 to 2 .*true numbers them from 1"):
         build(root, check="decode", reduce_zero_label=False)
 
 
