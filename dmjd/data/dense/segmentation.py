@@ -51,13 +51,13 @@ def resized_size(size: Size, resize: Sequence[int], factor: float = 1.0) -> Size
     return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
 
 
-def test_image(opened: OpenImage, resize: Sequence[int], factor: float = 1.0) -> Pixels:  # noqa: PT028
-    """The whole image after :func:`resized_size`, uint8 ``[h, w, C]``, as it is tested.
+def test_image(opened: OpenImage, resize: Sequence[int]) -> Pixels:
+    """The whole image after the resize of :func:`resized_size`, uint8 ``[h, w, C]``, for evaluations.
 
     Raises:
         BadImage: if the pixels cannot be decoded.
     """
-    size = resized_size(opened.size, resize, factor)
+    size = resized_size(opened.size, resize)
     return _pixels(_resampled(opened, size, (0, 0, *size))).copy()
 
 
@@ -69,7 +69,7 @@ class SegmentationTransform:
         size: (height, width) of the crops.
         resize: shorter and longest side to which images are resized without distortion.
         ratio: range of a random factor of ``resize``.
-        max_class_share: another crop is tried, up to ten times, while one class has more than this share of the pixels
+        max_class_share: another crop is tried, up to ten times, while one class has this share or more of the pixels
             with a class, or none has a class. 1: the first is taken.
         flip: horizontal flip with probability 1/2.
         distortion: photometric distortion (:class:`Distortion`).
