@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
-from dmjd.config import SCHEMAS, FinetuneConfig, PretrainConfig
+from dmjd.config import SCHEMAS, DetectDataConfig, DownstreamConfig, PretrainConfig, SegmentDataConfig
 from dmjd.config.fields import keys, leaves
 from dmjd.resources import configs_dir
 
@@ -26,8 +26,10 @@ def groups_of(command: str) -> dict[str, list[str]]:
     names = {field.name for field in fields(schema)}
     if issubclass(schema, PretrainConfig) or takes_files(schema):
         names |= set(DESCRIBING)
-    if issubclass(schema, FinetuneConfig):
+    if issubclass(schema, DownstreamConfig):
         names = (names | {"preset"}) - {"optim"}  # whose option has the learning rate of pre-training
+    if get_type_hints(schema).get("data") in (SegmentDataConfig, DetectDataConfig):
+        names -= {"data"}  # whose options are data sets of images
     return {name: options for name, options in groups().items() if name in names}
 
 
@@ -64,7 +66,7 @@ PATHS = "paths"
 
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
-    if command in ("finetune", "plan_finetune"):
+    if issubclass(SCHEMAS.get(command, object), DownstreamConfig):
         return "init"
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
     return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)
