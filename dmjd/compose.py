@@ -44,7 +44,9 @@ from dmjd.keys import (
     DESCRIBING,
     PATHS,
     SEVERAL,
+    command_of_preset,
     fields_of,
+    groups,
     groups_of,
     key_of_first,
     keys_of,
@@ -367,6 +369,9 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
         if key in available:
             option = unquoted(text)
             if option not in available[key]:
+                if key == "preset" and option in groups()["preset"]:
+                    own = f"dmjd {command.replace('_', ' ')} has {', '.join(available[key])}"
+                    raise ConfigError(f"preset={option} is of dmjd {command_of_preset(option)}; {own}")
                 hint = suggestion(option, available[key])
                 if not hint or len(available[key]) <= FEW:
                     hint = f"{hint or ';'} choose from {', '.join(available[key])}"
