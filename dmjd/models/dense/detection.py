@@ -300,7 +300,7 @@ class Detection(Trainable):
     def _head_losses(
         self, maps: Sequence[Tensor], proposals: Tensor, real: Tensor, objects: _Objects
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]``, and
+        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]`` and
         of the objects' own boxes."""
         count = self.limits.samples
         most = count // _POSITIVE
