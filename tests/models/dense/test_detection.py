@@ -66,8 +66,8 @@ class Inputs(NamedTuple):
     sample_ids: Tensor
 
     def row(self, row: int) -> Inputs:
-        parts = (each[row : row + 1] for each in (self.images, self.boxes, self.labels, self.masks))
-        return Inputs(*parts, self.key, self.sample_ids[row : row + 1])
+        one = slice(row, row + 1)
+        return Inputs(*(each if each is self.key else each[one] for each in self))
 
 
 def inputs() -> Inputs:
@@ -245,7 +245,7 @@ def test_proposals_are_torchvisions() -> None:
     dense = objective.model(images)
     anchors = torch.cat(objective._anchors(dense.maps))
     limits = {"training": 60, "testing": 60}, {"training": 50, "testing": 50}
-    theirs: Any = RegionProposalNetwork(None, nn.Identity(), 0.7, 0.3, 256, 0.5, *limits, 0.7)  # type: ignore[arg-type]
+    theirs: Any = RegionProposalNetwork(None, nn.Identity(), 0.7, 0.3, 256, 0.5, *limits, 0.7)
     theirs.min_size = 1e-30
     decoded = theirs.box_coder.decode_single(torch.cat(dense.deltas, 1).flatten(0, 1), anchors.repeat(3, 1))
     counts = [each.shape[1] for each in dense.logits]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from tests.models.dense.test_boxes import random_boxes
 from torch import Tensor
+from torch.nn import functional as F
 from torchvision.ops import box_iou
 
 from dmjd.models.dense.sampling import ANCHORS, PROPOSALS, Sample, best, match, sample
 from dmjd.ops import Domain, make_key
 from dmjd.ops.philox import keyed_bits
+from tests.models.dense.test_boxes import random_boxes
 
 KEY = make_key(3, 1)
 
@@ -26,7 +27,7 @@ def test_matches_are_detectron2s() -> None:
         column = [(ious[row, place].item(), -row) for row in kept]
         overlap, row = max(column)
         assert found.overlap[0, place] == overlap
-        assert found.index[0, place] == -row
+        assert found.objects[0, place] == -row
         lowest = any(ious[row, place] == ious[row].max() for row in kept)
         assert found.closest[0, place] == lowest
     assert 5 < found.closest.sum() < 60
@@ -63,12 +64,12 @@ def test_a_sample_has_at_most_the_share_of_positive_candidates_and_is_filled_wit
     assert found.positive.sum(1).tolist() == [8, 2, 8]
     assert found.used.sum(1).tolist() == [32, 32, 8 + int(negative[2].sum())]
     for row in range(3):
-        index = found.index[row, found.used[row]]
+        index = found.places[row, found.used[row]]
         assert len(set(index.tolist())) == len(index)
-        assert positive[row, found.index[row, found.positive[row]]].all()
-        assert negative[row, found.index[row, found.used[row] & ~found.positive[row]]].all()
+        assert positive[row, found.places[row, found.positive[row]]].all()
+        assert negative[row, found.places[row, found.used[row] & ~found.positive[row]]].all()
         assert found.positive[row].int().diff().max() <= 0  # positive ones first
-    assert set(found.index[1, :2].tolist()) == {4, 70}
+    assert set(found.places[1, :2].tolist()) == {4, 70}
 
 
 def test_a_sample_is_that_of_the_smallest_draws() -> None:
@@ -79,7 +80,7 @@ def test_a_sample_is_that_of_the_smallest_draws() -> None:
     for chosen, count in ((positive[0], 8), (negative[0], 24)):
         places = chosen.nonzero().flatten().tolist()
         expected += sorted(places, key=lambda place: bits[place])[:count]
-    assert found.index[0].tolist() == expected
+    assert found.places[0].tolist() == expected
 
 
 def test_a_sample_depends_on_key_lane_and_id_and_not_on_the_batch_or_on_further_places() -> None:
@@ -88,22 +89,22 @@ def test_a_sample_depends_on_key_lane_and_id_and_not_on_the_batch_or_on_further_
     for row, sample_id in enumerate((5, 6, 7, 8)):
         alone = drawn(positive[row : row + 1], negative[row : row + 1], [sample_id])
         assert all(torch.equal(one[0], many[row]) for one, many in zip(alone, together, strict=True))
-    longer = [torch.nn.functional.pad(each, (0, 40)) for each in (positive, negative)]
-    assert torch.equal(drawn(*longer, [5, 6, 7, 8]).index, together.index)
+    longer = F.pad(positive, (0, 40)), F.pad(negative, (0, 40))
+    assert torch.equal(drawn(*longer, [5, 6, 7, 8]).places, together.places)
     others = [
         drawn(positive, negative, [9, 10, 11, 12]),
         drawn(positive, negative, [5, 6, 7, 8], PROPOSALS),
         drawn(positive, negative, [5, 6, 7, 8], key=make_key(3, 2)),
         drawn(positive, negative, [5, 6, 7, 8], key=make_key(4, 1)),
     ]
-    assert all(not torch.equal(other.index, together.index) for other in others)
+    assert all(not torch.equal(other.places, together.places) for other in others)
 
 
 def test_every_candidate_is_drawn_equally_often() -> None:
     count, images = 20, 4000
     positive = torch.zeros(images, count, dtype=torch.bool)
     found = sample(positive, ~positive, 5, 1, sample_ids=torch.arange(images), key=KEY, lane=ANCHORS)
-    counts = torch.bincount(found.index.flatten(), minlength=count).double()
+    counts = torch.bincount(found.places.flatten(), minlength=count).double()
     expected = images * 5 / count
     deviation = (counts - expected).abs() / (expected * (1 - 5 / count)) ** 0.5
     assert deviation.max() < 4
@@ -113,8 +114,8 @@ def test_fewer_candidates_than_places() -> None:
     positive = torch.tensor([[True, False, False]])
     found = drawn(positive, ~positive, [1])
     assert found.used.sum() == 3
-    assert sorted(found.index[found.used].tolist()) == [0, 1, 2]
-    assert found.index[found.positive].tolist() == [0]
+    assert sorted(found.places[found.used].tolist()) == [0, 1, 2]
+    assert found.places[found.positive].tolist() == [0]
 
 
 def test_the_best_scores_are_those_of_a_stable_sort() -> None:
