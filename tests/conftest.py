@@ -115,6 +115,23 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def write_scenes() -> Callable[..., Path]:
+    """``write_scenes(folder, images, val_images, size=(256, 256), classes=..., seed=0)`` of docs/examples."""
+    import runpy
+
+    file = Path(__file__).parents[1] / "docs/examples/generated_scenes/scenes.py"
+    function: Callable[..., Path] = runpy.run_path(str(file))["write_scenes"]
+    return function
+
+
+@pytest.fixture(scope="session")
+def scenes(tmp_path_factory: pytest.TempPathFactory, write_scenes: Callable[..., Path]) -> Path:
+    """12 training and 6 validation images of at most 80 x 96 pixels in the layouts of ADE20K and of COCO, 11 classes
+    with the backgrounds and 8 without. Tests that write into it take a copy."""
+    return write_scenes(tmp_path_factory.mktemp("scenes"), 12, 6, size=(80, 96))
+
+
 @pytest.fixture(autouse=True)
 def own_root_logger() -> Iterator[None]:
     """Remove the command line's handler from the root logger: it writes to a stream that the test's capture closes."""

@@ -15,6 +15,7 @@ from dmjd.data.augment import RandAugment
 from dmjd.data.crops import RandomResizedCrop
 from dmjd.data.dataset import ImageDataset, Split
 from dmjd.data.decode import decodable
+from dmjd.data.dense.annotated import AnnotatedImages
 from dmjd.data.fetch import fashion_mnist_folder
 from dmjd.data.folder import Check, ImageFolder
 from dmjd.data.held_out import HeldOut
@@ -109,7 +110,7 @@ def training_source(config: DataConfig) -> ImageDataset | TarStream:
 
 def report(dataset: ImageDataset) -> None:
     """Log what :func:`build_dataset` found in a folder besides usable images; nothing for other data sets."""
-    if isinstance(dataset, ImageFolder):
+    if isinstance(dataset, ImageFolder | AnnotatedImages):
         dataset.report()
 
 

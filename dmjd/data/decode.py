@@ -173,8 +173,8 @@ def open_image(data: bytes, name: str, channels: int, min_size: Size = (1, 1)) -
         return decoder(data, name, channels, image)
 
 
-def check_header(path: str, min_size: Size) -> None:
-    """Check the header of the file ``path``.
+def check_header(path: str, min_size: Size) -> Size:
+    """Check the header of the file ``path``, and return its (height, width).
 
     Raises:
         BadImage: as :func:`open_image`.
@@ -185,6 +185,7 @@ def check_header(path: str, min_size: Size) -> None:
             raise EOFError("the file is empty")
         with identify(file, path) as image:
             _require_usable(image, size, path, min_size)
+            return image.height, image.width
 
 
 def read_bytes(path: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dmjd.data.dataset import ArrayDataset, ImageDataset, Subset
+from dmjd.data.dense.annotated import AnnotatedImages
 from dmjd.data.folder import ImageFolder
 from dmjd.data.shards.dataset import ShardDataset
 from dmjd.data.stream.batches import TarStream
@@ -18,7 +19,8 @@ class DataIdentity:
 
     Args:
         fingerprint: see :class:`~dmjd.data.folder.ImageFolder`, :class:`~dmjd.data.shards.dataset.ShardDataset`,
-            :class:`~dmjd.data.dataset.ArrayDataset` and :class:`~dmjd.data.dataset.Subset`.
+            :class:`~dmjd.data.dataset.ArrayDataset`, :class:`~dmjd.data.dense.annotated.AnnotatedImages` and
+            :class:`~dmjd.data.dataset.Subset`.
         images: number of images.
     """
 
@@ -28,7 +30,7 @@ class DataIdentity:
     @classmethod
     def of(cls, source: ImageDataset | TarStream) -> DataIdentity | None:
         """The identity of ``source``; None for a stream, which has none."""
-        known = ImageFolder | ShardDataset | ArrayDataset | Subset
+        known = ImageFolder | ShardDataset | ArrayDataset | AnnotatedImages | Subset
         return cls(source.fingerprint, len(source)) if isinstance(source, known) else None
 
     def __str__(self) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.config import DataConfig
-from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset, check_labels
-from dmjd.data.dataset import ImageDataset, Subset
+from dmjd.data.dataset import ImageDataset
 from dmjd.data.loader import evaluation_loader
-from dmjd.errors import DataError, StopRequested
+from dmjd.errors import DataError
+from dmjd.evaluate.share import Share, together
 from dmjd.parallel.world import World, alone
 from dmjd.progress import Progress
 
@@ -152,7 +152,7 @@ def evaluate_classifier(
         world: one process on ``device`` if left out.
     """
     world = alone(device or torch.device("cpu")) if world is None else world
-    share = _Share(dataset, batch_size, world)
+    share = Share(dataset, batch_size, world)
     size = data.image_size[0], data.image_size[1]
     workers = min(workers, share.passes) if share.passes > 1 else 0
     loader = evaluation_loader(share, share.batch_size, size, workers, data.crop_pct, data.timeout)
@@ -161,52 +161,12 @@ def evaluate_classifier(
     images = share.batch_size * world.size
     with Progress("validation batch", share.passes, images=images) as bar, closing(iter(loader)) as batches:
         for _ in range(share.passes):
-            batch = _next(batches, world)
+            batch = together(partial(next, batches), world)
             counted = share.counted(batch.sample_ids).to(world.device, non_blocking=True)
             batch = batch.to(world.device)
             counts += _counts(logits(batch.images), batch.labels, counted, classes)
             bar.advance()
     return _totals(torch.stack(world.gather(counts.cpu())).sum(0), classes)
-
-
-class _Share(Subset):
-    """The images of one rank: a contiguous part of ``dataset``, padded with its last image to whole batches.
-
-    The parts of all ranks have the same number of batches.
-    """
-
-    def __init__(self, dataset: ImageDataset, batch_size: int, world: World) -> None:
-        images = -(-len(dataset) // world.size)
-        self.batch_size = min(batch_size, images)
-        self.passes = -(-images // self.batch_size)
-        start = world.rank * images
-        self._count = max(min(images, len(dataset) - start), 0)
-        indices = start + np.arange(self.passes * self.batch_size)
-        indices[self._count :] = len(dataset) - 1
-        super().__init__(dataset, indices)
-
-    def counted(self, ids: Tensor) -> Tensor:
-        """Whether the images at ``ids`` of this part are no padding, bool."""
-        return ids < self._count
-
-
-def _next(batches: Iterator[Batch], world: World) -> Batch:
-    """The next batch of this rank; a rank that fails or is asked to stop ends the validation on all of them."""
-    stopped = False
-
-    def take() -> Batch | None:
-        nonlocal stopped
-        try:
-            return next(batches)
-        except StopRequested:
-            stopped = True
-            return None
-
-    batch = world.all_or_none(take)
-    if any(world.gather(stopped)):
-        raise StopRequested
-    assert batch is not None
-    return batch
 
 
 @torch.no_grad()

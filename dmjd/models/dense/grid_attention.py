@@ -25,6 +25,9 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.models.swin import SwinBlock, SwinEncoder
 from dmjd.ops.short_attention import MOST_TOKENS, short_attention, short_attention_packed
 
+DECOMPOSED = (".attn.rel_pos_h", ".attn.rel_pos_w")
+"""Ends of the names of decomposed relative positions."""
+
 GLOBAL_BLOCKS = 4
 """Blocks that attend over the whole grid by default, evenly spaced."""
 
@@ -72,13 +75,14 @@ def attend_on_grid(
         getattr(block.attn, "relative_position_bias_table", None) is not None for block in blocks
     ):
         raise ValueError(
-            "an encoder with relative positions of one grid has no windows and no further ones; use another encoder, or "
-            "leave out window and relative_positions"
+            "an encoder with relative positions of one grid takes no windows and no further ones; use another encoder, "
+            "or leave out window and relative_positions"
         )
     depth = len(blocks)
-    every = [depth * (i + 1) // GLOBAL_BLOCKS - 1 for i in range(GLOBAL_BLOCKS)]
-    unbounded = set(every if global_blocks is None else global_blocks)
-    if not unbounded <= set(range(-1, depth)):
+    if global_blocks is None:
+        global_blocks = [max(0, depth * (i + 1) // GLOBAL_BLOCKS - 1) for i in range(GLOBAL_BLOCKS)]
+    unbounded = set(global_blocks)
+    if not unbounded <= set(range(depth)):
         raise ValueError(f"global_blocks must be in 0..{depth - 1}, got {sorted(unbounded)}")
     for index, block in enumerate(blocks):
         side = None if window is None or index in unbounded else window
@@ -181,15 +185,14 @@ def attention_on_map(qkv: Tensor, rows: Tensor | None, columns: Tensor | None) -
 
 def _pairs(table: Tensor, size: int) -> Tensor:
     """``table[i - k]`` for queries i and keys k, ``[size, size, d]``, interpolated if it is of another size."""
-    table = table.T.unsqueeze(0)
-    if table.shape[-1] != 2 * size - 1:
-        table = F.interpolate(table.to(at_least_float(table)), size=2 * size - 1, mode="linear")
-    return toeplitz(table[0]).permute(1, 2, 0)
+    if len(table) != 2 * size - 1:
+        table = resized(table.to(torch.promote_types(table.dtype, torch.float32)), 2 * size - 1)
+    return toeplitz(table.T).permute(1, 2, 0)
 
 
-def at_least_float(tensor: Tensor) -> torch.dtype:
-    """float32, or the dtype of ``tensor`` if it is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+def resized(table: Tensor, rows: int) -> Tensor:
+    """``[n, d]`` interpolated linearly to ``[rows, d]``, as in detectron2."""
+    return F.interpolate(table.T.unsqueeze(0), size=rows, mode="linear")[0].T
 
 
 def _head_size(least: int, tokens: int) -> int:
@@ -202,7 +205,7 @@ class ShortWindowAttention(WindowAttention):
     """timm's attention of Swin, computed by :mod:`dmjd.ops.short_attention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Windows ``[B * W, N, D]`` and a bias of the windows of an image ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
+        """``[B * W, N, D]`` with a bias of the W windows of an image, ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
         bias = patch_bias(self.relative_position_bias_table, self.window_size)
         if mask is not None:
             bias = bias + mask.unsqueeze(1)

@@ -1,0 +1,191 @@
+"""Pictures of segmentations and detections over their images. Imports no torch."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from dmjd.files import replace_file
+from dmjd.runs.paths import RunPaths
+
+Picture = NDArray[np.uint8]
+"""uint8 ``[H, W, 3]``."""
+Map = NDArray[np.uint8]
+"""Classes, uint8 ``[H, W]``; 255: none."""
+
+EXAMPLES = 4
+"""Images in the picture of a validation."""
+PREDICTIONS = "predictions.png"
+PER_CLASS = "per_class.json"
+
+_IGNORED = 255
+_OPACITY = 0.55
+_GOLDEN = 0.618034
+_MARGIN, _GAP, _HEAD, _LINE = 8, 6, 20, 16
+_CELLS = (288, 224, 176, 136, 104)
+_MAX_BYTES = 300_000  # reports embed the file
+_INK, _PAPER = (40, 44, 52), (255, 255, 255)
+_LEGEND = 24
+
+_log = logging.getLogger("dmjd")
+
+
+class Objects(NamedTuple):
+    """M objects of an image.
+
+    boxes: float ``[M, 4]``, (x1, y1, x2, y2) in pixels. labels: int ``[M]``. scores: float ``[M]``; None for annotations.
+    masks: M arrays, bool ``[H, W]``; None without masks.
+    """
+
+    boxes: NDArray[np.floating]
+    labels: NDArray[np.integer]
+    scores: NDArray[np.floating] | None = None
+    masks: Sequence[NDArray[np.bool_]] | None = None
+
+
+def palette(count: int) -> NDArray[np.uint8]:
+    """``count`` colours, uint8 ``[count, 3]``: consecutive ones differ in hue, every third in brightness. The first ones
+    do not depend on ``count``."""
+    shades = ((0.75, 0.95), (0.95, 0.7), (0.45, 0.85))
+    colours = [colorsys.hsv_to_rgb(number * _GOLDEN % 1, *shades[number % 3]) for number in range(count)]
+    return (255 * np.array(colours).reshape(count, 3)).round().astype(np.uint8)
+
+
+def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]) -> Picture:
+    """``image``, uint8 ``[H, W, C]``, under the classes of a map, or the masks, boxes and names of objects.
+
+    Pixels without a class stay as they are. Objects are drawn from the lowest score to the highest.
+    """
+    colours = palette(len(names))
+    picture = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image.copy()
+    if isinstance(found, np.ndarray):
+        known = found != _IGNORED
+        picture[known] = _blend(picture[known], colours[found[known]])
+        return picture
+    order = np.arange(len(found.labels))
+    if found.scores is not None:
+        order = np.argsort(found.scores, kind="stable")
+    for number in order if found.masks is not None else ():
+        mask = found.masks[number]  # type: ignore[index]
+        picture[mask] = _blend(picture[mask], colours[found.labels[number]])
+    drawn = Image.fromarray(picture)
+    draw = ImageDraw.Draw(drawn)
+    for number in order:
+        x1, y1, x2, y2 = (float(value) for value in found.boxes[number])
+        colour = _colour(colours[found.labels[number]])
+        right, bottom = max(x1, x2 - 1), max(y1, y2 - 1)  # x2 and y2 are the pixels after the last
+        draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
+        score = "" if found.scores is None else f" {found.scores[number]:.2f}"
+        _label(draw, (x1, y1), f"{names[int(found.labels[number])]}{score}", colour)
+    return np.asarray(drawn)
+
+
+def _blend(pixels: NDArray[np.uint8], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    mixed: NDArray[np.uint8] = ((1 - _OPACITY) * pixels + _OPACITY * colours.astype(np.float32)).astype(np.uint8)
+    return mixed
+
+
+def _label(draw: ImageDraw.ImageDraw, corner: tuple[float, float], text: str, colour: tuple[int, ...]) -> None:
+    font = ImageFont.load_default(11)
+    left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
+    x, y = corner[0], max(corner[1] - (bottom - top) - 4, 0)
+    draw.rectangle((x, y, x + right - left + 4, y + bottom - top + 4), fill=colour)
+    draw.text((x + 2 - left, y + 2 - top), text, fill=_contrast(colour), font=font)
+
+
+def _contrast(colour: Sequence[int]) -> tuple[int, int, int]:
+    return _INK if 0.3 * colour[0] + 0.6 * colour[1] + 0.1 * colour[2] > 128 else _PAPER
+
+
+def _colour(values: NDArray[np.uint8]) -> tuple[int, int, int]:
+    red, green, blue = (int(value) for value in values)
+    return red, green, blue
+
+
+def predictions_picture(
+    images: Sequence[NDArray[np.uint8]],
+    truths: Sequence[Map | Objects],
+    predictions: Sequence[Map | Objects],
+    names: Sequence[str],
+) -> bytes:
+    """A PNG with a row for each image: the image, its annotation and the prediction; below them the classes of maps.
+
+    It has at most 300 kB: its cells are smaller where needed.
+    """
+    rows = [
+        (
+            overlay(image, np.full(image.shape[:2], _IGNORED, np.uint8), names),
+            overlay(image, truth, names),
+            overlay(image, prediction, names),
+        )
+        for image, truth, prediction in zip(images, truths, predictions, strict=True)
+    ]
+    maps = [each for each in (*truths, *predictions) if isinstance(each, np.ndarray)]
+    present = np.unique(np.concatenate([np.unique(each) for each in maps])) if maps else np.array([], int)
+    legend = [int(label) for label in present if label != _IGNORED][:_LEGEND]
+    content = b""
+    for cell in _CELLS:
+        content = _png(_sheet(rows, legend, names, cell))
+        if len(content) <= _MAX_BYTES:
+            break
+    return content
+
+
+def _sheet(rows: Sequence[Sequence[Picture]], legend: Sequence[int], names: Sequence[str], cell: int) -> Image.Image:
+    sizes = [_fitted(row[0].shape[:2], cell) for row in rows]
+    width = 2 * _MARGIN + 3 * cell + 2 * _GAP
+    columns = max(1, width // 150)
+    lines = -(-len(legend) // columns)
+    height = _HEAD + sum(tall + _GAP for tall, _ in sizes) + _LINE * lines + _MARGIN
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(11)
+    for column, title in enumerate(("image", "annotation", "prediction")):
+        draw.text((_MARGIN + column * (cell + _GAP), 4), title, fill=_INK, font=font)
+    top = _HEAD
+    for row, (tall, wide) in zip(rows, sizes, strict=True):
+        for column, picture in enumerate(row):
+            resized = Image.fromarray(picture).resize((wide, tall), Image.Resampling.BOX)
+            sheet.paste(resized, (_MARGIN + column * (cell + _GAP), top))
+        top += tall + _GAP
+    colours = palette(len(names))
+    for number, label in enumerate(legend):
+        x, y = _MARGIN + number % columns * 150, top + number // columns * _LINE
+        draw.rectangle((x, y + 2, x + 11, y + 13), fill=_colour(colours[label]))
+        draw.text((x + 16, y), names[label][:22], fill=_INK, font=font)
+    return sheet
+
+
+def _fitted(size: Sequence[int], cell: int) -> tuple[int, int]:
+    height, width = size
+    scale = cell / max(height, width)
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _png(sheet: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    sheet.quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def write_validation(
+    run: RunPaths, step: int, picture: bytes, names: Sequence[str], columns: Mapping[str, Sequence[float | None]]
+) -> None:
+    """Write ``pictures/predictions.png`` and ``per_class.json`` of ``run``: the scores of each class after ``step``.
+
+    A file that cannot be written is logged as a warning: it is no result.
+    """
+    try:
+        run.pictures.mkdir(exist_ok=True)
+        replace_file(run.pictures / PREDICTIONS, picture)
+        table = {"step": step, "classes": list(names), **{name: list(values) for name, values in columns.items()}}
+        replace_file(run.path / PER_CLASS, json.dumps(table, indent=1) + "\n")
+    except OSError as error:
+        _log.warning("predictions of the validation are not shown: %s", error)
