@@ -300,7 +300,7 @@ class Detection(Trainable):
     def _head_losses(
         self, maps: Sequence[Tensor], proposals: Tensor, real: Tensor, objects: _Objects
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]``, and
+        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]`` and
         of the objects' own boxes."""
         count = self.limits.samples
         most = count // _POSITIVE
@@ -311,7 +311,7 @@ class Detection(Trainable):
             positive = real & (matched.overlap >= _OBJECT)
             index, positive, used = objects.sample(positive, real & ~positive, count, most, PROPOSALS)
             proposals = _or_unit(_take(proposals, index), used)
-            matches = matched.index.gather(1, index)
+            matches = matched.objects.gather(1, index)
             classes = torch.where(positive, objects.labels.gather(1, matches), self.model.num_classes)
         logits, deltas = self.model.classify(maps, proposals)
         entropies = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none").view_as(classes)
@@ -369,7 +369,7 @@ def _anchor_losses(
         negative = (matched.overlap < _BACKGROUND) & ~positive
         index, positive, used = objects.sample(positive, negative, ANCHOR_SAMPLES, ANCHOR_SAMPLES // 2, ANCHORS)
         sources = every[index]
-        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matched.index.gather(1, index)), sources)
+        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matched.objects.gather(1, index)), sources)
         targets = box_ops.encode(targets, sources, box_ops.RPN_WEIGHTS)
     logit = torch.cat(list(logits), dim=1).gather(1, index)
     entropies = F.binary_cross_entropy_with_logits(logit, positive.float(), reduction="none")
