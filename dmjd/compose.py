@@ -27,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmjd.config import (
     FORMER_VALUES,
+    PLANS,
     RENAMED,
     SCHEMAS,
-    FinetuneConfig,
     OptimConfig,
     PretrainConfig,
     TrainConfig,
@@ -44,7 +44,9 @@ from dmjd.keys import (
     DESCRIBING,
     PATHS,
     SEVERAL,
+    command_of_preset,
     fields_of,
+    groups,
     groups_of,
     key_of_first,
     keys_of,
@@ -276,13 +278,11 @@ def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
     except ValueError as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
     command = values.get("command", PretrainConfig.command) if isinstance(values, dict) else PretrainConfig.command
-    makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
-    if command not in makers:
+    if command not in PLANS:
         raise ConfigError(
-            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {' and '.join(makers)}; update "
-            "dmjd"
+            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {', '.join(PLANS)}; update dmjd"
         )
-    config: TrainConfig = from_yaml(makers[command], text, source)
+    config: TrainConfig = from_yaml(SCHEMAS[command], text, source)
     return config
 
 
@@ -367,6 +367,9 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
         if key in available:
             option = unquoted(text)
             if option not in available[key]:
+                if key == "preset" and option in groups()["preset"]:
+                    own = f"dmjd {command.replace('_', ' ')} has {', '.join(available[key])}"
+                    raise ConfigError(f"preset={option} is of dmjd {command_of_preset(option)}; {own}")
                 hint = suggestion(option, available[key])
                 if not hint or len(available[key]) <= FEW:
                     hint = f"{hint or ';'} choose from {', '.join(available[key])}"

@@ -6,12 +6,13 @@ import difflib
 from dataclasses import Field, fields
 from typing import Any
 
-from dmjd.config import SCHEMAS, FinetuneConfig, PretrainConfig
+from dmjd.config import SCHEMAS, DetectConfig, DownstreamConfig, PretrainConfig, SegmentConfig
 from dmjd.config.fields import keys, leaves
 from dmjd.resources import configs_dir
 
 DESCRIBING = ("experiment", "backbone")
 """Groups of pre-training that describe the model of a file of weights to other commands."""
+_PRESETS_OF = {"ade20k": "segment", "coco": "detect"}
 
 
 def groups() -> dict[str, list[str]]:
@@ -26,9 +27,19 @@ def groups_of(command: str) -> dict[str, list[str]]:
     names = {field.name for field in fields(schema)}
     if issubclass(schema, PretrainConfig) or takes_files(schema):
         names |= set(DESCRIBING)
-    if issubclass(schema, FinetuneConfig):
+    if issubclass(schema, DownstreamConfig):
         names = (names | {"preset"}) - {"optim"}  # whose option has the learning rate of pre-training
-    return {name: options for name, options in groups().items() if name in names}
+    if issubclass(schema, SegmentConfig | DetectConfig):
+        names -= {"data"}  # whose options are data sets of images
+    found = {name: options for name, options in groups().items() if name in names}
+    if "preset" in found:
+        found["preset"] = [name for name in found["preset"] if command_of_preset(name) == schema.command]
+    return found
+
+
+def command_of_preset(name: str) -> str:
+    """The command that takes ``preset=NAME``: that of the data set at the beginning of the name, else finetune."""
+    return _PRESETS_OF.get(name.partition("_")[0], "finetune")
 
 
 def fields_of(command: str) -> dict[str, tuple[Field[Any], Any]]:
@@ -64,7 +75,7 @@ PATHS = "paths"
 
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
-    if command in ("finetune", "plan_finetune"):
+    if issubclass(SCHEMAS.get(command, object), DownstreamConfig):
         return "init"
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
     return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)

@@ -16,7 +16,8 @@ import torch
 from dmjd.builders import build_mask_spec, build_objective, peak_lr, target_dim, token_grid
 from dmjd.builders.schedules import warmup_steps
 from dmjd.compose import compose
-from dmjd.config import FinetuneConfig, PretrainConfig
+from dmjd.config import DetectConfig, FinetuneConfig, PretrainConfig, SegmentConfig
+from dmjd.keys import command_of_preset
 from dmjd.resources import configs_dir
 
 PAGE = Path(__file__).with_name("methods.md")
@@ -67,6 +68,34 @@ PUBLISHED = {
     "dmjd_vit_base": ("1600", "84.1", "the DMJD paper; settings not published, those of MAE"),
 }
 """Preset -> ETE of the pre-training, top-1 in per cent, source."""
+
+DENSE = """## Segmentation and detection presets
+
+`dmjd segment RUN preset=NAME data.root=DIR` trains an encoder with UPerNet on ADE20K in 160,000 steps of 16 images, and
+`dmjd detect RUN preset=NAME data.root=DIR` with Mask R-CNN on COCO. AdamW has betas .9 and .999.
+If RUN is a run of dmjd, its own backbone and normalisation hold. The scores are those that the sources report, after
+the pre-training of the column before; dmjd has not reproduced them.
+"""
+
+DENSE_PUBLISHED = {
+    "ade20k_mae_vit_base": ("1600", "48.15", "implus/mae_segmentation (48.1 in the DMJD paper)"),
+    "ade20k_mae_vit_large": ("1600", "53.6", "the DMJD paper; settings not published"),
+    "ade20k_beit_vit_base": ("800", "45.6", "unilm/beit, the DMJD paper (47.1 in its Table VII)"),
+    "ade20k_beit_vit_large": ("150 of ImageNet-22k, labels", "56.7 at 640 pixels", "unilm/beit"),
+    "ade20k_simmim_swin_base": ("800", "52.8", "the DMJD paper; settings of Swin"),
+    "ade20k_convmae_base": ("1600", "51.7", "ConvMAE, SEG/SEGMENTATION.md"),
+    "ade20k_dmjd_convvit_base": ("800", "53.3", "the DMJD paper; settings not published, those of ConvMAE"),
+    "ade20k_dmjd_convvit_large": ("-", "-", "settings not published, those of ConvMAE"),
+    "coco_vitdet_base": ("1600", "51.6 / 45.9", "detectron2, projects/ViTDet"),
+    "coco_vitdet_base_25": ("1600", "-", "detectron2, projects/ViTDet, a quarter of its epochs"),
+    "coco_vitdet_large": ("1600", "55.5 / 49.2", "detectron2, projects/ViTDet"),
+    "coco_convmae_base": ("1600", "53.2 / 47.1", "ConvMAE, DET/DETECTION.md"),
+    "coco_convmae_vitdet_base": ("1600", "53.9 / 47.6", "OpenGVLab/Official-ConvMAE-Det"),
+    "coco_dmjd_convvit_base": ("800", "53.4 / 47.6", "the DMJD paper; settings not published, those of ConvMAE"),
+    "coco_dmjd_convvit_large": ("-", "-", "settings not published, those of ConvMAE"),
+    "coco_simmim_swin_base": ("800", "52.3 / -", "the DMJD paper; settings of Swin"),
+}
+"""Preset -> ETE of the pre-training, mIoU or AP of boxes and masks in per cent, source."""
 
 
 def comment(path: Path) -> str:
@@ -136,9 +165,23 @@ def _preset_row(preset: str) -> str:
     return f"| {' | '.join([f'`{preset}`', *cells, *PUBLISHED[preset]])} |"
 
 
+def _dense_row(preset: str) -> str:
+    config: SegmentConfig | DetectConfig = compose(command_of_preset(preset), [f"preset={preset}", "init=RUN"])
+    optim, attention = config.optim, config.attention
+    blocks = " ".join(map(str, attention.global_blocks or ()))
+    cells = [
+        *(f"`{preset}`", str(config.epochs), str(config.batch_size)),
+        *(f"{optim.base_lr * config.batch_size / 256:.3g}", optim.schedule, f"{optim.weight_decay:g}"),
+        *(f"{optim.layer_decay:g}", f"{config.backbone.drop_path:g}"),
+        f"{attention.window}, global {blocks}" if attention.window else "-",
+        *DENSE_PUBLISHED[preset],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def page() -> str:
     """The text of docs/methods.md."""
-    presets = sorted((configs_dir() / "preset").glob("*.yaml"))
+    presets = {path.stem: path for path in sorted((configs_dir() / "preset").glob("*.yaml"))}
     methods = sorted((configs_dir() / "method").glob("*.yaml"))
     experiments = sorted((configs_dir() / "experiment").glob("*.yaml"))
     titles = (
@@ -168,6 +211,16 @@ def page() -> str:
         "top-1",
         "source",
     )
+    dense_titles = (
+        *preset_titles[:4],
+        "schedule",
+        "weight decay",
+        *preset_titles[5:7],
+        "windows, tokens",
+        "after (ETE)",
+        "mIoU, or AP of boxes / masks",
+        "source",
+    )
     lines = [HEAD, "## Methods", "", "| `method=` | |", "|---|---|"]
     lines += [f"| `{path.stem}` | {comment(path)} |" for path in methods]
     lines += ["", "## Experiments", "", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -176,7 +229,12 @@ def page() -> str:
     lines += _comments(experiments)
     lines += ["", PRESETS, f"| {' | '.join(preset_titles)} |", "|---" * len(preset_titles) + "|"]
     lines += [_preset_row(preset) for preset in sorted(PUBLISHED)]
-    lines += ["", "Learning rate: the peak of the head, after warm-up. All presets:", "", *_comments(presets)]
+    lines += ["", "Learning rate: the peak of the head, after warm-up. All presets:", ""]
+    lines += _comments([path for name, path in presets.items() if command_of_preset(name) == "finetune"])
+    lines += ["", DENSE, f"| {' | '.join(dense_titles)} |", "|---" * len(dense_titles) + "|"]
+    lines += [_dense_row(preset) for preset in sorted(DENSE_PUBLISHED)]
+    lines += ["", "Learning rate: the peak of the heads, after warm-up. All presets:", ""]
+    lines += _comments([presets[name] for name in sorted(DENSE_PUBLISHED)])
     return "\n".join(lines) + "\n"
 
 

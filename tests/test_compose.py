@@ -12,6 +12,7 @@ from dmjd.config import RENAMED, DataConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.evaluate.knn import KnnConfig
 from dmjd.explore import TOOLS
+from dmjd.keys import command_of_preset
 from dmjd.resources import configs_dir
 
 EXPERIMENTS = sorted(path.stem for path in (configs_dir() / "experiment").glob("*.yaml"))
@@ -29,7 +30,8 @@ def every_option() -> list[str]:
 @pytest.mark.parametrize("override", every_option())
 def test_every_option_of_every_group_composes(override: str) -> None:
     group, option = override.split("=")
-    config = compose(*("finetune", [override, "init=x"]) if group == "preset" else ("pretrain", [override]))
+    tuned = (command_of_preset(option), [override, "init=x"])
+    config = compose(*tuned if group == "preset" else ("pretrain", [override]))
     if group in ("method", "target", "data", "engine"):
         assert getattr(config, group).name == option
 

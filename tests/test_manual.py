@@ -9,7 +9,7 @@ import pytest
 
 import dmjd.cli  # noqa: F401 -- registers all commands
 from dmjd.compose import compose, values
-from dmjd.config import SCHEMAS, FinetuneConfig
+from dmjd.config import SCHEMAS, DetectConfig, DownstreamConfig, SegmentConfig
 from dmjd.config.fields import dataclass_of, keys
 from dmjd.keys import DESCRIBING, groups, key_of_first, takes_data, takes_files
 from dmjd.manual import meanings, page
@@ -52,9 +52,16 @@ def test_every_option_of_every_group_is_there_and_no_group_of_others(command: st
     typed = {field.name for field in keys(SCHEMAS[command])}
     text = " ".join(" ".join(lines).split())
     first = {line.split()[0] for line in lines if line.strip()}
-    tunes = issubclass(SCHEMAS[command], FinetuneConfig)  # its rates are those of a preset
+    tunes = issubclass(SCHEMAS[command], DownstreamConfig)  # its rates are those of a preset
     offered = (names - {"optim"}) | {"preset"} if tunes else names
+    dense = issubclass(SCHEMAS[command], SegmentConfig | DetectConfig)
+    offered -= {"data"} if dense else set()
+    first_words = {"segment": "ade20k", "detect": "coco"}
+    own = first_words.get(getattr(SCHEMAS[command], "command", ""), "")
     for group, options in groups().items():
+        if group == "preset":
+            others = tuple(word for word in first_words.values() if word != own)
+            options = [name for name in options if name.startswith(own) and not name.startswith(others)]
         if group in offered or (group in DESCRIBING and ("model" in typed or command in ("pretrain", "plan"))):
             assert f"{group} {', '.join(options)}" in text
         else:

@@ -304,10 +304,10 @@ def _crop_data(frozen: FrozenEncoder, config: LinprobeConfig) -> DataConfig:
 def _augmented(frozen: FrozenEncoder, train: ImageDataset, config: LinprobeConfig, pooling: str) -> FeatureSource:
     from dmjd.builders.augment import flip_by_coin
     from dmjd.data.build import training_batches
+    from dmjd.data.crops import RandomResizedCrop
     from dmjd.data.loader import make_loader
     from dmjd.data.waiting import Limit
     from dmjd.evaluate.encoder import loader_workers
-    from dmjd.data.crops import RandomResizedCrop
     from dmjd.evaluate.features import FEATURE_BATCH, encode
     from dmjd.evaluate.probe import RecomputedFeatures
     from dmjd.ops import make_key

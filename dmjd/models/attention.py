@@ -52,9 +52,7 @@ def relative_bias(table: Tensor, grid: tuple[int, int], class_token: bool) -> Te
         class_token: whether the T tokens begin with one, whose rows of the table are the last three.
     """
     (h, w), heads = grid, table.shape[1]
-    patches = _toeplitz(table[:-3].T.unflatten(1, (2 * h - 1, 2 * w - 1)))  # [heads, 2 h - 1, w, w]
-    patches = _toeplitz(patches.movedim(1, -1))  # [heads, w, w, h, h]
-    patches = patches.permute(0, 3, 1, 4, 2).reshape(heads, h * w, h * w)
+    patches = patch_bias(table[:-3], grid)
     if not class_token:
         return patches
     of_class, to_class, own = (row[:, None, None] for row in table[-3:])
@@ -62,7 +60,15 @@ def relative_bias(table: Tensor, grid: tuple[int, int], class_token: bool) -> Te
     return torch.cat((first, torch.cat((to_class.expand(-1, h * w, 1), patches), dim=2)), dim=1)
 
 
-def _toeplitz(x: Tensor) -> Tensor:
+def patch_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Swin's bias of a table ``[(2h - 1)(2w - 1), heads]``, ``[heads, h * w, h * w]``, without an index."""
+    h, w = grid
+    patches = toeplitz(table.T.unflatten(1, (2 * h - 1, 2 * w - 1)))  # [heads, 2 h - 1, w, w]
+    patches = toeplitz(patches.movedim(1, -1))  # [heads, w, w, h, h]
+    return patches.permute(0, 3, 1, 4, 2).reshape(table.shape[1], h * w, h * w)
+
+
+def toeplitz(x: Tensor) -> Tensor:
     """``[..., 2 n - 1]`` -> ``[..., n, n]``, with ``x[..., i - j + n - 1]`` at (i, j)."""
     n = (x.shape[-1] + 1) // 2
     rows = x.unsqueeze(-2).expand(*x.shape[:-1], n, 2 * n - 1).flatten(-2)

@@ -167,6 +167,7 @@ class ConvViTEncoder(Encoder):
         self.stage1_output_decode = PatchConv2d(embed_dims[0], self.embed_dim, 4) if multi_scale else None
         self.stage2_output_decode = PatchConv2d(embed_dims[1], self.embed_dim, 2) if multi_scale else None
         self.norm = layer_norm(self.embed_dim)
+        self.map_widths = self.embed_dims
         self.positions: Tensor
         self.register_buffer("positions", sincos_positions(self.grid, self.embed_dim), persistent=False)
         # As in ConvMAE, where every other convolution keeps torch's initialisation.
@@ -188,9 +189,18 @@ class ConvViTEncoder(Encoder):
             return 0
         return super().layer_of(name.replace("blocks3.", "blocks.", 1))
 
-    def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
+    def forward(
+        self,
+        images: Tensor,
+        views: Views | None = None,
+        branch_scales: Tensor | None = None,
+        maps: tuple[int, ...] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """See :class:`~dmjd.models.masked_image_model.Encoder`; with any ``maps`` its ``feature_maps``."""
         stage1, stage2, x = self.forward_stages(images, views, branch_scales)
+        if maps is not None:
+            last = x if self.on_grid else x.unflatten(1, self.grid_of(images))
+            return [stage.permute(0, 3, 1, 2) for stage in (stage1, stage2, last)]
         if views is not None and self.stage1_output_decode is not None and self.stage2_output_decode is not None:
             x = x + self.stage1_output_decode(stage1).flatten(1, -2) + self.stage2_output_decode(stage2).flatten(1, -2)
         return self.norm(x)
@@ -199,7 +209,7 @@ class ConvViTEncoder(Encoder):
         self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the three stages, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
-        ``[B, H/8, W/8, C2]`` and ``[B, N, D]``, or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
+        ``[B, H/8, W/8, C2]`` and ``[B, N, D]`` (``[B, h, w, D]`` if ``on_grid``), or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
         ``[K*B, V, D]``."""
         grid = self.grid_of(images, views)
         if views is None:
@@ -218,6 +228,8 @@ class ConvViTEncoder(Encoder):
                 x = block(x, where, next(scales))
             outputs.append(x)
         x = self.patch_embed4(self.patch_embed3(x)).flatten(1, -2) + self._positions(grid, views, images.device)
+        if self.on_grid:
+            x = x.unflatten(1, grid)
         for block in self.blocks3:
             x = block(x, next(scales))
         return outputs[0], outputs[1], x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
@@ -29,6 +30,10 @@ class Encoder(nn.Module):
         num_prefix_tokens: tokens before those of the patches, which no view masks: 1 with a class token, else 0.
         mask_token: the learned token in the places of masked ones; None if they are dropped, which needs a decoder.
         positions: ``[N, D]``, fixed and outside of the state dict, which an export adds; None for learned ones or none.
+        map_widths: channels of the outputs of :meth:`feature_maps`: one for each stage; of a ViT, whose maps are all
+            alike, one.
+        on_grid: whether the blocks take maps of tokens ``[B, h, w, D]`` (:mod:`dmjd.models.dense.grid_attention`);
+            there is no class token then.
         blocks: residual blocks in the order of computation, each with its ``mlp``: units of activation checkpointing,
             ``torch.compile``, sharding and stochastic depth.
     """
@@ -39,11 +44,28 @@ class Encoder(nn.Module):
     num_prefix_tokens: int
     mask_token: Tensor | None
     positions: Tensor | None
+    map_widths: tuple[int, ...]
+    on_grid = False
 
     if TYPE_CHECKING:  # at run time a property would stand before the modules of the same name
 
         @property
         def blocks(self) -> nn.ModuleList | list[nn.Module]: ...
+
+    def feature_maps(
+        self, images: Tensor, branch_scales: Tensor | None = None, blocks: Sequence[int] = ()
+    ) -> list[Tensor]:
+        """Maps of whole images, float ``[B, width, h, w]`` in channels-last memory, without the final norm.
+
+        Args:
+            images, branch_scales: as for a call.
+            blocks: of a ViT, those whose outputs are returned, ascending, without the class token; the last one alone
+                if empty. The other backbones return the outputs of their stages: ConViT at strides 4, 8 and 16, Swin
+                at 4, 8, 16 and 32.
+        """
+        # A call of the module: ZeRO-3 gathers the parameters of an encoder around it.
+        maps: list[Tensor] = self(images, None, branch_scales, tuple(blocks) or (len(self.blocks) - 1,))
+        return maps
 
     @property
     def layers_of_blocks(self) -> int:

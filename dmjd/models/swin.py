@@ -41,6 +41,8 @@ class SwinBlock(SwinTransformerBlock):
 class SwinEncoder(SwinTransformer, Encoder):
     """Swin over images of one size; a masked token's 8 x 8 first patches are replaced by a mask token.
 
+    The blocks of :mod:`dmjd.models.dense.grid_attention` encode images of any size.
+
     Args:
         image_size: (height, width) pixels, multiples of 32.
         in_chans: image channels, any number.
@@ -93,6 +95,7 @@ class SwinEncoder(SwinTransformer, Encoder):
         self.image_size = image_size
         self.grid = grid
         self.mask_token = nn.Parameter(torch.empty(1, 1, first))
+        self.map_widths = tuple(first * 2**stage for stage in range(4))
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -109,8 +112,14 @@ class SwinEncoder(SwinTransformer, Encoder):
             return before if found[2] is None else before + int(found[2]) + 1
         return super().layer_of(name)
 
-    def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
+    def forward(
+        self,
+        images: Tensor,
+        views: Views | None = None,
+        branch_scales: Tensor | None = None,
+        maps: tuple[int, ...] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """See :class:`~dmjd.models.masked_image_model.Encoder`; with any ``maps`` its ``feature_maps``."""
         height, width = self.grid_of(images, views)
         x = self.patch_embed(images)  # [B, H/4, W/4, C]
         if views is not None:
@@ -120,15 +129,17 @@ class SwinEncoder(SwinTransformer, Encoder):
             x = torch.where(masked.unsqueeze(-1), self.mask_token[0].to(x.dtype), x).flatten(0, 1)
         stages: Any = self.layers
         scales = iter([None] * len(self.blocks) if branch_scales is None else branch_scales)
+        outputs = []
         for stage in stages:
             x = stage.downsample(x)
             for block in stage.blocks:
                 x = block(x, next(scales))
-        return self.norm(x).flatten(1, 2)
+            outputs.append(x.permute(0, 3, 1, 2))
+        return self.norm(x).flatten(1, 2) if maps is None else outputs
 
     def grid_of(self, images: Tensor, views: Views | None = None) -> tuple[int, int]:
         """Raises ValueError for images of another size than it was built for, too."""
-        if tuple(images.shape[-2:]) != self.image_size:
+        if not self.on_grid and tuple(images.shape[-2:]) != self.image_size:
             raise ValueError(
                 f"this Swin was built for images of {self.image_size[0]}x{self.image_size[1]}, got "
                 f"{images.shape[-2]}x{images.shape[-1]}"

@@ -25,14 +25,14 @@ class EncoderBlock(ShortBlock):
     ) -> Tensor:
         """
         Args:
-            x: ``[R, T, D]``.
+            x: ``[R, T, D]``, or ``[R, h, w, D]`` with attention on a grid.
             branch_scale: ``[2, R]`` for the attention and the MLP branch, or None for 1.
             attention_bias: None; :class:`BeitBlock` takes one.
         """
         assert attention_bias is None, "a bias of attention needs BEiT's blocks"
         if branch_scale is None:
             return super().forward(x)
-        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1))
+        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, *(1,) * (x.ndim - 1)))
         x = x + attention * self.attn(self.norm1(x))
         return x + mlp * self.mlp(self.norm2(x))
 
@@ -52,7 +52,7 @@ class BeitBlock(beit.Block):
         """
         if branch_scale is None:
             return super().forward(x, attention_bias)
-        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, 1, 1))
+        attention, mlp = branch_scale.to(x.dtype).unflatten(-1, (-1, *(1,) * (x.ndim - 1)))
         if self.gamma_1 is not None and self.gamma_2 is not None:
             attention, mlp = attention * self.gamma_1, mlp * self.gamma_2
         x = x + attention * self.attn(self.norm1(x), shared_rel_pos_bias=attention_bias)
@@ -142,9 +142,16 @@ class ViTEncoder(Encoder):
             for _ in range(depth)
         )
         self.norm = layer_norm(embed_dim)
+        self.map_widths = (embed_dim,)
 
-    def forward(self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None) -> Tensor:
-        """See :class:`~dmjd.models.masked_image_model.Encoder`."""
+    def forward(
+        self,
+        images: Tensor,
+        views: Views | None = None,
+        branch_scales: Tensor | None = None,
+        maps: tuple[int, ...] | None = None,
+    ) -> Tensor | list[Tensor]:
+        """See :class:`~dmjd.models.masked_image_model.Encoder`; ``maps`` are blocks, for its ``feature_maps``."""
         grid = self.grid_of(images, views)
         x = self.patch_embed(images)
         cls_token, positions = self._positions(grid, images.device)
@@ -156,14 +163,20 @@ class ViTEncoder(Encoder):
         else:
             x = torch.where(views.mask.unsqueeze(-1), self.mask_token.to(x.dtype), x).flatten(0, 1)
             x = x if positions is None else x + positions
-        if cls_token is not None:
+        if self.on_grid:
+            x = x.unflatten(1, grid)
+        elif cls_token is not None:
             x = torch.cat((cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x), dim=1)
         bias = None
         if self.rel_pos_bias is not None:
             bias = self.rel_pos_bias()[:, 1 - self.num_prefix_tokens :, 1 - self.num_prefix_tokens :]
+        outputs = []
         for index, block in enumerate(self.blocks):
             x = block(x, None if branch_scales is None else branch_scales[index], bias)
-        return self.norm(x)
+            if maps is not None and index in maps:
+                tokens = x if self.on_grid else x[:, self.num_prefix_tokens :].unflatten(1, grid)
+                outputs.append(tokens.permute(0, 3, 1, 2))
+        return self.norm(x) if maps is None else outputs
 
     def _positions(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The class token with its position ``[1, 1, D]``, and the positions of patches ``[N, D]``; None for none."""

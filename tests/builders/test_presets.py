@@ -11,11 +11,10 @@ from dmjd.builders.model import build_classification
 from dmjd.compose import compose
 from dmjd.config import FinetuneConfig
 from dmjd.keys import groups_of
-from dmjd.resources import configs_dir
 
 OWN = {"fashion_mnist", "own_photos"}
 """Presets whose settings are not published ones."""
-PRESETS = sorted({path.stem for path in (configs_dir() / "preset").glob("*.yaml")} - OWN)
+PRESETS = sorted({*groups_of("finetune")["preset"]} - OWN)
 
 
 class Published(NamedTuple):

@@ -172,7 +172,7 @@ class SegmentationDraws:
             place = self._uniform[row, 2 * attempt + 1 : 2 * attempt + 3].tolist()
             top, left = (math.floor(each * (free + 1)) for each, free in zip(place, spare, strict=True))
             height, width = self._transform.size
-            crop = classes[rows[top : top + height, None], columns[left : left + width]]
+            crop = classes.take(rows[top : top + height], 0).take(columns[left : left + width], 1)
             if attempt < attempts and _is_varied(crop, self._transform.max_class_share):
                 break
         return top, left, crop

@@ -1,0 +1,1 @@
+"""Models of whole images with an output for each place: segmentation and detection."""
