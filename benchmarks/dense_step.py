@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
@@ -43,14 +42,15 @@ import torch
 from torch import Tensor, nn
 
 from dmjd.accelerators import accelerator_of
-from dmjd.builders.detect import build_detect_step, detection_and_inputs
 from dmjd.builders.model import build_encoder
-from dmjd.builders.segment import build_segment_step, segmentation_and_inputs
+from dmjd.builders.tasks import builders_of
 from dmjd.cluster.plan import Plan
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.models.flops import count_flops
 from dmjd.ops.views import Views
+from dmjd.parallel.build import select_device
+from dmjd.parallel.world import alone
 from dmjd.resources import configs_dir
 
 WARMUP, STEPS = 4, 12
@@ -250,14 +250,12 @@ def preset_row(preset: str, way: str, images: int, device: str, tiny: bool, reco
 
 def _preset_row(preset: str, way: str, images: int, device: str, tiny: bool, recompute: str) -> dict[str, Any]:
     command = command_of(preset)
-    segments = command == "segment"
     engine = [f"engine.compile={COMPILED[way]}", f"engine.activation_checkpointing={recompute}"]
     keys = [*_keys(command, preset), f"batch_size={images}", *engine, *(tiny_keys(command, preset) if tiny else [])]
     config = compose(command, keys)
-    build: Any = build_segment_step if segments else build_detect_step
-    step = build(config, CLASSES[command])
+    step: Any = builders_of(config).step(config, CLASSES[command], alone(select_device(config.engine.device)))
     step.engine.module.train()
-    make = regions_batch if segments else objects_batch
+    make = {"segment": regions_batch, "detect": objects_batch}[command]
     size = tuple(config.data.image_size)
     pool = [make(images, size, CLASSES[command], seed).to(step.engine.device) for seed in range(DIFFERENT)]
 
@@ -266,9 +264,8 @@ def _preset_row(preset: str, way: str, images: int, device: str, tiny: bool, rec
         step.update(1e-4)
 
     row = timed(train, images, device, tiny)
-    describe: Any = segmentation_and_inputs if segments else detection_and_inputs
     with torch.device("meta"):
-        objective, inputs = describe(config, CLASSES[command], images=1)
+        objective, inputs = builders_of(config).objective_and_inputs(config, CLASSES[command], 1)
         row = rates(row, count_flops(objective, inputs.inputs))
     return row | {"keys": keys}
 
@@ -306,9 +303,10 @@ def backbone_ways(size: str, images: int, folder: Path | None, device: str, tiny
     side = 64 if tiny else 1024
     preset = {"vit_base": "coco_vitdet_base", "vit_large": "coco_vitdet_large"}[size]
     more = tiny_keys("detect", preset) if tiny else []
-    config = compose("detect", [*_keys("detect", preset), f"batch_size={images}", *more])
+    keys = [*_keys("detect", preset), f"batch_size={images}", *more]
+    config = compose("detect", keys)
     with torch.device("meta"):
-        model = detection_and_inputs(config, CLASSES["detect"], images=1)[0].model
+        model: Any = builders_of(config).objective_and_inputs(config, CLASSES["detect"], 1)[0].model
         flops = count_maps(model, lambda x: model.pyramid(model.encoder.feature_maps(x)), side)
 
     def measure(forward: Any, module: nn.Module) -> dict[str, Any]:
@@ -322,10 +320,9 @@ def backbone_ways(size: str, images: int, folder: Path | None, device: str, tiny
         return measure(lambda x: tuple(forward(x).values()), module)
 
     def ours(way: str) -> dict[str, Any]:
-        step = build_detect_step(
-            compose("detect", [*config.typed, f"engine.compile={COMPILED[way]}"]), CLASSES["detect"]
-        )
-        model = step.engine.objective.model
+        own = compose("detect", [*keys, f"engine.compile={COMPILED[way]}"])
+        step = builders_of(own).step(own, CLASSES["detect"], alone(torch.device(device)))
+        model: Any = step.engine.objective.model
         rate = config.backbone.drop_path
         scales = torch.rand(len(model.encoder.blocks), 2, images, device=device)
         scales = (scales >= torch.linspace(0, rate, len(scales), device=device)[:, None, None]).float()
