@@ -57,7 +57,7 @@ def _finetune(arguments: Sequence[str]) -> None:
 
 
 def _segment(arguments: Sequence[str]) -> None:
-    """Train semantic segmentation from an encoder: UPerNet on ADE20K; writes a run folder, or resumes the run in it"""
+    """Train segmentation (UPerNet, ADE20K) from an encoder; writes a run folder, or resumes the run in it"""
     from dmjd.compose import compose, with_first_key
 
     config = compose("segment", with_first_key("segment", arguments))
@@ -67,7 +67,7 @@ def _segment(arguments: Sequence[str]) -> None:
 
 
 def _detect(arguments: Sequence[str]) -> None:
-    """Train object detection from an encoder: Mask R-CNN on COCO; writes a run folder, or resumes the run in it"""
+    """Train detection (Mask R-CNN, COCO) from an encoder; writes a run folder, or resumes the run in it"""
     from dmjd.compose import compose, with_first_key
 
     config = compose("detect", with_first_key("detect", arguments))
@@ -100,7 +100,7 @@ def _demo(arguments: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Estimate parameters, FLOPs, memory per GPU, GPU hours: dmjd plan [pretrain|finetune|segment|detect] key=value"""
+    """Estimate parameters, FLOPs, memory, GPU hours: dmjd plan [pretrain|finetune|segment|detect] key=value"""
     from dmjd.first_start import first_start
 
     config = first_start(*_of_task("plan", arguments))
