@@ -1,4 +1,4 @@
-"""Boxes (x1, y1, x2, y2) in pixels: anchors, deltas, overlaps and pooling, in float32 and shapes that no value changes."""
+"""Boxes (x1, y1, x2, y2) in pixels: anchors, deltas, overlaps and pooling, in float32 and with fixed shapes."""
 
 from __future__ import annotations
 

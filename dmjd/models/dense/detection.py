@@ -22,7 +22,7 @@ from torchvision.ops import nms
 
 from dmjd.models.dense import boxes as box_ops
 from dmjd.models.dense.feature_pyramid import FeaturePyramid, LayerNorm2d, SimpleFeaturePyramid
-from dmjd.models.dense.sampling import ANCHORS, PROPOSALS, best, match, sample
+from dmjd.models.dense.sampling import ANCHORS, PROPOSALS, Sample, best, match, sample
 from dmjd.models.initialisation import beit, mae
 from dmjd.models.masked_image_model import Encoder, Model
 from dmjd.models.objective import Trainable
@@ -180,6 +180,22 @@ class Limits(NamedTuple):
     suppress: bool = True
 
 
+class _Objects(NamedTuple):
+    """The objects of a batch, as in :class:`~dmjd.data.batch.Batch`, with the place of each ``present [B, M]`` or not,
+    and the key and ids of the draws."""
+
+    boxes: Tensor
+    labels: Tensor
+    masks: Tensor
+    present: Tensor
+    key: Tensor
+    sample_ids: Tensor
+
+    def sample(self, positive: Tensor, negative: Tensor, count: int, most: int, lane: int) -> Sample:
+        """As :func:`~dmjd.models.dense.sampling.sample`."""
+        return sample(positive, negative, count, most, sample_ids=self.sample_ids, key=self.key, lane=lane)
+
+
 class Detection(Trainable):
     """Losses and detections of Mask R-CNN; boxes and losses are float32 at any precision of the model.
 
@@ -220,19 +236,21 @@ class Detection(Trainable):
         if boxes is None:
             assert sizes is not None
             return self._detect(images, sizes)
-        assert labels is not None and masks is not None and key is not None and sample_ids is not None
+        assert labels is not None
+        assert masks is not None
+        assert key is not None
+        assert sample_ids is not None
         present = labels >= 0
         # Nothing is read from the places without an object.
-        boxes, labels = torch.where(present.unsqueeze(-1), boxes.float(), 0), labels.clamp(min=0)
+        objects = _Objects(
+            torch.where(present.unsqueeze(-1), boxes.float(), 0), labels.clamp(min=0), masks, present, key, sample_ids
+        )
         maps, logits, deltas = self.model(images, branch_scales)
         anchors = self._anchors(maps)
-        rpn_class, rpn_box = _anchor_losses(logits, deltas, anchors, boxes, present, key, sample_ids)
+        rpn_class, rpn_box = _anchor_losses(logits, deltas, anchors, objects)
         whole = torch.tensor(images.shape[-2:]).to(images.device, non_blocking=True).expand(len(images), 2)
         proposals, real = self._propose(logits, deltas, anchors, whole, self.limits.proposals_before)
-        candidates = torch.cat((proposals, boxes), dim=1)
-        class_, box, mask = self._head_losses(
-            maps, candidates, torch.cat((real, present), dim=1), boxes, labels, present, masks, key, sample_ids
-        )
+        class_, box, mask = self._head_losses(maps, proposals, real, objects)
         return Detected(rpn_class + rpn_box + class_ + box + mask, rpn_class, rpn_box, class_, box, mask)
 
     def detect(self, images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -280,44 +298,36 @@ class Detection(Trainable):
         return _or_unit(_take(boxes, index.clamp(min=0)), real), real
 
     def _head_losses(
-        self,
-        maps: Sequence[Tensor],
-        candidates: Tensor,
-        real: Tensor,
-        boxes: Tensor,
-        labels: Tensor,
-        present: Tensor,
-        masks: Tensor,
-        key: Tensor,
-        sample_ids: Tensor,
+        self, maps: Sequence[Tensor], proposals: Tensor, real: Tensor, objects: _Objects
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of classes, boxes and masks, of a sample of ``candidates [B, N, 4]`` where they are ``real [B, N]``."""
+        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]``, and
+        of the objects' own boxes."""
         count = self.limits.samples
         most = count // _POSITIVE
         with torch.no_grad():
-            matched = match(candidates, boxes, present)
+            proposals = torch.cat((proposals, objects.boxes), dim=1)
+            real = torch.cat((real, objects.present), dim=1)
+            matched = match(proposals, objects.boxes, objects.present)
             positive = real & (matched.overlap >= _OBJECT)
-            index, positive, used = sample(
-                positive, real & ~positive, count, most, sample_ids=sample_ids, key=key, lane=PROPOSALS
-            )
-            proposals = _or_unit(_take(candidates, index), used)
-            objects = matched.index.gather(1, index)
-            classes = torch.where(positive, labels.gather(1, objects), self.model.num_classes)
+            index, positive, used = objects.sample(positive, real & ~positive, count, most, PROPOSALS)
+            proposals = _or_unit(_take(proposals, index), used)
+            matches = matched.index.gather(1, index)
+            classes = torch.where(positive, objects.labels.gather(1, matches), self.model.num_classes)
         logits, deltas = self.model.classify(maps, proposals)
         entropies = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none").view_as(classes)
         samples = used.sum(dim=1).clamp(min=1)
         class_ = _mean(entropies, used, samples)
 
         first = slice(0, most)  # positive proposals come first
-        proposals, objects, positive, classes = (each[:, first] for each in (proposals, objects, positive, classes))
+        proposals, matches, positive, classes = (each[:, first] for each in (proposals, matches, positive, classes))
         classes = torch.where(positive, classes, 0)
         deltas = deltas[:, first].gather(2, classes[..., None, None].expand(-1, -1, 1, 4)).squeeze(2)
-        targets = torch.where(positive.unsqueeze(-1), _take(boxes, objects), proposals)
+        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matches), proposals)
         distances = (deltas - box_ops.encode(targets, proposals, box_ops.HEAD_WEIGHTS)).abs().sum(dim=-1)
         box = _mean(distances, positive, samples)
 
         mask_logits = self.model.segment(maps, proposals, classes)
-        shapes = box_ops.crop_masks(masks, objects, proposals, 2 * MASK_SIDE)
+        shapes = box_ops.crop_masks(objects.masks, matches, proposals, 2 * MASK_SIDE)
         entropies = F.binary_cross_entropy_with_logits(mask_logits, shapes, reduction="none").mean(dim=(1, 2))
         mask = _mean(entropies.view_as(distances), positive, positive.sum(dim=1).clamp(min=1))
         return class_, box, mask
@@ -349,25 +359,17 @@ class Detection(Trainable):
 
 
 def _anchor_losses(
-    logits: Sequence[Tensor],
-    deltas: Sequence[Tensor],
-    anchors: Sequence[Tensor],
-    boxes: Tensor,
-    present: Tensor,
-    key: Tensor,
-    sample_ids: Tensor,
+    logits: Sequence[Tensor], deltas: Sequence[Tensor], anchors: Sequence[Tensor], objects: _Objects
 ) -> tuple[Tensor, Tensor]:
     """Losses of the region proposal network: of objectness, and of the boxes of positive anchors."""
     every = torch.cat(list(anchors))
     with torch.no_grad():
-        matched = match(every.unsqueeze(0), boxes, present)
+        matched = match(every.unsqueeze(0), objects.boxes, objects.present)
         positive = (matched.overlap >= _FOREGROUND) | matched.closest
         negative = (matched.overlap < _BACKGROUND) & ~positive
-        index, positive, used = sample(
-            positive, negative, ANCHOR_SAMPLES, ANCHOR_SAMPLES // 2, sample_ids=sample_ids, key=key, lane=ANCHORS
-        )
+        index, positive, used = objects.sample(positive, negative, ANCHOR_SAMPLES, ANCHOR_SAMPLES // 2, ANCHORS)
         sources = every[index]
-        targets = torch.where(positive.unsqueeze(-1), _take(boxes, matched.index.gather(1, index)), sources)
+        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matched.index.gather(1, index)), sources)
         targets = box_ops.encode(targets, sources, box_ops.RPN_WEIGHTS)
     logit = torch.cat(list(logits), dim=1).gather(1, index)
     entropies = F.binary_cross_entropy_with_logits(logit, positive.float(), reduction="none")
