@@ -34,7 +34,7 @@ class Detecting(Dense[DetectConfig]):
 
     def _validate(self, step: int) -> dict[str, float | None]:
         assert isinstance(self.step, DetectStep)
-        return validate_detection(self.step, self._test, self._config, self._world)
+        return validate_detection(self.step, self._test, self._config, self._world, self._run, step)
 
     def _testing(self) -> str:
         head = self._config.head

@@ -34,7 +34,7 @@ class Segmenting(Dense[SegmentConfig]):
 
     def _validate(self, step: int) -> dict[str, float | None]:
         assert isinstance(self.step, SegmentStep)
-        return validate_segmentation(self.step, self._test, self._config, self._world)
+        return validate_segmentation(self.step, self._test, self._config, self._world, self._run, step)
 
     def _testing(self) -> str:
         test = self._config.test

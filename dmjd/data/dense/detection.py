@@ -136,7 +136,7 @@ class JitterDraws:
             corners = (np.array((x1, y1, x2, y2)) + offset) / scale
             x_low, y_low, x_high, y_high = corners.tolist()
             mask = objects.masks.render(number, (x_low, y_low, x_high, y_high), (y2 - y1, x2 - x1))
-            rows, columns = mask.any(1).nonzero()[0], mask.any(0).nonzero()[0]
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
             if not len(rows):
                 continue
             if cut[number]:

@@ -86,11 +86,17 @@ class SegmentationTransform:
 
     @classmethod
     def of(cls, config: SegmentDataConfig) -> SegmentationTransform:
-        """The transform of a configuration. Raises ConfigError if a range has its greatest value first."""
+        """The transform of a configuration.
+
+        Raises:
+            ConfigError: if a range has its greatest value first, or the mean colour has another number of channels.
+        """
         for key in ("resize", "resize_ratio"):
             least, greatest = getattr(config, key)
             if least > greatest:
                 raise ConfigError(f"data.{key} must be least <= greatest, got [{least}, {greatest}]")
+        if len(config.mean) != config.channels:
+            raise ConfigError(f"data.mean must hold data.channels={config.channels} numbers, got {config.mean}")
         (height, width), (low, high) = config.image_size, config.resize_ratio
         return cls(
             size=(height, width),
