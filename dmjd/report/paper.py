@@ -1,4 +1,4 @@
-"""The paper's table of runs: ETE, Gh., fine-tuning, linear probing, kNN, mIoU and AP, beside the published rows of each method.
+"""The paper's table of runs: ETE, Gh. and scores, beside the published rows of each method.
 
 Runs that differ in the seed only are one row, and repeated evaluations that differ in the seed only one score: mean,
 sample standard deviation and number of values.

@@ -10,8 +10,8 @@ from dmjd.evaluate import Column
 
 class Training(NamedTuple):
     """title: in place of a method. columns: scores of the record that the command leaves in its run and in the run that
-    it began from: of the last epoch, but for ``best_*``; the first is the main one. loss: label of the losses' axis. parts: losses in the log
-    whose weighted sum is the loss -> their labels."""
+    it began from: of the last epoch, but for ``best_*``; the first is the main one. loss: label of the losses' axis.
+    parts: losses in the log whose weighted sum is the loss -> their labels."""
 
     title: str
     columns: Mapping[str, Column]

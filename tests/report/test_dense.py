@@ -99,8 +99,8 @@ def test_the_page_of_a_segmentation(make_dense: MakeRun, make_run: MakeRun) -> N
     origin = make_run("pretrained", epochs=1600, hours=227, config=MAE)
     page = Page(write_report(make_dense("seg", "segment", init=str(origin))).read_text())
     for sentence in (
-        "Segmentation with UPerNet on ViT-B with the preset ade20k_mae_vit_base: 4 epochs, batch 16, peak learning rate "
-        "0.0016 x 16 / 256 = 0.0001.",
+        "Segmentation with UPerNet on ViT-B with the preset ade20k_mae_vit_base: 4 epochs, batch 16, peak learning "
+        "rate 0.0016 x 16 / 256 = 0.0001.",
         "Attention: whole images, relative positions of rows and columns.",
         "Head: 768 channels, auxiliary FCN with weight 0.4, dropout 0.1, 3 classes.",
         "Augmentation: sides of 512 x 2048 pixels times 0.5 to 2, crops of 512 x 512, flips, photometric distortion.",
