@@ -14,10 +14,12 @@ except PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 
 _HOMES = {
     "Run": "dmjd.api",
+    "detect": "dmjd.api",
     "finetune": "dmjd.api",
     "knn": "dmjd.api",
     "linprobe": "dmjd.api",
     "pretrain": "dmjd.api",
+    "segment": "dmjd.api",
     "validate": "dmjd.api",
     "Classifier": "dmjd.encoder",
     "Encoder": "dmjd.encoder",

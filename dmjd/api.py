@@ -1,7 +1,7 @@
-"""The Python interface of a run: :func:`pretrain`, :func:`finetune`, the evaluations, and :class:`Run`. See
-docs/python.md.
+"""The Python interface of a run: :func:`pretrain`, :func:`finetune`, :func:`segment`, :func:`detect`, the evaluations,
+and :class:`Run`. See docs/python.md.
 
-A training is a child process that runs ``dmjd pretrain`` or ``dmjd finetune``. Signal handlers, random generators,
+A training is a child process that runs the command, such as ``dmjd pretrain``. Signal handlers, random generators,
 logging, torch's settings and the environment of the caller therefore stay as they are, a notebook's event loop and
 threads are not forked into loader workers, and the memory of a GPU is free again at the end.
 """
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dmjd.compose import compose
-from dmjd.config import FinetuneConfig, PretrainConfig
+from dmjd.config import DownstreamConfig, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, UserError
 from dmjd.files import at_home
+from dmjd.keys import groups_of
 from dmjd.keywords import as_overrides, of_checkpoint
-from dmjd.resources import configs_dir
 from dmjd.runs.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def pretrain(
         RuntimeError: if the child process crashed or was killed.
     """
     typed = [overrides] if isinstance(overrides, str) else overrides
-    arguments = _arguments(data, run, {"experiment": experiment}, typed, keys)
+    arguments = _arguments("pretrain", data, run, {"experiment": experiment}, typed, keys)
     config: PretrainConfig = compose("pretrain", arguments)
     _run_child(["pretrain", *arguments], Path(config.run))
     return Run(config.run)
@@ -167,10 +167,62 @@ def finetune(
     Raises:
         UserError, Diverged, RuntimeError: as :func:`pretrain`.
     """
+    return _train_from("finetune", init, data, run, preset, overrides, keys)
+
+
+def segment(
+    init: str | os.PathLike[str] | None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    run: str | os.PathLike[str] | None = None,
+    *,
+    preset: str | None = None,
+    overrides: str | Sequence[str] = (),
+    **keys: Any,
+) -> Run:
+    """Train semantic segmentation from an encoder, or resume the run in the folder ``run``; as :func:`pretrain`.
+
+    Args:
+        init: as for :func:`finetune`.
+        data: the folder of images and annotations, or a dict of keys of the section.
+        run: the run folder.
+        preset: the recipe; None for the defaults of ``dmjd segment``.
+        overrides: further keys as on the command line.
+        keys: keys of ``dmjd segment``: ``epochs=20``, ``test={"flip": True}``.
+
+    Raises:
+        UserError, Diverged, RuntimeError: as :func:`pretrain`.
+    """
+    return _train_from("segment", init, data, run, preset, overrides, keys)
+
+
+def detect(
+    init: str | os.PathLike[str] | None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    run: str | os.PathLike[str] | None = None,
+    *,
+    preset: str | None = None,
+    overrides: str | Sequence[str] = (),
+    **keys: Any,
+) -> Run:
+    """Train object detection from an encoder, or resume the run in the folder ``run``; arguments as for
+    :func:`segment`, keys those of ``dmjd detect``."""
+    return _train_from("detect", init, data, run, preset, overrides, keys)
+
+
+def _train_from(
+    command: str,
+    init: str | os.PathLike[str] | None,
+    data: str | os.PathLike[str] | Mapping[str, Any] | None,
+    run: str | os.PathLike[str] | None,
+    preset: str | None,
+    overrides: str | Sequence[str],
+    keys: dict[str, Any],
+) -> Run:
+    """Run ``dmjd COMMAND`` with these arguments; see :func:`finetune`."""
     typed = [overrides] if isinstance(overrides, str) else overrides
-    arguments = [*as_overrides({"init": init}), *_arguments(data, run, {"preset": preset}, typed, keys)]
-    config: FinetuneConfig = compose("finetune", arguments)
-    _run_child(["finetune", *arguments], Path(config.run))
+    arguments = [*as_overrides({"init": init}), *_arguments(command, data, run, {"preset": preset}, typed, keys)]
+    config: DownstreamConfig = compose(command, arguments)
+    _run_child([command, *arguments], Path(config.run))
     return Run(config.run)
 
 
@@ -208,6 +260,7 @@ def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any
 
 
 def _arguments(
+    command: str,
     data: str | os.PathLike[str] | Mapping[str, Any] | None,
     run: str | os.PathLike[str] | None,
     recipe: Mapping[str, str | None],
@@ -219,10 +272,13 @@ def _arguments(
     for group, option in recipe.items():
         if option is not None and not any(text.startswith(f"{group}=") for text in typed):
             first[group] = option
-    if isinstance(data, str) and data in {path.stem for path in configs_dir().glob("data/*.yaml")}:
+    known = groups_of(command).get("data", [])
+    if isinstance(data, str) and data in known:
         data = {"name": data}
     section = dict(data) if isinstance(data, Mapping) else {} if data is None else {"root": data}
-    if "name" in section:
+    if not known:  # a data set with annotations
+        pass
+    elif "name" in section:
         first["data"] = section.pop("name")
     elif "root" in section and first.get("experiment") != RECIPE:  # which reads a folder
         first["data"] = "folder"

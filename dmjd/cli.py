@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dmjd import __version__
-from dmjd.config import RENAMED, SCHEMAS, PretrainConfig
+from dmjd.config import PLANS, RENAMED, SCHEMAS, PretrainConfig
 from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable_message
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from dmjd.train.callbacks import Callback
 
 _TRAINING_EXTRA, _EXPLORE_EXTRA = "pip install 'dmjd[train]'", "pip install 'dmjd[explore]'"
+_DENSE_EXTRA, _OF_DENSE = "pip install 'dmjd[dense]'", ("torchvision", "transformers", "faster_coco_eval")
 
 
 def _pretrain(arguments: Sequence[str]) -> None:
@@ -55,6 +56,26 @@ def _finetune(arguments: Sequence[str]) -> None:
     _train(lambda: finetune(config), "evaluations/")
 
 
+def _segment(arguments: Sequence[str]) -> None:
+    """Train segmentation (UPerNet, ADE20K) from an encoder; writes a run folder, or resumes the run in it"""
+    from dmjd.compose import compose, with_first_key
+
+    config = compose("segment", with_first_key("segment", arguments))
+    from dmjd.train.loop import segment
+
+    _train(lambda: segment(config), "evaluations/")
+
+
+def _detect(arguments: Sequence[str]) -> None:
+    """Train detection (Mask R-CNN, COCO) from an encoder; writes a run folder, or resumes the run in it"""
+    from dmjd.compose import compose, with_first_key
+
+    config = compose("detect", with_first_key("detect", arguments))
+    from dmjd.train.loop import detect
+
+    _train(lambda: detect(config), "evaluations/")
+
+
 def _train(act: Callable[[], RunFolder], results: str) -> None:
     """Train, and print how it ended."""
     atexit.register(gc.freeze)  # saves seconds of garbage collection at exit
@@ -79,7 +100,7 @@ def _demo(arguments: Sequence[str]) -> None:
 
 
 def _plan(arguments: Sequence[str]) -> None:
-    """Estimate parameters, FLOPs, memory per GPU and GPU hours: dmjd plan [pretrain|finetune] key=value"""
+    """Estimate parameters, FLOPs, memory, GPU hours: dmjd plan [pretrain|finetune|segment|detect] key=value"""
     from dmjd.first_start import first_start
 
     config = first_start(*_of_task("plan", arguments))
@@ -92,9 +113,9 @@ def _plan(arguments: Sequence[str]) -> None:
 
 def _of_task(command: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
     """`dmjd plan finetune` has the configuration "plan_finetune"; `dmjd plan pretrain` is `dmjd plan`."""
-    if command != "plan" or arguments[:1] not in (["pretrain"], ["finetune"]):
+    if command != "plan" or not arguments or arguments[0] not in PLANS:
         return command, list(arguments)
-    return {"pretrain": "plan", "finetune": "plan_finetune"}[arguments[0]], list(arguments[1:])
+    return PLANS[arguments[0]], list(arguments[1:])
 
 
 def _evaluate(command: str, arguments: Sequence[str]) -> None:
@@ -212,7 +233,7 @@ def _submit(arguments: Sequence[str]) -> None:
 
 
 def _preflight(arguments: Sequence[str]) -> None:
-    """Check the nodes of a job before a long run: dmjd preflight [finetune] key=value ... [warm=true]"""
+    """Check the nodes of a job before a long run: dmjd preflight [finetune|segment|detect] key=value ..."""
     from dmjd.cluster.submit import WARM, training_of
     from dmjd.compose import compose, with_first_key
 
@@ -261,7 +282,14 @@ def _version(arguments: Sequence[str]) -> None:
 
 
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
-    "train": {"pretrain": _pretrain, "finetune": _finetune, "demo": _demo, "plan": _plan},
+    "train": {
+        "pretrain": _pretrain,
+        "finetune": _finetune,
+        "segment": _segment,
+        "detect": _detect,
+        "demo": _demo,
+        "plan": _plan,
+    },
     "evaluate": {"report": _report},
     "explore": {name: _explore(tool) for name, tool in TOOLS.items()},
     "checkpoints": {"export": _export, "consolidate": _consolidate, "convert": _convert},
@@ -314,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").split(".")[0]
         if package == "dmjd":
             raise
-        extra = _EXPLORE_EXTRA if command in TOOLS else _TRAINING_EXTRA
+        extra = _DENSE_EXTRA if package in _OF_DENSE else _EXPLORE_EXTRA if command in TOOLS else _TRAINING_EXTRA
         return _fail(f"dmjd {command} needs {package}; {extra}", 2)
     except BrokenPipeError:  # such as | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit would raise again
@@ -450,7 +478,7 @@ def _help(command: str, arguments: Sequence[str], everything: bool) -> str:
     if command in ("demo", "preflight"):
         lines += ["", "keys: those of dmjd pretrain; see dmjd pretrain --help"]
     if command == "preflight":
-        lines[-1] += "; after finetune those of dmjd finetune"
+        lines[-1] += "; after finetune, segment or detect those of that command; warm=true also runs one step"
     if command == "submit":
         from dmjd.cluster.submit import OPTIONS, submittable
 

@@ -6,13 +6,13 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from dmjd.config import SCHEMAS
+from dmjd.config import PLANS, SCHEMAS
 from dmjd.keys import fields_of, groups_of
 
 SHELLS = ("bash", "zsh", "fish")
 
-OF_PRETRAIN = ("demo", "preflight", "submit")
-"""Commands that take the keys of pretrain."""
+OF_TRAININGS = {"demo": ("pretrain",), "preflight": tuple(PLANS), "submit": tuple(PLANS), "plan": tuple(PLANS.values())}
+"""Command -> the configurations whose keys it takes; of other commands their own."""
 
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "report": ("baseline=", "output="),
@@ -20,13 +20,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         *("build", "index", "verify", "stat", "show", "workers=", "channels=", "shard_mb=", "decode=", "output="),
         *("val_percent=", "val_seed=", "skip_undecodable="),
     ),
-    "plan": ("pretrain", "finetune"),
+    "plan": tuple(PLANS),
     "submit": (
-        "pretrain",
-        "finetune",
+        *PLANS,
         "preflight",
-        "knn",
-        "linprobe",
+        *("knn", "linprobe", "miou", "ap"),
         "site=",
         "nodes=",
         "gpus=",
@@ -34,7 +32,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
         "array=",
         "--dry-run",
     ),
-    "preflight": ("finetune", "warm=true"),
+    "preflight": (*list(PLANS)[1:], "warm=true"),
     "ops": ("status",),
     "completion": SHELLS,
 }
@@ -43,14 +41,11 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
 
 def words_of(command: str) -> list[str]:
     """The words that complete an argument: ``KEY=`` and, of a group or of choices, ``KEY=VALUE``."""
-    schema = "pretrain" if command in OF_PRETRAIN else command
     words = ["--help", "--help-all", *ARGUMENTS.get(command, ())]
-    if schema not in SCHEMAS:
-        return words
-    for of_task in (schema, f"{schema}_finetune"):
-        if of_task in SCHEMAS:
-            words += _keys(of_task)
-    return [*dict.fromkeys(words), "--cfg"]
+    schemas = OF_TRAININGS.get(command, (command,) if command in SCHEMAS else ())
+    for schema in schemas:
+        words += _keys(schema)
+    return [*dict.fromkeys(words), "--cfg"] if schemas else words
 
 
 def _keys(command: str) -> list[str]:

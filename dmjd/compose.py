@@ -27,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dmjd.config import (
     FORMER_VALUES,
+    PLANS,
     RENAMED,
     SCHEMAS,
-    FinetuneConfig,
     OptimConfig,
     PretrainConfig,
     TrainConfig,
@@ -278,13 +278,11 @@ def from_yaml_of_run(text: str | bytes, source: Path | str) -> TrainConfig:
     except ValueError as error:
         raise ConfigError(f"{source} is not a configuration of this version: {_reason(error)}") from error
     command = values.get("command", PretrainConfig.command) if isinstance(values, dict) else PretrainConfig.command
-    makers = {schema.command: schema for schema in (PretrainConfig, FinetuneConfig)}
-    if command not in makers:
+    if command not in PLANS:
         raise ConfigError(
-            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {' and '.join(makers)}; update "
-            "dmjd"
+            f"{source} is of dmjd {str(command)[:40]!r}, and this version reads runs of {', '.join(PLANS)}; update dmjd"
         )
-    config: TrainConfig = from_yaml(makers[command], text, source)
+    config: TrainConfig = from_yaml(SCHEMAS[command], text, source)
     return config
 
 

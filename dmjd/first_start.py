@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dmjd.compose import compose, with_first_key
-from dmjd.config import FinetuneConfig, FinetunePlanConfig, PlanConfig, TrainConfig
+from dmjd.config import ClusterConfig, DownstreamConfig, TrainConfig
 
 logger = logging.getLogger("dmjd")
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("dmjd")
 def first_start(command: str, arguments: Sequence[str]) -> Any:
     """The configuration of ``command`` with the values that its first start takes from ``init`` and from its recipe."""
     config = compose(command, with_first_key(command, arguments))
-    if isinstance(config, FinetuneConfig) and config.init is not None:
+    if isinstance(config, DownstreamConfig) and config.init is not None:
         from dmjd.runs.checkpoint import weights_at
         from dmjd.train.initial import with_init
 
@@ -36,7 +36,7 @@ def _with_recipe(config: Any) -> Any:
 
     from dmjd.builders.recipe import apply_recipe
 
-    if isinstance(config, (PlanConfig, FinetunePlanConfig)):
+    if isinstance(config, ClusterConfig):
         return apply_recipe(config, torch.device("cuda"), config.gpus, fit_memory=False)
     here = torch.cuda.is_available()
     name = config.engine.device if config.engine.device != "auto" else "cuda" if here else "cpu"

@@ -75,7 +75,7 @@ PATHS = "paths"
 
 def key_of_first(command: str) -> str | None:
     """The key of a first argument without one: `dmjd knn RUN` is short for `dmjd knn checkpoint=RUN`."""
-    if command in ("finetune", "plan_finetune"):
+    if issubclass(SCHEMAS.get(command, object), DownstreamConfig):
         return "init"
     names = {field.name for field in fields(SCHEMAS[command])} if command in SCHEMAS else set()
     return next((key for key in ("checkpoint", *SEVERAL) if key in names), None)

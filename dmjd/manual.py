@@ -31,6 +31,9 @@ _COLUMN = 36
 
 _CONDITIONS = "(X) before a meaning: the key applies only if its section's name is X; (K=X): only if its key K is X"
 
+_OF_PLANS = (
+    *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
+)
 MOST_USED = {
     "pretrain": (
         *("run", "data.root", "data.image_size", "epochs", "batch_size", "optim.base_lr", "optim.warmup_epochs"),
@@ -42,14 +45,25 @@ MOST_USED = {
         *("optim.layer_decay", "backbone.drop_path", "head.pooling", "augment.randaugment", "augment.mixup", "freeze"),
         *("ema_decay", "workers", "seed", "engine.device", "engine.precision", "val_every"),
     ),
+    "segment": (
+        *("run", "init", "data.root", "data.image_size", "epochs", "batch_size", "optim.base_lr", "optim.layer_decay"),
+        *("backbone.drop_path", "head.channels", "attention.relative_positions", "test.mode", "test.flip", "val_every"),
+        *("freeze", "ema_decay", "workers", "seed", "engine.device", "engine.precision"),
+        "engine.activation_checkpointing",
+    ),
+    "detect": (
+        *("run", "init", "data.root", "data.image_size", "data.train", "data.val", "epochs", "batch_size"),
+        *("optim.base_lr", "optim.layer_decay", "backbone.drop_path", "attention.window", "attention.global_blocks"),
+        *("attention.relative_positions", "head.pyramid", "val_every", "freeze", "ema_decay", "workers", "seed"),
+        *("engine.device", "engine.precision", "engine.activation_checkpointing"),
+    ),
     "plan": (
-        *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
+        *_OF_PLANS,
         *("mask.views", "mask.mask_ratio", "ema_decay", "engine.precision", "engine.compile"),
     ),
-    "plan_finetune": (
-        *("gpu", "gpus", "gpus_per_node", "images", "mfu", "data.root", "data.image_size", "epochs", "batch_size"),
-        *("head.num_classes", "freeze", "ema_decay", "engine.precision", "engine.compile"),
-    ),
+    "plan_finetune": (*_OF_PLANS, "head.num_classes", "freeze", "ema_decay", "engine.precision", "engine.compile"),
+    "plan_segment": (*_OF_PLANS, "head.num_classes", "head.channels", "freeze", "ema_decay", "engine.precision"),
+    "plan_detect": (*_OF_PLANS, "head.num_classes", "attention.window", "freeze", "ema_decay", "engine.precision"),
 }
 """Command -> the keys of its short help. Of other commands these are all keys that are in no section."""
 
@@ -67,6 +81,22 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "a published recipe, with torchrun",
         ),
     ),
+    "segment": (
+        ("dmjd segment runs/photos data.root=ADEChallengeData2016", "from a run of pre-training"),
+        (
+            "dmjd segment mae.pth preset=ade20k_mae_vit_base data.root=ADEChallengeData2016 engine=ddp",
+            "a published recipe, with torchrun",
+        ),
+        ("dmjd segment runs/photos data.root=own data.reduce_zero_label=false batch_size=4", "own masks, class 0 too"),
+    ),
+    "detect": (
+        ("dmjd detect runs/photos data.root=coco attention.window=14", "from a run of pre-training"),
+        (
+            "dmjd detect mae.pth preset=coco_vitdet_base data.root=coco engine=ddp",
+            "a published recipe, with torchrun",
+        ),
+        ("dmjd detect runs/photos data.root=own data.train=train data.val=val batch_size=4", "own COCO json files"),
+    ),
     "demo": (
         ("dmjd demo", "train, evaluate and write a report"),
         ("dmjd demo run=runs/demo epochs=1", "shorter"),
@@ -75,7 +105,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "plan": (
         ("dmjd plan data.root=photos gpu=rtx4090", "for the images of a folder"),
         ("dmjd plan experiment=mae_vit_large gpu=a100-80 gpus=32", "for ImageNet-1k on a cluster"),
-        ("dmjd plan finetune preset=mae_vit_large gpu=a100-80 gpus=8", "of a fine-tuning"),
+        ("dmjd plan detect preset=coco_vitdet_base gpu=a100-80 gpus=8", "of a detection; also finetune, segment"),
     ),
     "report": (
         ("dmjd report runs/photos", "runs/photos/report.html"),

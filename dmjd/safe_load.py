@@ -7,6 +7,7 @@ that report and doctor may import it. Errors continue a line that begins with th
 
 from __future__ import annotations
 
+import codecs
 import io
 import itertools
 import json
@@ -30,6 +31,9 @@ JSON_BYTES = 64 << 20
 """The largest JSON text that is parsed: the manifest of some 300,000 shards."""
 
 _DIGITS = 1_000
+
+_JSON_PIECE = 4 << 20
+_SPACE = re.compile(r"[ \t\n\r]*")
 
 _YAML_LENGTH, _YAML_DEPTH = 4 << 20, 64
 
@@ -74,6 +78,123 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         raise ValueError("an object has a key twice")
     return values
+
+
+def json_items(file: BinaryIO, keys: Collection[str], limit: int = JSON_BYTES) -> Iterator[tuple[str, Any]]:
+    """Each element of the arrays ``keys`` of a JSON object in UTF-8, as (key, element), in the order of the file.
+
+    The text is read in pieces, so the memory is that of the longest element. Other values are skipped.
+
+    Args:
+        file: read from its position to its end.
+        keys: keys of the outermost object; each must be there.
+        limit: greatest number of characters of an element, and of any other value that is no array.
+
+    Raises:
+        ValueError: one line, if the text is not such an object, an element is longer or nested too deeply, an object
+            has a duplicate key, or a number is NaN or Infinity.
+    """
+    text, seen = _JsonText(file, limit), set[str]()
+    text.expect("{")
+    if not text.skip("}"):
+        while True:
+            key = text.value()
+            if not isinstance(key, str) or key in seen:
+                raise text.error("its outermost object has a key twice" if key in seen else "a key is no string")
+            seen.add(key)
+            text.expect(":")
+            if text.skip("["):
+                if not text.skip("]"):
+                    while True:
+                        item = text.value()
+                        if key in keys:
+                            yield key, item
+                        if text.skip("]"):
+                            break
+                        text.expect(",")
+            elif key in keys:
+                raise text.error(f"its {key} are no array")
+            else:
+                text.value()
+            if text.skip("}"):
+                break
+            text.expect(",")
+    text.expect("")
+    missing = next((key for key in keys if key not in seen), None)
+    if missing is not None:
+        raise ValueError(f"it has no {missing}")
+
+
+class _JsonText:
+    """A JSON text that is read in pieces."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self._text, self._at, self._before, self._ended = "", 0, 0, False
+        self._json = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_no_constant)
+
+    def value(self) -> Any:
+        """Read the value at the position."""
+        self._next()
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._text, self._at)
+                if end < len(self._text) or not self._more():  # a number may go on in the next piece
+                    self._at = end
+                    return value
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > self._limit:
+                    raise self.error(f"a value has more than {self._limit} characters, or no end") from error
+                if not self._more():
+                    raise self.error(error.msg, error.pos) from error
+            except RecursionError as error:
+                raise self.error("its brackets are nested too deeply") from error
+
+    def skip(self, character: str) -> bool:
+        """Read ``character`` if it is the next one, after spaces."""
+        if self._next() != character:
+            return False
+        self._at += 1
+        return True
+
+    def expect(self, character: str) -> None:
+        """Read ``character``, "" for the end of the text. Raises ValueError for any other."""
+        found = self._next()
+        if found != character:
+            raise self.error(f"it has {found!r} in place of {character!r}" if found else "it ends too early")
+        self._at += len(character)
+
+    def error(self, message: str, position: int | None = None) -> ValueError:
+        return ValueError(f"{message} (character {self._before + (self._at if position is None else position)})")
+
+    def _next(self) -> str:
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            assert match is not None
+            self._at = match.end()
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def _more(self) -> bool:
+        """Read the next piece, as long as what is left or longer; False at the end of the file."""
+        if self._ended:
+            return False
+        rest = self._text[self._at :]
+        piece = self._file.read(max(_JSON_PIECE, len(rest)))
+        self._ended = not piece
+        try:
+            self._text = rest + self._decoder.decode(piece, final=self._ended)
+        except UnicodeDecodeError as error:
+            raise ValueError("it is not UTF-8") from error
+        self._before, self._at = self._before + self._at, 0
+        return True
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"it has the number {name}, which is not JSON")
 
 
 def parse_yaml(text: str) -> Any:

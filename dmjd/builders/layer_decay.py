@@ -14,8 +14,6 @@ from dmjd.errors import ConfigError
 from dmjd.models.objective import Trainable
 from dmjd.parallel.single import decays
 
-HEAD = ("model.fc_norm.", "model.head.")
-
 
 class Group(NamedTuple):
     """Parameters of a classifier with one learning rate and weight decay.
@@ -74,11 +72,9 @@ def _layers(objective: Trainable) -> Iterator[tuple[str, nn.Parameter, int]]:
     """Name, parameter and layer of every parameter."""
     encoder = objective.model.encoder
     for name, parameter in objective.named_parameters():
-        layer: int | None = None
+        layer: int | None = encoder.layers_of_blocks + 1
         if name.startswith(ENCODER):
             layer = encoder.layer_of(name.removeprefix(ENCODER))
-        elif name.startswith(HEAD):
-            layer = encoder.layers_of_blocks + 1
         if layer is None:
             raise ConfigError(
                 f"{name} belongs to no layer, so its learning rate is not defined; name it in layer_of of "

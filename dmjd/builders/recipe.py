@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses import FakeTensorMode
 
-from dmjd.builders.finetune import classification_and_inputs
-from dmjd.builders.step import objective_and_inputs
+from dmjd.builders.tasks import builders_of
 from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import EvenSubset, ImageDataset
@@ -300,7 +299,7 @@ def _test_classes(data: DataConfig) -> int | None:
 def _fit_memory(rules: _Rules, device: torch.device) -> None:
     """Halve the batch until the estimate of a step's memory fits into the free memory of the GPU."""
     config, free = rules.config, torch.cuda.mem_get_info(device)[0]
-    unit = rules.processes * (1 if isinstance(config, PretrainConfig) else 2)
+    unit = rules.processes * builders_of(config).pair
     while config.batch_size > 2 * rules.processes and not rules.is_typed("batch_size"):
         if step_bytes(config, config.batch_size // rules.processes, device) <= MEMORY * free:
             break
@@ -310,13 +309,8 @@ def _fit_memory(rules: _Rules, device: torch.device) -> None:
 def step_bytes(config: TrainConfig, images: int, device: torch.device) -> float:
     """Estimated peak bytes of a step of ``images`` on one GPU: weights, gradients, AdamW's state and activations."""
     with FakeTensorMode():
-        objective: Any
-        prepared: Any
-        if isinstance(config, PretrainConfig):
-            objective, prepared = objective_and_inputs(config, images)
-        else:
-            assert isinstance(config, FinetuneConfig)
-            objective, prepared = classification_and_inputs(config, config.head.num_classes or 2, images)
+        classes = config.head.num_classes or 2 if isinstance(config, FinetuneConfig) else 0
+        objective, prepared = builders_of(config).objective_and_inputs(config, classes, images)
         precision = select_precision(config.engine.precision, device)
         step = trace_step(objective, prepared.inputs, precision=precision, as_on_cuda=True)
         parameters = sum(parameter.numel() for parameter in objective.parameters())

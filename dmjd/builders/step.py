@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, check_target, target_dim, token_grid
 from dmjd.builders.average import ENCODER, Ema, EmaTeacher
@@ -36,7 +37,7 @@ C = TypeVar("C", bound=TrainConfig)
 
 
 @dataclass(frozen=True)
-class TrainStep(Generic[C]):
+class TrainStep(ABC, Generic[C]):
     """One optimizer step is ``forward_backward(batch, epoch)``, then ``update(lr)``. The host does not wait for the
     device in either.
 
@@ -58,6 +59,19 @@ class TrainStep(Generic[C]):
     def averages(self) -> Mapping[str, Tensor]:
         """For the engine's ``save`` and ``load``; empty without ``ema_decay``."""
         return {} if self.ema is None else self.ema.averages
+
+    @abstractmethod
+    def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Any:
+        """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches. Collective where the engine is.
+
+        Args:
+            batch: this process's images of one step, on the engine's device.
+            epoch: keys the random draws.
+            skip: make the loss NaN, so that :meth:`update` changes nothing on any rank.
+
+        Returns:
+            Means over the micro-batches.
+        """
 
     def micro_batches(self, batch: Batch, epoch: int, skip: bool) -> Iterator[tuple[Any, Any]]:
         """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches: the prepared inputs of each, and the
@@ -86,12 +100,7 @@ class Step(TrainStep[PretrainConfig]):
     prepare: Preparation
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> tuple[Losses, Tensor]:
-        """Accumulate gradients over ``engine.grad_accum_steps`` micro-batches. Collective where the engine is.
-
-        Args:
-            batch: this process's images of one step, on the engine's device.
-            epoch: keys the random draws.
-            skip: make the loss NaN, so that :meth:`update` changes nothing on any rank.
+        """As :meth:`TrainStep.forward_backward`.
 
         Returns:
             Means over the micro-batches: the losses, and the measured m_corr and m_pred, float32 ``[2]``.
@@ -107,21 +116,91 @@ class Step(TrainStep[PretrainConfig]):
 D = TypeVar("D", bound=DownstreamConfig)
 
 
+class Buffers:
+    """The buffers of an objective that checkpoints hold, such as running statistics of BatchNorm, and their moving
+    average with ``ema_decay``. A part of the loop's state; the same on every rank.
+
+    A forward pass changes them. What a step changed that was not applied is undone: a skipped step, and the backward
+    pass that an engine throws away, leave no trace.
+    """
+
+    def __init__(self, objective: nn.Module, ema_decay: float | None) -> None:
+        kept = objective.state_dict().keys()
+        self._current = {name: buffer for name, buffer in objective.named_buffers() if name in kept}
+        self._before: dict[str, Tensor] = {}  # a step
+        self._decay = ema_decay
+        self.averages = {} if ema_decay is None else self._copies()
+
+    def __bool__(self) -> bool:
+        return bool(self._current)
+
+    def _copies(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self._current.items()}
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Before the forward passes of a step: undo those of a step that was thrown away."""
+        for name, value in self._before.items():
+            self._current[name].copy_(value)
+        self._before = self._copies()
+
+    @torch.no_grad()
+    def update(self, applied: Tensor) -> None:
+        """After an optimizer step: keep what its forward passes changed if ``applied``, 0-d on the device, is 1."""
+        for name, buffer in self._current.items():
+            buffer.copy_(torch.where(applied > 0, buffer, self._before[name]))
+        self._before = {}
+        for name, average in self.averages.items():
+            buffer = self._current[name]
+            if buffer.is_floating_point():
+                assert self._decay is not None
+                average.lerp_(buffer, (1 - self._decay) * applied)
+            else:
+                average.copy_(buffer)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the values of the average and of the buffers; a second call undoes it."""
+        for name, average in self.averages.items():
+            held = self._current[name].clone()
+            self._current[name].copy_(average)
+            average.copy_(held)
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {"buffers": self._current} | ({"averages": self.averages} if self.averages else {})
+        return {key: {name: value.cpu().clone() for name, value in part.items()} for key, part in parts.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = {"buffers": self._current} | ({"averages": self.averages} if self.averages else {})
+        for key, part in own.items():
+            assert state[key].keys() == part.keys(), f"{key} {sorted(state[key])} for {sorted(part)}"
+            for name, value in part.items():
+                value.copy_(state[key][name])
+        self._before = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DownstreamStep(TrainStep[D]):
     """A step of a model with the head of a task; ``ema`` is that of the whole model.
 
     groups: of the optimizer, from the embeddings to the head.
+    buffers: of the whole model.
     """
 
     groups: list[Group]
+    buffers: Buffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buffers", Buffers(self.engine.objective, self.config.ema_decay))
 
     def forward_backward(self, batch: Batch, epoch: int, *, skip: bool = False) -> Mapping[str, Tensor]:
-        """As :meth:`Step.forward_backward`.
+        """As :meth:`TrainStep.forward_backward`.
 
         Returns:
             Means over the micro-batches, 0-d float32: "loss", and the 0-d fields of the objective's output by name.
         """
+        self.buffers.begin()
         sums = defaultdict[str, list[Tensor]](list)
         for _, output in self.micro_batches(batch, epoch, skip):
             for name, value in output._asdict().items():
@@ -129,16 +208,23 @@ class DownstreamStep(TrainStep[D]):
                     sums["loss" if name == "total" else name].append(value.detach())
         return {name: torch.stack(values).mean() for name, values in sums.items()}
 
+    def update(self, lr: float) -> StepResult:
+        result = super().update(lr)
+        self.buffers.update(result.applied)
+        return result
+
     @contextmanager
     def with_average(self) -> Iterator[None]:
-        """Within it the parameters have the values of the average, and ``averages`` those of the parameters. Nothing
-        may be trained or saved there."""
+        """Within it parameters and buffers have the values of the average, and the averages theirs. Nothing may be
+        trained or saved there."""
         assert self.ema is not None, "there is an average with ema_decay only"
-        self.ema.swap()
+        for each in (self.ema, self.buffers):
+            each.swap()
         try:
             yield
         finally:
-            self.ema.swap()
+            for each in (self.ema, self.buffers):
+                each.swap()
 
 
 def trapped(loss: Tensor) -> Tensor:

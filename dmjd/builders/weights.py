@@ -11,9 +11,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor
 
-from dmjd.builders import build_objective, target_dim
-from dmjd.builders.model import BACKBONES, build_classification
-from dmjd.config import DataConfig, FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import DataConfig, PretrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.describe import describe
 from dmjd.interop.layout import check_finite, needed_by_encoder
@@ -24,11 +22,9 @@ from dmjd.interop.tensors import join_qv_bias, split_qv_bias
 from dmjd.interop.weights_file import WeightsFile, read_weights, require_positions
 from dmjd.models.classifier import Classification
 from dmjd.models.masked_image_model import Encoder
-from dmjd.models.objective import Objective, Trainable
+from dmjd.models.objective import Objective
 from dmjd.parallel import native_files, store
 from dmjd.runs.classes import read_classes
-from dmjd.runs.paths import CONFIG
-from dmjd.safe_load import one_line
 
 logger = logging.getLogger("dmjd")
 
@@ -40,37 +36,6 @@ _BRANCHES = ("decoder.", "head.", "visible_branch.")
 
 _CLASSIFIER = {"encoder.fc_norm.": "fc_norm.", "classifier.": "head."}
 """Prefixes of a fine-tuned model's names in :mod:`dmjd.interop`, and those of a classifier of ours."""
-
-
-def check_described(folder: Path, trained: TrainConfig) -> None:
-    """Raise CheckpointError unless the configuration in ``folder`` describes the tensors beside it.
-
-    The model is built on the meta device, so a configuration from outside cannot allocate memory.
-    """
-    saved, backbone = store.shapes(folder), trained.backbone
-    blocks = BACKBONES[backbone.name].blocks(backbone)
-    if isinstance(trained, PretrainConfig) and trained.method.decoder.name == "mae":
-        blocks += trained.method.decoder.depth
-    if blocks > len(saved):
-        raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, but there are {len(saved)} tensors beside it")
-    try:
-        with torch.device("meta"):
-            if isinstance(trained, FinetuneConfig):
-                bare: Trainable = build_classification(trained, classes_of(saved, folder))
-            else:
-                assert isinstance(trained, PretrainConfig)
-                bare = build_objective(trained, target_dim(trained))
-    except (RuntimeError, OverflowError) as error:
-        raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
-    native_files.check_same_model({name: value.shape for name, value in bare.state_dict().items()}, saved, folder)
-
-
-def classes_of(shapes: Mapping[str, torch.Size], folder: Path) -> int:
-    """Classes of the classifier whose parameters have ``shapes``. Raises CheckpointError if it has no head."""
-    bias = shapes.get("model.head.bias")
-    if bias is None or len(bias) != 1:
-        raise CheckpointError(f"{folder} is of a fine-tuning, and has no model.head.bias")
-    return bias[0]
 
 
 def read_file(

@@ -16,11 +16,10 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from dmjd.accelerators import ACCELERATORS, Accelerator
-from dmjd.builders.finetune import classification_and_inputs, head_classes
+from dmjd.builders.finetune import head_classes
 from dmjd.builders.mixing import check_augment
-from dmjd.builders.step import objective_and_inputs
-from dmjd.config import FinetunePlanConfig, PlanConfig, check_batch
-from dmjd.config.plan import IMAGENET, IMAGENET_CLASSES
+from dmjd.builders.tasks import builders_of
+from dmjd.config import DetectPlanConfig, FinetunePlanConfig, PlanConfig, SegmentPlanConfig, check_batch
 from dmjd.data.build import AUTO, STREAM, build_dataset
 from dmjd.errors import ConfigError
 from dmjd.models.flops import count_flops
@@ -33,9 +32,7 @@ from dmjd.progress import track
 from dmjd.redact import shown
 from dmjd.targets import TARGETS
 
-TRACED = (32, 64, 256)
-"""Micro-batch sizes that are traced, in images. A peak is the maximum over moments of a step; some moments grow with
-the batch and some, as the end of the backward pass, do not. Beyond the last size the former decide."""
+AnyPlanConfig = PlanConfig | FinetunePlanConfig | SegmentPlanConfig | DetectPlanConfig
 
 RESERVE_GIB = 2.0
 """Memory of a GPU that the CUDA context, workspaces of libraries and fragmentation take."""
@@ -45,18 +42,19 @@ GRAPHS = 0.06
 engines_h200.json."""
 
 
-PAIR = 2
-"""Images of the smallest batch: fine-tuning mixes images in pairs."""
-
-
 @dataclass(frozen=True)
 class Growth:
-    """Bytes as a function of the images of a micro-batch: linear between the traced sizes and beyond them."""
+    """Bytes as a function of the images of a micro-batch: linear between the traced sizes and beyond them.
 
+    sizes: the traced micro-batches, in images. traced: bytes at them.
+    """
+
+    sizes: Sequence[int]
     traced: Sequence[float]
 
     def __call__(self, images: int) -> float:
-        fixed, per_image = self._line(next((end for end in range(1, len(TRACED)) if TRACED[end] >= images), -1))
+        ends = range(1, len(self.sizes))
+        fixed, per_image = self._line(next((end for end in ends if self.sizes[end] >= images), -1))
         return fixed + images * per_image
 
     @property
@@ -65,8 +63,8 @@ class Growth:
         return self._line(-1)
 
     def _line(self, end: int) -> tuple[float, float]:
-        slope = (self.traced[end] - self.traced[end - 1]) / (TRACED[end] - TRACED[end - 1])
-        return self.traced[end] - TRACED[end] * slope, slope
+        slope = (self.traced[end] - self.traced[end - 1]) / (self.sizes[end] - self.sizes[end - 1])
+        return self.traced[end] - self.sizes[end] * slope, slope
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,13 @@ class Fit:
 
 
 class Plan:
-    """Estimates for one pre-training or fine-tuning on one cluster.
+    """Estimates for one training on one cluster.
 
     Raises:
         ConfigError: if the batch cannot be divided among the GPUs.
     """
 
-    def __init__(self, config: PlanConfig | FinetunePlanConfig) -> None:
+    def __init__(self, config: AnyPlanConfig) -> None:
         check_batch(config.batch_size, 1, config.gpus)  # it selects grad_accum_steps itself
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
             raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
@@ -108,13 +106,16 @@ class Plan:
         self.images_per_gpu = config.batch_size // config.gpus
         self.images, self.images_from, found = training_images(config)
         self.classes = 0
+        self._builders = builders_of(config)
         self.pairs = False
         if isinstance(config, FinetunePlanConfig):
             check_augment(replace(config, engine=replace(config.engine, grad_accum_steps=1)), config.gpus)
-            self.classes = head_classes(config, found or config.head.num_classes or IMAGENET_CLASSES)
+            self.classes = head_classes(config, found or config.head.num_classes or config.published.classes)
             self.pairs = config.augment.mixup > 0 or config.augment.cutmix > 0
+        elif not isinstance(config, PlanConfig):
+            self.classes = config.head.num_classes or found or config.published.classes
         with torch.device("meta"):
-            objective, _ = self._objective_and_inputs(PAIR)
+            objective, _ = self._objective_and_inputs(self._builders.pair)
         self._model = objective.model
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
         self.trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
@@ -127,16 +128,15 @@ class Plan:
             self.averaged = self.encoder_parameters if isinstance(config, PlanConfig) else self.parameters
 
     def _objective_and_inputs(self, images: int) -> tuple[Trainable, Any]:
-        if isinstance(self.config, PlanConfig):
-            return objective_and_inputs(self.config, images)
-        return classification_and_inputs(self.config, self.classes, images)
+        return self._builders.objective_and_inputs(self.config, self.classes, images)
 
     @cached_property
     def flops_per_image(self) -> int:
         """Model FLOPs of one image with all its views, forward and backward; nothing is computed."""
+        pair = self._builders.pair
         with torch.device("meta"):
-            objective, prepared = self._objective_and_inputs(PAIR)
-            return count_flops(objective, prepared.inputs) // PAIR
+            objective, prepared = self._objective_and_inputs(pair)
+            return count_flops(objective, prepared.inputs) // pair
 
     def activations(self, mode: str) -> Activations:
         """Under one mode of activation checkpointing; traced when it is first asked for."""
@@ -150,7 +150,8 @@ class Plan:
         precision = select_precision(engine.precision, torch.device("cuda"))
         steps: list[StepMemory] = []
         inputs: list[int] = []
-        for images in TRACED:
+        sizes = self.config.traced
+        for images in sizes:
             with FakeTensorMode():
                 objective, prepared = self._objective_and_inputs(images)
                 apply(objective.model, replace(engine, activation_checkpointing=mode, compile="none"))
@@ -159,8 +160,8 @@ class Plan:
                     sum(leaf.untyped_storage().nbytes() for leaf in tree_leaves(prepared) if leaf is not None)
                 )
         return Activations(
-            Growth(inputs),
-            *(Growth([getattr(step, name) for step in steps]) for name in StepMemory._fields),
+            Growth(sizes, inputs),
+            *(Growth(sizes, [getattr(step, name) for step in steps]) for name in StepMemory._fields),
         )
 
     def state(self, engine: str) -> StateBytes:
@@ -224,7 +225,7 @@ class Plan:
         available = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
         for accumulation in _divisors(self.images_per_gpu):
             images = self.images_per_gpu // accumulation
-            if self.pairs and images % PAIR:
+            if self.pairs and images % self._builders.pair:
                 continue
             peak = self.peak(engine, mode, images, accumulation)
             if peak <= available:
@@ -243,7 +244,7 @@ class Plan:
         return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
 
 
-def training_images(config: PlanConfig | FinetunePlanConfig) -> tuple[int, str, int | None]:
+def training_images(config: AnyPlanConfig) -> tuple[int, str, int | None]:
     """The training images of ``config``, where the number is from, and their classes if known. Images are listed or
     counted, not opened.
 
@@ -259,7 +260,7 @@ def training_images(config: PlanConfig | FinetunePlanConfig) -> tuple[int, str, 
         name = next(iter(AUTO)) if data.name == "auto" else data.name
         return AUTO[name], f"data={name}", 10
     if data.root is None:
-        return IMAGENET, "ImageNet-1k, as data.root is not set", None
+        return config.published.images, f"{config.published.name}, as data.root is not set", None
     dataset = build_dataset(replace(data, check="none"), "train")
     return len(dataset), f"data.root={shown(data.root)}", dataset.num_classes
 

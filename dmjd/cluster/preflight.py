@@ -18,17 +18,17 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 import dmjd
-from dmjd.builders import build_objective, build_tokenizer, check_data_timeout
-from dmjd.builders.finetune import FinetuneStep, build_finetune_step, classification_and_inputs
-from dmjd.builders.step import Step, build_step
+from dmjd.builders import build_tokenizer, check_data_timeout
+from dmjd.builders.step import TrainStep
+from dmjd.builders.tasks import builders_of, classes_of
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
-from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig, check_batch
+from dmjd.config import DownstreamConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.build import training_batches, training_source, training_transform
 from dmjd.data.identity import DataIdentity
 from dmjd.data.loader import shared_memory_free, shared_memory_needed
@@ -40,10 +40,9 @@ from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import prepare_environment
 from dmjd.parallel.world import World, alone, join_world
 from dmjd.runs.folder import RunFolder
-from dmjd.train.finetuning import resolve
-from dmjd.train.loop import resolved
+from dmjd.train.loop import downstream_task, resolved
 
-Build = Callable[[World], Step | FinetuneStep]
+Build = Callable[[World], TrainStep[Any]]
 
 ALL_REDUCE_SECONDS = 60.0
 """Longer than NCCL takes to connect any number of nodes."""
@@ -212,18 +211,18 @@ def preflight(config: TrainConfig, warm: bool = False) -> list[Check]:
 
 def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
     """The configuration as the run resolves it, the parameters of its model, and the function that builds its step."""
-    if isinstance(config, FinetuneConfig):
+    builders, classes = builders_of(config), 0
+    if isinstance(config, PretrainConfig):
+        world.all_or_none(lambda: build_tokenizer(config))
+    else:
+        assert isinstance(config, DownstreamConfig)
+        resolve, _ = downstream_task(config)
         config = resolved(config, RunFolder(Path(config.run)), world, resolve)
-        classes = config.head.num_classes
-        assert classes is not None
-        with torch.device("meta"):
-            objective, _ = classification_and_inputs(config, classes, images=2)
-        parameters = sum(value.numel() for value in objective.parameters())
-        return config, parameters, partial(build_finetune_step, config, classes)
-    assert isinstance(config, PretrainConfig)
-    tokenizer = world.all_or_none(lambda: build_tokenizer(config))
-    parameters = sum(value.numel() for value in build_objective(config, tokenizer.dim).parameters())
-    return config, parameters, partial(build_step, config)
+        classes = classes_of(config)
+    with torch.device("meta"):
+        objective, _ = builders.objective_and_inputs(config, classes, builders.pair)
+    parameters = sum(value.numel() for value in objective.parameters())
+    return config, parameters, partial(builders.step, config, classes)
 
 
 def _leave() -> NoReturn:
@@ -244,7 +243,9 @@ def _warm(config: TrainConfig, world: World, build: Build) -> Check:
         step = build(world if sharded else alone(world.device))
         images = config.batch_size // world.size
         batch = training_transform(config.data).empty(images, config.data.channels).to(step.engine.device)
-        step.forward_backward(batch._replace(labels=torch.zeros_like(batch.labels)), 0)
+        if batch.labels.ndim == 1:  # of classes; without objects, detection has its full shapes
+            batch = batch._replace(labels=torch.zeros_like(batch.labels))
+        step.forward_backward(batch, 0)
 
     world.all_or_none(compile_step if sharded or world.local_rank == 0 else lambda: None)
     return Check("compilation", f"{time.monotonic() - began:.0f} s on each node, cached for the run")

@@ -22,7 +22,7 @@ from typing import Any
 from dmjd.cluster.site import missing_here, read_site, site_file, site_header
 from dmjd.cluster.walltime import check_limit
 from dmjd.compose import compose, with_first_key
-from dmjd.config import check_batch
+from dmjd.config import PLANS, PretrainConfig, check_batch
 from dmjd.errors import ConfigError, StorageError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.explore import TOOLS
@@ -46,16 +46,14 @@ OPTIONS = {
 }
 """Arguments of the job; all others are arguments of the command."""
 
+PRETRAIN = PretrainConfig.command
 _HEADER_OPTIONS = ("time", "array", "account", "partition", "qos", "constraint")
-
-TRAININGS = ("pretrain", "finetune")
-"""Commands that write a run folder and resume from its checkpoints."""
 
 
 def training_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The training that preflight checks, and its arguments: its name may be the first, and is pretrain without it."""
-    first = [text for text in arguments[:1] if text in TRAININGS]
-    return (first or [TRAININGS[0]])[0], list(arguments[len(first) :])
+    first = [text for text in arguments[:1] if text in PLANS]
+    return (first or [PRETRAIN])[0], list(arguments[len(first) :])
 
 
 WARM = ("warm=true", "warm=false")
@@ -99,7 +97,7 @@ def on_one_gpu() -> dict[str, str]:
 
 def submittable() -> list[str]:
     """The commands that can be submitted."""
-    return [*TRAININGS, "preflight", *on_one_gpu()]
+    return [*PLANS, "preflight", *on_one_gpu()]
 
 
 def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Job:
@@ -120,7 +118,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     of, own = training_of(own) if command == "preflight" else (command, own)
     own = with_first_key(of, own)
     options = _options(arguments)
-    trains = command in TRAININGS
+    trains = command in PLANS
     several = trains or command == "preflight"  # processes
     site = read_site(site_file(options["site"])) if "site" in options else {}
     script_name = "pretrain" if trains else on_one_gpu().get(command, command)
@@ -172,7 +170,7 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
 
     if command in on_one_gpu():
         own.insert(0, command)
-    elif of != command and of != TRAININGS[0]:
+    elif of != command and of != PRETRAIN:
         own.insert(0, of)
     script = _render(template, header, exports, own)
     hidden = {name: MARK if is_secret(name, value) else value for name, value in exports.items()}

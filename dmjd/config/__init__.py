@@ -32,18 +32,20 @@ from dmjd.config.model import (
     VisibleBranchConfig,
     WindowsConfig,
 )
-from dmjd.config.plan import DetectPlanConfig, FinetunePlanConfig, PlanConfig, SegmentPlanConfig
+from dmjd.config.plan import ClusterConfig, DetectPlanConfig, FinetunePlanConfig, PlanConfig, SegmentPlanConfig
 from dmjd.config.pretrain import OnlineKnnConfig, PretrainConfig
 from dmjd.config.step import EngineConfig, FinetuneOptimConfig, GuardConfig, OptimConfig, PretrainOptimConfig
 from dmjd.config.train import TrainConfig, check_batch
 
 __all__ = [
     "FORMER_VALUES",
+    "PLANS",
     "RENAMED",
     "SCHEMAS",
     "AttentionConfig",
     "AugmentConfig",
     "BackboneConfig",
+    "ClusterConfig",
     "ConsolidateConfig",
     "ConvStagesConfig",
     "ConvertConfig",
@@ -102,3 +104,7 @@ SCHEMAS: dict[str, type] = {
 }
 """Command -> its configuration class; ``configs/COMMAND.yaml`` has its defaults list. Evaluations and the commands of
 dmjd.explore register theirs."""
+
+PLANS = {"pretrain": "plan", "finetune": "plan_finetune", "segment": "plan_segment", "detect": "plan_detect"}
+"""Commands that train: they write a run folder and resume from its checkpoints. Values: the configurations of ``dmjd
+plan COMMAND``, as keys of :data:`SCHEMAS`."""

@@ -119,6 +119,7 @@ class DenseDataConfig(DataConfig):
 class SegmentDataConfig(DenseDataConfig):
     """Images with a class for each pixel, and their augmentation (mmsegmentation's for ADE20K).
 
+    root: Folder of the data set.
     name: ade20k: images/{training,validation}/*.jpg and annotations/{training,validation}/*.png below root. The number
         of a class is the value of a grey or palette PNG. Names of classes: root/objectInfo150.txt, or one in each line
         of root/classes.txt.
@@ -144,6 +145,7 @@ class SegmentDataConfig(DenseDataConfig):
 class DetectDataConfig(DenseDataConfig):
     """Images with objects, and their augmentation: large-scale jitter.
 
+    root: Folder of the data set.
     name: coco: root/train2017/*.jpg and root/annotations/instances_train2017.json, likewise val2017.
     train: Name of the training images: of their folder, and of annotations/instances_NAME.json.
     val: Name of the validation images, likewise.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from dmjd.accelerators import ACCELERATORS
 from dmjd.config.dense import DetectConfig, SegmentConfig
@@ -10,8 +11,13 @@ from dmjd.config.fields import choice, number, path, positive
 from dmjd.config.finetune import FinetuneConfig
 from dmjd.config.pretrain import PretrainConfig
 
-IMAGENET, IMAGENET_CLASSES = 1_281_167, 1000
-"""Training images and classes of ImageNet-1k."""
+
+class Published(NamedTuple):
+    """A data set that a plan is for if there is no other: its training images and classes."""
+
+    name: str
+    images: int
+    classes: int
 
 
 @dataclass
@@ -24,6 +30,11 @@ class ClusterConfig:
     images: Training images. null: those of data.root, which are counted, or ImageNet-1k's without data.root.
     mfu: Assumed model FLOPs utilisation, in percent of the GPU's peak.
     """
+
+    published: ClassVar = Published("ImageNet-1k", 1_281_167, 1000)
+    traced: ClassVar[tuple[int, ...]] = (32, 64, 256)
+    """Micro-batch sizes that are traced, in images. A peak is the maximum over moments of a step; some moments grow
+    with the batch and some, as the end of the backward pass, do not. Beyond the last size the former decide."""
 
     gpus: int = positive(1)
     gpu: str = choice("h100", *(name for name in ACCELERATORS if name != "h100"))
@@ -59,8 +70,11 @@ class SegmentPlanConfig(SegmentConfig, ClusterConfig):
     Its own keys, then those of segment; keys of a run's files, logs and checkpoints have no effect.
 
     init: Run folder whose backbone is planned for, as by segment. null: that of preset and backbone.
+    images: Training images. null: those of data.root, which are counted, or ADE20K's without data.root.
     """
 
+    published: ClassVar = Published("ADE20K", 20_210, 150)
+    traced: ClassVar[tuple[int, ...]] = (1, 2, 4)
     init: str | None = path()
 
 
@@ -71,6 +85,9 @@ class DetectPlanConfig(DetectConfig, ClusterConfig):
     Its own keys, then those of detect; keys of a run's files, logs and checkpoints have no effect.
 
     init: Run folder whose backbone is planned for, as by detect. null: that of preset and backbone.
+    images: Training images. null: those of data.root, which are counted, or COCO's without data.root.
     """
 
+    published: ClassVar = Published("COCO", 117_266, 80)
+    traced: ClassVar[tuple[int, ...]] = (1, 2, 4)
     init: str | None = path()

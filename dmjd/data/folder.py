@@ -180,10 +180,11 @@ class ImageFolder:
         return None
 
 
-def images_below(folder: str) -> list[str]:
-    """Sorted paths of all images below ``folder``, relative to it, as :class:`ImageFolder` lists them. Raises DataError
-    if a folder cannot be listed."""
-    return _walk(folder, "", (), _Rules(tuple(ENDINGS), frozenset(SKIPPED_FOLDERS)), Counter())
+def images_below(folder: str, skipped: Counter[str] | None = None, endings: Sequence[str] = ENDINGS) -> list[str]:
+    """Sorted paths of all images below ``folder``, relative to it, as :class:`ImageFolder` lists them. ``skipped``
+    counts other entries by kind. Raises DataError if a folder cannot be listed."""
+    rules = _Rules(tuple(endings), frozenset(SKIPPED_FOLDERS))
+    return _walk(folder, "", (), rules, Counter() if skipped is None else skipped)
 
 
 class _Rules(NamedTuple):

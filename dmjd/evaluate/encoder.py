@@ -16,18 +16,13 @@ from torch import Tensor, nn
 from dmjd.builders import build_encoder, build_objective, check_data, target_dim, token_grid
 from dmjd.builders.average import ENCODER
 from dmjd.builders.model import build_classification
-from dmjd.builders.weights import (
-    check_described,
-    classes_of,
-    described_model,
-    load_classifier,
-    load_encoder_weights,
-    load_weights,
-)
+from dmjd.builders.trained import check_described, trained_objective
+from dmjd.builders.weights import described_model, load_classifier, load_encoder_weights, load_weights
 from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run, to_yaml
 from dmjd.config import (
     DataConfig,
+    DownstreamConfig,
     EvaluationConfig,
     FinetuneConfig,
     HeadConfig,
@@ -48,6 +43,7 @@ from dmjd.interop.weights_file import WeightsFile
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.norm import layer_norm
+from dmjd.models.objective import Trainable
 from dmjd.ops.images import normalise
 from dmjd.parallel import store
 from dmjd.parallel.build import select_device
@@ -74,7 +70,10 @@ class FrozenEncoder:
     weights: "trained", "ema" or "untrained".
     classifier: of a fine-tuned run, on the device; ``encoder`` is its encoder, and its ``fc_norm`` that of pooled
         features (:func:`~dmjd.evaluate.features.pool_features`).
-    classes: names of the classifier's classes: of the first logits, if the head has more.
+    classes: names of the classes of a fine-tuned, segmentation or detection run: of the first logits, if the head has
+        more.
+    objective: of a run of segmentation or detection the whole model, on the device in evaluation mode; ``encoder`` is
+        its encoder.
     """
 
     encoder: Encoder
@@ -90,6 +89,7 @@ class FrozenEncoder:
     weights: str = "trained"
     classifier: Classifier | None = None
     classes: Sequence[str] = ()
+    objective: Trainable | None = None
 
     @property
     def source(self) -> str:
@@ -186,7 +186,7 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
     trained, text = _model_of(path, config) if file is None else _model_of_file(file, config)
     data = _evaluation_data(path, trained, config)
     trainings = [trained]
-    if isinstance(trained, FinetuneConfig):
+    if isinstance(trained, DownstreamConfig):
         trainings += [each for _, each in trainings_before(RunPaths(_run_of(path)), trained)]
     differs = _differences(trained.data, data) | seen_images(trainings, data)
     if file is not None and config.data is not None:  # tables of positions are interpolated once, to this data's grid
@@ -194,14 +194,18 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
         text = to_yaml(trained)
     weights = config.weights
     if weights == "auto":
-        weights = "trained" if file is not None or not _averages_classifier(trained) else "ema"
+        weights = "trained" if file is not None or not _averages_all(trained) else "ema"
     classifier: Classifier | None = None
-    if isinstance(trained, FinetuneConfig):
-        classifier = _classifier_of(path, trained, weights)
-        encoder = classifier.encoder
-        if isinstance(classifier.fc_norm, nn.LayerNorm):
-            encoder.fc_norm = classifier.fc_norm
-        classifier.requires_grad_(False).to(device).eval()
+    objective: Trainable | None = None
+    if isinstance(trained, DownstreamConfig):
+        if weights == "untrained":
+            _check_drawn(trained)
+        objective = trained_objective(path, trained, weights).requires_grad_(False).to(device).eval()
+        encoder = objective.model.encoder
+        if isinstance(objective.model, Classifier):
+            classifier, objective = objective.model, None
+            if isinstance(classifier.fc_norm, nn.LayerNorm):
+                encoder.fc_norm = classifier.fc_norm
     else:
         assert isinstance(trained, PretrainConfig)
         encoder = _of_run(path, trained, weights) if file is None else _of_file(file, trained)
@@ -213,11 +217,11 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
         encoder.grid_of(torch.empty(1, data.channels, *size, device="meta"))
     step = 0 if file is not None or weights == "untrained" else checkpoint.step_of(path)
     run = RunFolder(_run_of(path))
-    names = [] if classifier is None else read_classes(path)
+    names = read_classes(path) if isinstance(trained, DownstreamConfig) else []
     if classifier is not None and len(names) > classifier.head.out_features:
         raise CheckpointError(f"{path / CLASSES} has {len(names)} names, and the head {classifier.head.out_features}")
     return FrozenEncoder(
-        encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names
+        encoder, trained, text, data, differs, size, device, step, path, run, weights, classifier, names, objective
     )
 
 
@@ -253,7 +257,7 @@ def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path,
     """The checkpoints, with their configurations, from which ``run`` and the runs before it began, the latest first; as
     far as they can be read."""
     seen = set[Path]()
-    while config.init is not None and not (isinstance(config, FinetuneConfig) and config.weights == "untrained"):
+    while config.init is not None and not _draws_weights(config):
         path = run.initial_path() or Path(config.init)
         path = next(reversed(checkpoint.committed(path / CHECKPOINTS)), path)
         if path.is_file():
@@ -270,8 +274,14 @@ def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path,
         yield path, config
 
 
-def _averages_classifier(trained: TrainConfig) -> bool:
-    return isinstance(trained, FinetuneConfig) and trained.ema_decay is not None
+def _averages_all(trained: TrainConfig) -> bool:
+    """Whether the run has an average of its whole model, and not of its encoder alone."""
+    return isinstance(trained, DownstreamConfig) and trained.ema_decay is not None
+
+
+def _draws_weights(config: TrainConfig) -> bool:
+    """Whether the run takes the configuration of its ``init`` alone."""
+    return isinstance(config, DownstreamConfig) and config.weights == "untrained"
 
 
 def _run_of(path: Path) -> Path:
@@ -295,21 +305,8 @@ def _of_run(folder: Path, trained: PretrainConfig, which: str) -> Encoder:
     return encoder
 
 
-def _classifier_of(folder: Path, trained: FinetuneConfig, which: str) -> Classifier:
-    check_described(folder, trained)
-    objective = build_classification(trained, classes_of(store.shapes(folder), folder))
-    if which == "untrained":
-        _check_drawn(trained)
-    elif which == "ema":
-        store.load_strictly(objective, _average(folder), folder)
-    else:
-        store.load_strictly(objective, store.read_model(folder), folder)
-    return objective.model
-
-
 def _check_drawn(trained: TrainConfig) -> None:
-    drawn = isinstance(trained, FinetuneConfig) and trained.weights == "untrained"
-    if trained.init is not None and not drawn:
+    if trained.init is not None and not _draws_weights(trained):
         raise ConfigError(
             f"weights=untrained: this run was initialised from init={trained.init}; evaluate that checkpoint instead"
         )
@@ -425,7 +422,7 @@ def seen_images(trainings: Iterable[TrainConfig], data: DataConfig) -> dict[str,
         trained = config.data
         unseen = data.val_seed == trained.val_seed and data.val_percent <= trained.val_percent
         if data.val_percent and _place(data) == _place(trained) and not unseen:
-            found[SEEN_WITH_LABELS if isinstance(config, FinetuneConfig) else SEEN] = True
+            found[SEEN_WITH_LABELS if isinstance(config, DownstreamConfig) else SEEN] = True
     return found
 
 

@@ -18,7 +18,7 @@ from dmjd.runs.best import Validated
 from dmjd.runs.paths import RunPaths
 
 if TYPE_CHECKING:
-    from dmjd.config import FinetuneConfig
+    from dmjd.config import DownstreamConfig, FinetuneConfig
     from dmjd.data.dataset import ImageDataset
 
 logger = logging.getLogger("dmjd")
@@ -90,17 +90,44 @@ def record_finetune(
     """Write the result of a finished fine-tuning to ``evaluations/finetune-WEIGHTS-step########-DIGEST.json`` of its
     run, and of the pre-training run that it began from if ``config.init`` is one.
 
+    As :func:`record_training`, of which this is that of fine-tuning.
+    """
+    from dmjd.data.few_shot import few_shot_settings
+
+    settings = {
+        "pooling": config.head.pooling,
+        "norm": config.head.norm,
+        **{key: getattr(config.augment, key) for key in ("randaugment", "mixup", "cutmix")},
+        **few_shot_settings(train, config.few_shot, config.labels),
+    }
+    return record_training(config, run, step, scores, "top1", references(train, test), settings, best)
+
+
+def record_training(
+    config: DownstreamConfig,
+    run: RunPaths,
+    step: int,
+    scores: Mapping[str, float | None],
+    score: str,
+    values: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    best: Validated | None = None,
+) -> dict[str, Any]:
+    """Write the result of a finished training to ``evaluations/COMMAND-WEIGHTS-step########-DIGEST.json`` of its run,
+    and of the pre-training run that it began from if ``config.init`` is one.
+
     DIGEST is a hash of the settings, the seed among them, and of the run's folder: records of other runs stay.
 
     Args:
         step: optimizer steps of the last validation.
-        scores: of that, as :func:`~dmjd.evaluate.validation.validate` returns them.
+        scores: of that, by column of the log: ``val_NAME``, and ``val_ema_NAME`` of the average.
+        score: name of the main score.
+        values, settings: further values and settings of the record.
         best: the best validation, recorded beside the last: it was chosen on the test images.
 
     Returns:
         The record.
     """
-    from dmjd.data.few_shot import few_shot_settings
     from dmjd.evaluate.encoder import image_source, seen_images, trainings_before
     from dmjd.evaluate.validation import AVERAGE, TRAINED, main_prefix
     from dmjd.runs import checkpoint
@@ -109,34 +136,28 @@ def record_finetune(
     pretrained = _pretraining_run(*before[0]) if before else None
     prefix = main_prefix(scores)
     main = {name.removeprefix(prefix): value for name, value in scores.items() if name.startswith(prefix)}
-    settings = {
+    every = {
         "data": image_source(config.data),
         "image_size": list(config.data.image_size),
         "epochs": config.epochs,
         "batch_size": config.batch_size,
         "seed": config.seed,
-        "pooling": config.head.pooling,
         "layer_decay": config.optim.layer_decay,
         **_training_settings(config),
+        **settings,
         "run": run.path.resolve().name,
         **({"init_step": checkpoint.step_of(before[0][0])} if before else {}),
-        **few_shot_settings(train, config.few_shot, config.labels),
         **seen_images([each for _, each in before], config.data),
     }
-    record: dict[str, Any] = {
-        "verb": "finetune",
-        "weights": "ema" if prefix == AVERAGE else "trained",
-        "step": step,
-        **{name: main[name] for name in ("top1", "top5", "balanced_top1", "loss")},
-        **references(train, test),
-    }
+    weights = "ema" if prefix == AVERAGE else "trained"
+    record: dict[str, Any] = {"verb": config.command, "weights": weights, "step": step, **main, **values}
     if prefix == AVERAGE:
-        record["trained_top1"] = scores[f"{TRAINED}top1"]
+        record[f"trained_{score}"] = scores[f"{TRAINED}{score}"]
     if best is not None:
-        record |= {"best_top1": best.score, "best_step": best.step}
-    record["settings"] = settings
-    identity = {**settings, "folder": str(run.path.resolve())}
-    name = f"finetune-{record['weights']}-step{step:08d}-{_digest(identity)}"
+        record |= {f"best_{score}": best.score, "best_step": best.step}
+    record["settings"] = every
+    identity = {**every, "folder": str(run.path.resolve())}
+    name = f"{config.command}-{weights}-step{step:08d}-{_digest(identity)}"
     run.write_evaluation(name, record)
     if pretrained is not None:
         try:
@@ -154,7 +175,7 @@ _OF_THE_DATA_SET = ("name", "root", "image_size", "channels", "val_percent", "va
 """Keys of ``data`` that the setting "data" states."""
 
 
-def _training_settings(config: FinetuneConfig) -> dict[str, Any]:
+def _training_settings(config: DownstreamConfig) -> dict[str, Any]:
     """The main settings of the training by name, and ``config``, a digest of all that affect the score."""
     every = affecting(config)
     chosen = {key: value for key, value in every.items() if key not in _OF_THE_ROW}
@@ -166,8 +187,6 @@ def _training_settings(config: FinetuneConfig) -> dict[str, Any]:
         "weight_decay": config.optim.weight_decay,
         "drop_path": config.backbone.drop_path,
         "freeze": config.freeze,
-        "norm": config.head.norm,
-        **{key: getattr(config.augment, key) for key in ("randaugment", "mixup", "cutmix")},
         **({} if config.weights in ("trained", "untrained") else {"init_weights": config.weights}),
         "config": _digest(chosen),
     }

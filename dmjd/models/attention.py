@@ -51,13 +51,13 @@ def relative_bias(table: Tensor, grid: tuple[int, int], class_token: bool) -> Te
     Args:
         class_token: whether the T tokens begin with one, whose rows of the table are the last three.
     """
-    (h, w), heads = grid, table.shape[1]
     patches = patch_bias(table[:-3], grid)
     if not class_token:
         return patches
+    tokens = patches.shape[1]
     of_class, to_class, own = (row[:, None, None] for row in table[-3:])
-    first = torch.cat((own, of_class.expand(-1, 1, h * w)), dim=2)
-    return torch.cat((first, torch.cat((to_class.expand(-1, h * w, 1), patches), dim=2)), dim=1)
+    first = torch.cat((own, of_class.expand(-1, 1, tokens)), dim=2)
+    return torch.cat((first, torch.cat((to_class.expand(-1, tokens, 1), patches), dim=2)), dim=1)
 
 
 def patch_bias(table: Tensor, grid: tuple[int, int]) -> Tensor:

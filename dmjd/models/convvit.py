@@ -209,8 +209,8 @@ class ConvViTEncoder(Encoder):
         self, images: Tensor, views: Views | None = None, branch_scales: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs of the three stages, for the arguments of :meth:`forward`: ``[B, H/4, W/4, C1]``,
-        ``[B, H/8, W/8, C2]`` and ``[B, N, D]`` (``[B, h, w, D]`` if ``on_grid``), or with views ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and
-        ``[K*B, V, D]``."""
+        ``[B, H/8, W/8, C2]`` and ``[B, N, D]`` (``[B, h, w, D]`` if ``on_grid``), or with views
+        ``[K*B, V, 4, 4, C1]``, ``[K*B, V, 2, 2, C2]`` and ``[K*B, V, D]``."""
         grid = self.grid_of(images, views)
         if views is None:
             x, where = images.permute(0, 2, 3, 1), None

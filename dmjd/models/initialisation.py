@@ -80,6 +80,20 @@ INITIALISATIONS: dict[str, Callable[[nn.Module], None]] = {
 """By name; each takes a :class:`~dmjd.models.masked_image_model.MaskedImageModel`."""
 
 
+def adopt_for_maps(model: nn.Module) -> None:
+    """Initialise ``model.encoder`` as its kind is in pre-training, before ``model`` has further parts, and drop the
+    parameters that feature maps go without: mask token, final norm, ConvMAE's multi-scale convolutions."""
+    encoder: Any = model.encoder
+    if any(hasattr(getattr(block, "attn", None), "q_bias") for block in encoder.blocks):
+        beit(model)
+    elif not hasattr(encoder, "layers"):  # timm has initialised its Swin
+        mae(model)
+    for name in ("mask_token", "stage1_output_decode", "stage2_output_decode"):
+        if getattr(encoder, name, None) is not None:
+            setattr(encoder, name, None)
+    encoder.norm = nn.Identity()
+
+
 def _norm(module: nn.Module, bias: float = 0.0) -> None:
     if isinstance(module, nn.LayerNorm) and module.elementwise_affine:
         nn.init.ones_(module.weight)

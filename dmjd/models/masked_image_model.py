@@ -112,7 +112,7 @@ class Model(nn.Module):
 
     encoder: Encoder
     decoder: MAEDecoder | None
-    head: nn.Linear
+    head: nn.Module
 
 
 class Prediction(NamedTuple):

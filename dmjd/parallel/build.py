@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
+from dmjd.models.dense.batch_norm import BatchNorm2d
 from dmjd.models.objective import Trainable
 from dmjd.parallel.engine import Engine
 from dmjd.parallel.engines import ENGINES
@@ -33,7 +36,8 @@ def select_precision(name: str, device: torch.device) -> torch.dtype:
 def build_engine(
     objective: Trainable, engine: EngineConfig, optim: OptimConfig, world: World | None = None, micro_batch: int = 1
 ) -> Engine:
-    """Move the objective to its device, transform its model as configured, and build the engine around it.
+    """Move the objective to its device, transform its model as configured, and build the engine around it. Batch
+    normalisation has the statistics of all processes.
 
     Args:
         world: left out, one process by itself.
@@ -42,4 +46,14 @@ def build_engine(
     world = alone(select_device(engine.device)) if world is None else world
     precision = select_precision(engine.precision, world.device)
     objective.to(world.device)
+    if world.size > 1:
+        for part in objective.modules():
+            if isinstance(part, BatchNorm2d):
+                part.reduce = sum_over_processes
     return ENGINES[engine.name].build(objective, engine, optim, world, precision, micro_batch)
+
+
+def sum_over_processes(tensor: Tensor) -> Tensor:
+    """``tensor``, which is overwritten, summed over all processes. Collective, in the forward and the backward pass."""
+    dist.all_reduce(tensor)
+    return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,9 +139,10 @@ class FSDPEngine(SingleEngine):
 
 
 def without_parameters(objective: Trainable) -> Trainable:
-    """A copy on the same device whose parameters are shapes alone."""
-    memo = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in objective.parameters()}
-    return copy.deepcopy(objective, memo)
+    """A copy on the same device whose parameters are shapes alone, and which shares the buffers: running statistics
+    follow the training."""
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in objective.parameters()}
+    return copy.deepcopy(objective, memo | {id(buffer): buffer for buffer in objective.buffers()})
 
 
 @contextmanager
@@ -151,7 +153,7 @@ def filled(bare: Trainable, state: dict[str, Tensor]) -> Iterator[Trainable | No
         yield None
         return
     nothing = bare.state_dict()
-    bare.load_state_dict(state, assign=True)
+    bare.load_state_dict(nothing | state, assign=True)
     try:
         yield bare
     finally:

@@ -313,6 +313,16 @@ def read_loop_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_buffers(path: Path, *, average: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers of the model in a checkpoint folder, such as running statistics of BatchNorm, or their moving
+    average; empty for a model without any. Raises CheckpointError if they cannot be read."""
+    part = read_loop_state(path).get("buffers", {})
+    found = part.get("averages" if average else "buffers", {}) if isinstance(part, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+        raise CheckpointError(f"{path / LOOP_STATE} cannot be read: its buffers are no tensors by name")
+    return found
+
+
 def _defect(path: Path) -> str | None:
     """The first difference between a checkpoint and its manifest."""
     try:

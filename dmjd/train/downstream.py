@@ -53,6 +53,8 @@ class Downstream(ABC, Generic[C]):
         self.parameters = f"{encoder} in the encoder, {whole} with the head"
         self.best = Best()
         self.parts: dict[str, Stateful] = {"best": self.best}
+        if step.buffers:
+            self.parts["buffers"] = step.buffers
         self._last: tuple[int, dict[str, float | None]] | None = None  # step and scores of the last validation
 
     @abstractmethod

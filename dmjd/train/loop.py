@@ -8,15 +8,16 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dmjd.builders import build_schedule, check_data_timeout
 from dmjd.builders.recipe import apply_recipe
-from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import DetectConfig, DownstreamConfig, FinetuneConfig, PretrainConfig, SegmentConfig, TrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
-from dmjd.errors import Alarm, StoppedBefore, UserError
+from dmjd.errors import Alarm, ConfigError, StoppedBefore, UserError
 from dmjd.parallel.build import select_device
 from dmjd.parallel.environment import dismiss_compile_workers, prepare_environment
 from dmjd.parallel.world import World, join_world
@@ -43,6 +44,8 @@ logger = logging.getLogger("dmjd")
 
 
 Config = TypeVar("Config", bound=TrainConfig)
+Resolve = Callable[[Any, RunFolder, World], Any]
+Build = Callable[[Any, World, Path | None], Task]
 
 
 def pretrain(config: PretrainConfig, callbacks: Callbacks = ()) -> RunFolder:
@@ -61,9 +64,41 @@ def pretrain(config: PretrainConfig, callbacks: Callbacks = ()) -> RunFolder:
 
 def finetune(config: FinetuneConfig) -> RunFolder:
     """:func:`train` of fine-tuning."""
-    from dmjd.train.finetuning import Finetuning, resolve
+    return train(config, *downstream_task(config))
 
-    return train(config, resolve, Finetuning)
+
+def segment(config: SegmentConfig) -> RunFolder:
+    """:func:`train` of segmentation."""
+    return train(config, *downstream_task(config))
+
+
+def detect(config: DetectConfig) -> RunFolder:
+    """:func:`train` of detection."""
+    return train(config, *downstream_task(config))
+
+
+def downstream_task(config: DownstreamConfig) -> tuple[Resolve, Build]:
+    """The arguments of :func:`train` for ``config``. Raises ConfigError if a package that the task needs is not
+    installed."""
+    if isinstance(config, SegmentConfig):
+        _check_installed("segment", "transformers")
+        from dmjd.train import segmentation
+
+        return segmentation.resolve, segmentation.Segmenting
+    if isinstance(config, DetectConfig):
+        _check_installed("detect", "torchvision", "faster_coco_eval")
+        from dmjd.train import detection
+
+        return detection.resolve, detection.Detecting
+    from dmjd.train import finetuning
+
+    return finetuning.resolve, finetuning.Finetuning
+
+
+def _check_installed(command: str, *packages: str) -> None:
+    for name in packages:
+        if find_spec(name) is None:
+            raise ConfigError(f"dmjd {command} needs {name.replace('_', '-')}; pip install 'dmjd[dense]'")
 
 
 def train(

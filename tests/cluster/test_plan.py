@@ -14,7 +14,7 @@ from PIL import Image
 from dmjd.accelerators import ACCELERATORS, accelerator_of
 from dmjd.builders.recipe import MACHINES
 from dmjd.cli import main
-from dmjd.cluster.plan import TRACED, Activations, Growth, Plan
+from dmjd.cluster.plan import Activations, Growth, Plan
 from dmjd.compose import compose, from_yaml
 from dmjd.config import EngineConfig, PlanConfig
 from dmjd.errors import ConfigError, DataError
@@ -35,7 +35,8 @@ def finetune_plan(*words: str) -> Plan:
 
 def with_activations(plan: Plan, per_image: float) -> Plan:
     """The plan of a model whose activations take ``per_image`` bytes."""
-    flat, growing = Growth([0] * len(TRACED)), Growth([per_image * images for images in TRACED])
+    sizes = plan.config.traced
+    flat, growing = Growth(sizes, [0] * len(sizes)), Growth(sizes, [per_image * images for images in sizes])
     plan.traced["none"] = Activations(flat, growing, growing, growing)
     return plan
 

@@ -72,13 +72,14 @@ def attend_on_grid(
         getattr(block.attn, "relative_position_bias_table", None) is not None for block in blocks
     ):
         raise ValueError(
-            "an encoder with relative positions of one grid has no windows and no further ones; use another encoder, or "
-            "leave out window and relative_positions"
+            "an encoder with relative positions of one grid takes no windows and no further ones; use another encoder, "
+            "or leave out window and relative_positions"
         )
     depth = len(blocks)
-    every = [depth * (i + 1) // GLOBAL_BLOCKS - 1 for i in range(GLOBAL_BLOCKS)]
-    unbounded = set(every if global_blocks is None else global_blocks)
-    if not unbounded <= set(range(-1, depth)):
+    if global_blocks is None:
+        global_blocks = [max(0, depth * (i + 1) // GLOBAL_BLOCKS - 1) for i in range(GLOBAL_BLOCKS)]
+    unbounded = set(global_blocks)
+    if not unbounded <= set(range(depth)):
         raise ValueError(f"global_blocks must be in 0..{depth - 1}, got {sorted(unbounded)}")
     for index, block in enumerate(blocks):
         side = None if window is None or index in unbounded else window

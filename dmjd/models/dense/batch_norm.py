@@ -1,0 +1,95 @@
+"""Batch normalisation over the images of all processes (SyncBN), on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BatchNorm2d(nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` whose training statistics are those of a micro-batch on all processes, in float32.
+
+    Parameters and buffers have torch's names. A batch with NaN or infinity, whose optimizer step is skipped, leaves the
+    running statistics as they are. One value for each channel is normalised to 0.
+
+    Attributes:
+        reduce: sums a tensor, float64 or float32, over the processes; None for one process. Every process calls it equally often.
+    """
+
+    reduce: Callable[[Tensor], Tensor] | None = None
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, C, h, w]`` of any floating type; the same type comes back."""
+        if not self.training:
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        y, mean, variance, count = _Normalised.apply(x, self.weight, self.bias, self.eps, self.reduce)
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            sound = (mean.isfinite() & unbiased.isfinite()).all()
+            for running, found in ((self.running_mean, mean), (self.running_var, unbiased)):
+                running.copy_(torch.where(sound, running.lerp(found, self.momentum or 0.0), running))
+        return y
+
+
+class _Normalised(torch.autograd.Function):
+    """Saves its input, and no copy of it in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        eps: float,
+        reduce: Callable[[Tensor], Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        channels, wide = x.shape[1], weight.dtype
+        variance, mean = torch.var_mean(x.to(wide), (0, 2, 3), correction=0)
+        count = mean.new_full((1,), x.numel() // channels)
+        if reduce is not None:
+            own = mean.double(), variance.double()  # the difference of squares below cancels in float32
+            moments = torch.cat((own[0], own[1] + own[0].square(), torch.ones_like(own[0][:1])))
+            sums = reduce(moments * count)
+            moments = sums[:-1] / sums[-1:]
+            mean, square, count = moments[:channels], moments[channels:], sums[-1:].to(wide)
+            mean, variance = mean.to(wide), (square - mean.square()).to(wide)
+        y = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        inverse = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.reduce = reduce
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y, mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        wide = grad.to(mean.dtype)
+        normalised = (x.to(mean.dtype) - _map(mean)) * _map(inverse)
+        grad_bias, grad_weight = wide.sum((0, 2, 3)), (wide * normalised).sum((0, 2, 3))
+        sums = torch.cat((grad_bias, grad_weight))
+        if ctx.reduce is not None:
+            sums = ctx.reduce(sums)
+        of_mean, of_deviation = (_map(part / count) for part in sums.chunk(2))
+        grad_x = (wide - of_mean - normalised * of_deviation) * _map(inverse * weight)
+        return grad_x.to(x.dtype), grad_weight, grad_bias, None, None
+
+
+def _map(channels: Tensor) -> Tensor:
+    """``[C]`` -> ``[C, 1, 1]``."""
+    return channels.view(-1, 1, 1)
+
+
+def with_batch_norm(module: nn.Module) -> nn.Module:
+    """Replace every ``nn.BatchNorm2d`` in ``module`` by :class:`BatchNorm2d`, in place; parameters stay."""
+    for part in module.modules():
+        if type(part) is nn.BatchNorm2d:
+            part.__class__ = BatchNorm2d
+    return module

@@ -1,0 +1,150 @@
+"""A step of detection from its configuration: layers, draws, static form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dmjd.builders.detect import build_detect_step, build_detection, detection_and_inputs
+from dmjd.config import DetectConfig
+from dmjd.data.batch import Batch
+from dmjd.errors import ConfigError
+from dmjd.models.flops import count_flops
+from dmjd.models.objective import Trainable
+
+CLASSES = 3
+
+
+def configuration(backbone: str = "vit") -> DetectConfig:
+    config = DetectConfig(batch_size=2)
+    config.engine.device = "cpu"
+    config.data.image_size = [64, 64]
+    config.optim.layer_decay = 0.5
+    config.head = replace(
+        config.head, channels=16, box_convs=1, box_width=32, mask_convs=1, proposals_before=80, proposals=40, samples=32
+    )
+    shape = config.backbone
+    shape.name, shape.embed_dim, shape.depth, shape.num_heads, shape.patch_size = backbone, 32, 4, 2, 8
+    shape.class_token, shape.drop_path = False, 0.1
+    if backbone == "convvit":
+        shape.patch_size = 16
+        shape.conv_stages.embed_dims, shape.conv_stages.depths = [16, 24], [1, 1]
+    else:
+        config.attention = replace(config.attention, window=3, relative_positions="decomposed")
+    return config
+
+
+def batch(sample_ids: list[int]) -> Batch:
+    """Images with two objects each, but the last one of several has none."""
+    boxes = torch.tensor([[8.0, 8, 40, 40], [20, 24, 60, 62]])
+    masks = torch.zeros(2, 64, 8, dtype=torch.uint8)
+    masks[0, 8:40, 1:5], masks[1, 24:62, 2:7] = 255, 255
+    images = torch.stack([torch.randint(0, 256, (64, 64, 3), dtype=torch.uint8) for _ in sample_ids])
+    labels = torch.tensor([[0, 2]] * (len(sample_ids) - 1) + [[-1, -1]])
+    return Batch(
+        images,
+        torch.tensor(sample_ids),
+        labels,
+        boxes=boxes.expand(len(sample_ids), 2, 4).clone(),
+        masks=masks.expand(len(sample_ids), 2, 64, 8).clone(),
+    )
+
+
+@pytest.mark.parametrize("backbone", ["vit", "convvit"])
+def test_a_step_moves_every_parameter_and_repeats_itself_bit_for_bit(backbone: str) -> None:
+    config, data = configuration(backbone), batch([5, 9])
+    weights = []
+    for _ in range(2):
+        step = build_detect_step(config, CLASSES)
+        before = {name: value.clone() for name, value in step.engine.full_state_dict().items()}
+        losses = step.forward_backward(data, 1)
+        parts = [losses[name] for name in ("rpn_class", "rpn_box", "class_", "box", "mask")]
+        assert torch.allclose(losses["loss"], torch.stack(parts).sum())
+        # Zero-initialised tables and such get gradients as well: a parameter without one would stop DDP.
+        assert all(each.grad is not None for each in step.engine.objective.parameters())
+        assert step.update(1e-2).applied == 1
+        weights.append(step.engine.full_state_dict())
+        assert all(not torch.equal(value, before[name]) for name, value in weights[-1].items())
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_learning_rates_decay_through_the_blocks_and_not_through_the_heads() -> None:
+    config = configuration()
+    scales = build_detect_step(config, CLASSES).engine.objective.lr_scales
+    for name, scale in scales.items():
+        if name.startswith("model.encoder.blocks."):
+            assert scale == 0.5 ** (4 - int(name.split(".")[3])), name
+        elif name.startswith("model.encoder."):
+            assert scale == 0.5**5, name
+        else:
+            assert scale == 1, name
+    assert {name.split(".")[1] for name in scales} == {
+        "encoder", "pyramid", "rpn", "box_head", "box_class", "box_deltas", "mask_head", "mask_logits"
+    }  # fmt: skip
+
+
+def test_detections_are_in_their_images_and_do_not_depend_on_the_batch() -> None:
+    step = build_detect_step(configuration(), CLASSES)
+    images, sizes = batch([1, 2, 3]).images, torch.tensor([[64, 64], [40, 64], [64, 24]])
+    found = step.detect(images, sizes)
+    for each, (height, width) in zip(found, sizes.tolist(), strict=True):
+        assert len(each["boxes"]) == len(each["scores"]) == len(each["labels"]) == len(each["masks"]) > 0
+        assert each["boxes"][:, 0::2].max() <= width
+        assert each["boxes"][:, 1::2].max() <= height
+        assert each["boxes"].min() >= 0
+        assert (each["scores"] > 0.05).all()
+        assert (each["scores"].diff() <= 0).all()
+        assert each["masks"].shape[1:] == (28, 28)
+        assert set(each["labels"].tolist()) <= set(range(CLASSES))
+    alone = [step.detect(images[i : i + 1], sizes[i : i + 1])[0] for i in range(3)]
+    for one, other in zip(found, alone, strict=True):
+        assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
+
+
+@pytest.mark.parametrize("backbone", ["vit", "convvit"])
+def test_the_static_form_has_the_shapes_of_a_step_and_needs_no_memory(backbone: str) -> None:
+    config = configuration(backbone)
+    real = build_detection(config, CLASSES)
+    with torch.device("meta"):
+        objective = detection_and_inputs(config, CLASSES, 2)[0]
+        one, two = (count_flops(objective, detection_and_inputs(config, CLASSES, n)[1].inputs) for n in (1, 2))
+    assert two == 2 * one > 0
+    assert {n: p.shape for n, p in objective.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
+    step = build_detect_step(config, CLASSES)
+    kept = shapes_kept(step.engine.objective, step.prepare(batch([5, 9]), 0).inputs)
+    with FakeTensorMode():
+        objective, prepared = detection_and_inputs(config, CLASSES, 2)
+        assert shapes_kept(objective, prepared.inputs) == kept
+
+
+def shapes_kept(objective: Trainable, inputs: tuple[Any, ...]) -> Counter[tuple[int, ...]]:
+    """The feature tensors that are kept for the backward pass, by shape."""
+    kept = Counter[tuple[int, ...]]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.ndim == 4:
+            kept[tuple(tensor.shape)] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        objective(*inputs)
+    return kept
+
+
+def test_fewer_classes_in_the_head_than_in_the_data_are_an_error() -> None:
+    config = configuration()
+    config.head.num_classes = 2
+    with pytest.raises(ConfigError, match=r"head\.num_classes=2 is less than the 3 of the data"):
+        build_detection(config, CLASSES)
+
+
+def test_fpn_over_a_vit_is_an_error() -> None:
+    config = configuration()
+    config.head.pyramid = "fpn"
+    with pytest.raises(ConfigError, match="use pyramid=simple"):
+        build_detection(config, CLASSES)
