@@ -25,7 +25,7 @@ class Detecting(Dense[DetectConfig]):
         initial: weights of the encoder to begin with.
     """
 
-    score, score_title = "box_ap", "box AP"
+    score, score_title, evaluation = "box_ap", "box AP", "ap"
     _advice = "dmjd ap RUN, dmjd report RUN, dmjd predict RUN IMAGES, dmjd export RUN"
 
     def __init__(self, config: DetectConfig, world: World, initial: Path | None = None) -> None:

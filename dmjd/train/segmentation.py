@@ -25,7 +25,7 @@ class Segmenting(Dense[SegmentConfig]):
         initial: weights of the encoder to begin with.
     """
 
-    score, score_title = "miou", "mIoU"
+    score, score_title, evaluation = "miou", "mIoU", "miou"
     _advice = "dmjd miou RUN, dmjd report RUN, dmjd predict RUN IMAGES, dmjd export RUN"
 
     def __init__(self, config: SegmentConfig, world: World, initial: Path | None = None) -> None:
