@@ -23,7 +23,7 @@ from torchvision.ops import nms
 from dmjd.models.dense import boxes as box_ops
 from dmjd.models.dense.feature_pyramid import FeaturePyramid, LayerNorm2d, SimpleFeaturePyramid
 from dmjd.models.dense.sampling import ANCHORS, PROPOSALS, Sample, best, match, sample
-from dmjd.models.initialisation import beit, mae
+from dmjd.models.initialisation import adopt_for_maps
 from dmjd.models.masked_image_model import Encoder, Model
 from dmjd.models.objective import Trainable
 
@@ -52,8 +52,7 @@ class MaskRCNN(Model):
     """Encoder, feature pyramid, region proposal network, box head and mask head.
 
     It takes the encoder over and initialises it as in pre-training; the heads are initialised as detectron2's.
-    Parameters that do not take part leave the encoder: its mask token, final norm and ConvMAE's multi-scale
-    convolutions.
+    Parameters that take no part leave the encoder: mask token, final norm, ConvMAE's multi-scale convolutions.
 
     Args:
         pyramid: "simple" (ViTDet's, from the last map) or "fpn" (over the maps of all stages).
@@ -84,14 +83,7 @@ class MaskRCNN(Model):
         if pyramid == "fpn" and len(widths) < 3:
             raise ValueError("pyramid=fpn needs a backbone with stages, and a ViT has none; use pyramid=simple")
         self.encoder = encoder
-        if any(hasattr(getattr(block, "attn", None), "q_bias") for block in encoder.blocks):
-            beit(self)
-        elif not hasattr(encoder, "layers"):  # timm has initialised its Swin
-            mae(self)
-        for name in ("mask_token", "stage1_output_decode", "stage2_output_decode"):
-            if getattr(encoder, name, None) is not None:
-                setattr(encoder, name, None)
-        encoder.norm = nn.Identity()
+        adopt_for_maps(self)
         self.num_classes = num_classes
         self.pyramid: SimpleFeaturePyramid | FeaturePyramid
         if pyramid == "fpn":
