@@ -2,9 +2,12 @@
 
 Layers are torchvision's. Anchors, sampling and pooling are ours (:mod:`dmjd.models.dense.boxes`,
 :mod:`dmjd.models.dense.sampling`): torchvision differs from detectron2 there, draws from torch's generator, and makes
-the host wait many times. Here the host waits once for each image, for non-maximum suppression; all else has fixed
-shapes, with unused places of weight 0. So every parameter has a gradient, also without any object, and a step takes the
-same memory for all images.
+the host wait many times. Here the host waits once for each image in training, for non-maximum suppression, and three
+times in testing; all else has fixed shapes, with unused places of weight 0. So every parameter has a gradient, also
+without any object, and a step takes the same memory for all images.
+
+On a GPU the backward pass of RoIAlign adds with atomics, so its last bits differ between runs. All else here that adds
+into one place adds one value that is not 0.
 """
 
 from __future__ import annotations
@@ -335,8 +338,8 @@ class Detection(Trainable):
         candidates = (scores > self.limits.min_score) & _usable(boxes) & real.unsqueeze(-1)
         found = []
         for image_boxes, image_scores, each in zip(boxes, scores, candidates, strict=True):
-            _, classes = each.nonzero(as_tuple=True)
-            kept, values = image_boxes[each], image_scores[each]
+            rows, classes = each.nonzero(as_tuple=True)
+            kept, values = image_boxes[rows, classes], image_scores[rows, classes]
             index = _suppress(kept, values, classes, _DETECTION_OVERLAP)[: self.limits.detections]
             found.append((kept[index], values[index], classes[index]))
         # As many masks for every image: a sharded mask head is then called equally on every rank.
