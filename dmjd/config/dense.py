@@ -186,7 +186,7 @@ class SegmentTestConfig:
 
     mode: str = choice("slide", "whole")
     stride: list[int] = size(341, 341, least=1)
-    scales: list[float] = field(default_factory=lambda: [1.0])
+    scales: list[float] = numbers(1.0, above=0, most=100)
     flip: bool = False
 
 
