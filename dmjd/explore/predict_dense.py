@@ -30,6 +30,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dmjd.builders.segment import check_test
 from dmjd.config import DetectConfig, SegmentConfig, SegmentDataConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import build_dataset
@@ -191,8 +192,10 @@ class _Segmentation(_Task):
         trained, data = frozen.trained, frozen.data
         assert isinstance(trained, SegmentConfig)
         assert isinstance(data, SegmentDataConfig)
-        given = {key: value for key, value in vars(config.test).items() if value is not None}
-        self._testing = MapTesting.of(replace(trained.test, **given), data, trained.backbone.patch_size)
+        given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
+        test = replace(trained.test, **given)
+        check_test(replace(trained, data=data, test=test))
+        self._testing = MapTesting.of(test, data, trained.backbone.patch_size)
         self._first = int(data.reduce_zero_label)  # number of class 0
         self.head = ["name", "map", "height", "width", "error", *self._names]
 
