@@ -15,6 +15,7 @@ from dmjd.builders.layer_decay import group_table, set_layers
 from dmjd.builders.model import build_encoder, materialised
 from dmjd.builders.preparation import draw_branch_scales
 from dmjd.builders.step import DownstreamStep
+from dmjd.builders.weights import load_encoder_part
 from dmjd.config import DetectConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError, config_section
@@ -111,8 +112,6 @@ def build_detect_step(
     parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
     began_from = ""
     if initial is not None:
-        from dmjd.builders.weights import load_encoder_part  # type: ignore[attr-defined]  # comes with segmodel
-
         began_from = world.all_or_none(lambda: load_encoder_part(objective, initial, config.weights))
     groups = group_table(objective, config.optim)
     engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))

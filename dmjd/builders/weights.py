@@ -21,8 +21,9 @@ from dmjd.interop.tables import with_bias_tables, with_positions, with_window_ta
 from dmjd.interop.tensors import join_qv_bias, split_qv_bias
 from dmjd.interop.weights_file import WeightsFile, read_weights, require_positions
 from dmjd.models.classifier import Classification
+from dmjd.models.dense.grid_attention import DECOMPOSED, resized
 from dmjd.models.masked_image_model import Encoder
-from dmjd.models.objective import Objective
+from dmjd.models.objective import Objective, Trainable
 from dmjd.parallel import native_files, store
 from dmjd.runs.classes import read_classes
 
@@ -30,6 +31,7 @@ logger = logging.getLogger("dmjd")
 
 _ENCODER = "encoder."
 _BLOCK_TABLE = f"encoder.blocks.0.{BIAS_TABLE}"
+_CLASS_TOKEN = "encoder.cls_token"
 _BRANCHES = ("decoder.", "head.", "visible_branch.")
 """Prefixes of parameter names of the branches."""
 
@@ -191,11 +193,8 @@ def load_classifier(
     model = objective.model
     file = file or _read(path, weights)
     kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
-    file = _fitted(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder, geometric=True)
+    file = _fitted_to_images(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder)
     own = {name: value.shape for name, value in model.state_dict().items()}
-    if "encoder.norm.weight" not in own:
-        kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
-        file = file._replace(weights=kept)
     taken, left = _of_encoder(model.encoder, file)
     known, reason = read_classes(path) if path.is_dir() else [], ""
     if classes is not None and known and list(classes) != known:
@@ -215,6 +214,53 @@ def load_classifier(
         because = reason if "head.weight" in file.weights else ""
         notes.append(f"{', '.join(left)} as initialised{because}")
     return "; ".join((file.description, *notes))
+
+
+def load_encoder_part(objective: Trainable, path: Path, weights: str = "trained") -> str:
+    """Load the encoder of ``weights`` at ``path``, a checkpoint folder or a file, into a model of feature maps; all or
+    nothing.
+
+    As for :func:`load_classifier`. A class token or a final norm that the model does not have is left out. Decomposed
+    relative positions of another size are interpolated, and begin at 0 if they are missing.
+
+    Returns:
+        A description of the weights that were loaded and of those that were not.
+
+    Raises:
+        CheckpointError: as :func:`load_weights`. ConfigError: if it does not have ``weights``.
+    """
+    encoder = objective.model.encoder
+    file = _read(path, weights)
+    kept = {name: value for name, value in file.weights.items() if name.startswith(_ENCODER)}
+    file = _fitted_to_images(file._replace(weights=_renamed(kept, _CLASSIFIER)), encoder)
+    file, notes = _with_parts_of_maps(file, encoder)
+    taken, _ = _of_encoder(encoder, file)
+    encoder.load_state_dict({name.removeprefix(_ENCODER): value for name, value in taken.items()}, strict=False)
+    return "; ".join((file.description, *notes))
+
+
+def _with_parts_of_maps(file: WeightsFile, encoder: Encoder) -> tuple[WeightsFile, list[str]]:
+    """``file`` with the class token and the decomposed relative positions that ``encoder`` has, and notes on both."""
+    own = {_ENCODER + name: value for name, value in encoder.state_dict().items()}
+    weights, notes = dict(file.weights), []
+    if _CLASS_TOKEN not in own:
+        weights.pop(_CLASS_TOKEN, None)
+    elif _CLASS_TOKEN not in weights:
+        weights[_CLASS_TOKEN] = own[_CLASS_TOKEN].clone()
+        notes.append("cls_token as initialised")
+    tables = {name: value for name, value in own.items() if name.endswith(DECOMPOSED)}
+    known = {name for name in weights if name.endswith(DECOMPOSED)}
+    if known and not tables:
+        notes.append("without its decomposed relative positions, since attention.relative_positions=none")
+    for name in known - tables.keys():
+        del weights[name]
+    for name, table in tables.items():
+        found = weights.get(name)
+        if found is None:
+            weights[name] = torch.zeros_like(table)
+        elif found.ndim == 2 and len(found) != len(table):
+            weights[name] = resized(found.float(), len(table))
+    return file._replace(weights=weights), notes
 
 
 def _check_finite(parameters: Mapping[str, Tensor], path: Path) -> None:
@@ -250,6 +296,15 @@ def _fitted(file: WeightsFile, encoder: Encoder, *, geometric: bool = False) -> 
         text = str(error).replace("set bias_tables=", "set backbone.bias_tables=")
         raise CheckpointError(f"{file.description}: {text}{hint}") from error
     return file._replace(weights=weights)
+
+
+def _fitted_to_images(file: WeightsFile, encoder: Encoder) -> WeightsFile:
+    """``file`` with tables interpolated for the image size of ``encoder``, and without a final norm that it lacks."""
+    file = _fitted(file, encoder, geometric=True)
+    if "norm.weight" in encoder.state_dict():
+        return file
+    kept = {name: value for name, value in file.weights.items() if not name.startswith("encoder.norm.")}
+    return file._replace(weights=kept)
 
 
 def _of_encoder(encoder: Encoder, file: WeightsFile) -> tuple[dict[str, Tensor], list[str]]:

@@ -170,13 +170,13 @@ class ViTEncoder(Encoder):
         bias = None
         if self.rel_pos_bias is not None:
             bias = self.rel_pos_bias()[:, 1 - self.num_prefix_tokens :, 1 - self.num_prefix_tokens :]
-        outputs = []
+        outputs = {}
         for index, block in enumerate(self.blocks):
             x = block(x, None if branch_scales is None else branch_scales[index], bias)
             if maps is not None and index in maps:
                 tokens = x if self.on_grid else x[:, self.num_prefix_tokens :].unflatten(1, grid)
-                outputs.append(tokens.permute(0, 3, 1, 2))
-        return self.norm(x) if maps is None else outputs
+                outputs[index] = tokens.permute(0, 3, 1, 2)
+        return self.norm(x) if maps is None else [outputs[index] for index in maps]
 
     def _positions(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The class token with its position ``[1, 1, D]``, and the positions of patches ``[N, D]``; None for none."""

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 class BatchNorm2d(nn.BatchNorm2d):
     """``nn.BatchNorm2d`` whose training statistics are those of a micro-batch on all processes, in float32.
 
-    Parameters and buffers have torch's names. A batch with NaN or infinity, whose optimizer step is skipped, leaves the
-    running statistics as they are. One value for each channel is normalised to 0.
+    Parameters and buffers have torch's names. One value for each channel is normalised to 0.
 
     Attributes:
-        reduce: sums a tensor, float64 or float32, over the processes; None for one process. Every process calls it equally often.
+        reduce: sums a tensor (float64 or float32) over the processes; None for one process. Every process calls it
+            equally often.
     """
 
     reduce: Callable[[Tensor], Tensor] | None = None
@@ -33,9 +33,9 @@ class BatchNorm2d(nn.BatchNorm2d):
         with torch.no_grad():
             self.num_batches_tracked.add_(1)
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            sound = (mean.isfinite() & unbiased.isfinite()).all()
-            for running, found in ((self.running_mean, mean), (self.running_var, unbiased)):
-                running.copy_(torch.where(sound, running.lerp(found, self.momentum or 0.0), running))
+            assert self.momentum is not None
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(unbiased, self.momentum)
         return y
 
 

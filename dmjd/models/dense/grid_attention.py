@@ -25,6 +25,9 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.models.swin import SwinBlock, SwinEncoder
 from dmjd.ops.short_attention import MOST_TOKENS, short_attention, short_attention_packed
 
+DECOMPOSED = (".attn.rel_pos_h", ".attn.rel_pos_w")
+"""Ends of the names of decomposed relative positions."""
+
 GLOBAL_BLOCKS = 4
 """Blocks that attend over the whole grid by default, evenly spaced."""
 
@@ -182,15 +185,14 @@ def attention_on_map(qkv: Tensor, rows: Tensor | None, columns: Tensor | None) -
 
 def _pairs(table: Tensor, size: int) -> Tensor:
     """``table[i - k]`` for queries i and keys k, ``[size, size, d]``, interpolated if it is of another size."""
-    table = table.T.unsqueeze(0)
-    if table.shape[-1] != 2 * size - 1:
-        table = F.interpolate(table.to(at_least_float(table)), size=2 * size - 1, mode="linear")
-    return toeplitz(table[0]).permute(1, 2, 0)
+    if len(table) != 2 * size - 1:
+        table = resized(table.to(torch.promote_types(table.dtype, torch.float32)), 2 * size - 1)
+    return toeplitz(table.T).permute(1, 2, 0)
 
 
-def at_least_float(tensor: Tensor) -> torch.dtype:
-    """float32, or the dtype of ``tensor`` if it is wider."""
-    return torch.promote_types(tensor.dtype, torch.float32)
+def resized(table: Tensor, rows: int) -> Tensor:
+    """``[n, d]`` interpolated linearly to ``[rows, d]``, as in detectron2."""
+    return F.interpolate(table.T.unsqueeze(0), size=rows, mode="linear")[0].T
 
 
 def _head_size(least: int, tokens: int) -> int:
@@ -203,7 +205,7 @@ class ShortWindowAttention(WindowAttention):
     """timm's attention of Swin, computed by :mod:`dmjd.ops.short_attention`."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Windows ``[B * W, N, D]`` and a bias of the windows of an image ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
+        """``[B * W, N, D]`` with a bias of the W windows of an image, ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
         bias = patch_bias(self.relative_position_bias_table, self.window_size)
         if mask is not None:
             bias = bias + mask.unsqueeze(1)

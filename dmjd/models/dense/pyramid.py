@@ -43,9 +43,7 @@ class ConvViTPyramid(nn.Module):
         super().__init__()
         last = widths[-1]
         self.widths = (*widths, last)
-        self.fpn4 = nn.Sequential(
-            nn.Conv2d(last, last, 3, stride=2, padding=1), BatchNorm2d(last), nn.GELU()
-        )
+        self.fpn4 = nn.Sequential(nn.Conv2d(last, last, 3, stride=2, padding=1), BatchNorm2d(last), nn.GELU())
 
     def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
         """Maps at strides 4, 8 and 16 -> at strides 4, 8, 16 and 32."""

@@ -100,11 +100,11 @@ class Segmenter(Model):
 def _maps(encoder: Encoder, chosen: Sequence[int] | None) -> tuple[int, ...]:
     depth = len(encoder.blocks)
     if chosen is None:
-        chosen = [depth // 3 - 1, depth // 2 - 1, depth * 2 // 3 - 1, depth - 1]
+        chosen = [max(0, depth * part // 6 - 1) for part in (2, 3, 4, 6)]
     fits = len(chosen) == LEVELS and list(chosen) == sorted(chosen) and chosen[0] >= 0 and chosen[-1] == depth - 1
     if not fits:
         raise ValueError(
-            f"head.maps must be {LEVELS} blocks in ascending order, the last one {depth - 1}, the encoder's last block; "
+            f"head.maps must be {LEVELS} blocks in ascending order, the last of them {depth - 1}, the encoder's; "
             f"got {list(chosen)}"
         )
     return tuple(chosen)
