@@ -16,6 +16,7 @@ from dmjd.builders.model import build_encoder, materialised
 from dmjd.builders.preparation import draw_branch_scales
 from dmjd.builders.step import DownstreamStep
 from dmjd.builders.weights import load_encoder_part
+from dmjd.builders.weights import load_encoder_part
 from dmjd.config import DetectConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError, config_section
@@ -148,6 +149,8 @@ def build_detection(config: DetectConfig, num_classes: int, *, suppress: bool = 
     classes = num_classes if head.num_classes is None else head.num_classes
     if classes < num_classes:
         raise ConfigError(f"head.num_classes={classes} is less than the {num_classes} of the data; set it to null")
+    if config.engine.cuda_graphs:
+        raise ConfigError("engine.cuda_graphs=true is not available in dmjd detect; set it to false")
     torch.manual_seed(config.seed)
     with config_section("backbone, attention, head"):
         encoder = build_encoder(config)
