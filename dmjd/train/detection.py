@@ -25,7 +25,7 @@ class Detecting(Dense[DetectConfig]):
         initial: weights of the encoder to begin with.
     """
 
-    score, score_title = "box_ap", "box AP"
+    score, score_title, evaluation = "box_ap", "box AP", "ap"
     _advice = "dmjd ap RUN, dmjd report RUN, dmjd predict RUN IMAGES, dmjd export RUN"
 
     def __init__(self, config: DetectConfig, world: World, initial: Path | None = None) -> None:
@@ -34,7 +34,7 @@ class Detecting(Dense[DetectConfig]):
 
     def _validate(self, step: int) -> dict[str, float | None]:
         assert isinstance(self.step, DetectStep)
-        return validate_detection(self.step, self._test, self._config, self._world)
+        return validate_detection(self.step, self._test, self._config, self._world, self._run, step)
 
     def _testing(self) -> str:
         head = self._config.head
