@@ -41,8 +41,8 @@ _log = logging.getLogger("dmjd")
 class Objects(NamedTuple):
     """M objects of an image.
 
-    boxes: float ``[M, 4]``, (x1, y1, x2, y2) in pixels. labels: int ``[M]``. scores: float ``[M]``; None for annotations.
-    masks: M arrays, bool ``[H, W]``; None without masks.
+    boxes: float ``[M, 4]``, (x1, y1, x2, y2) in pixels. labels: int ``[M]``. scores: float ``[M]``; None for
+    annotations. masks: M arrays, bool ``[H, W]``; None without masks.
     """
 
     boxes: NDArray[np.floating]
@@ -52,8 +52,8 @@ class Objects(NamedTuple):
 
 
 def palette(count: int) -> NDArray[np.uint8]:
-    """``count`` colours, uint8 ``[count, 3]``: consecutive ones differ in hue, every third in brightness. The first ones
-    do not depend on ``count``."""
+    """``count`` colours, uint8 ``[count, 3]``: consecutive ones differ in hue and brightness. The first ones do not
+    depend on ``count``."""
     shades = ((0.75, 0.95), (0.95, 0.7), (0.45, 0.85))
     colours = [colorsys.hsv_to_rgb(number * _GOLDEN % 1, *shades[number % 3]) for number in range(count)]
     return (255 * np.array(colours).reshape(count, 3)).round().astype(np.uint8)
