@@ -341,6 +341,8 @@ BROKEN: dict[str, Json | str | bytes] = {
     **{f"annotation without {key}": _without("annotations", key) for key in ("id", "image_id", "category_id", "bbox")},
     **{f"category without {key}": _without("categories", key) for key in ("id", "name")},
     **{f"{key} twice": _twice(key) for key in ("images", "annotations", "categories")},
+    "category of two lines": content() | {"categories": [{"id": 3, "name": "a\nb"}]},
+    "category of half a character": content() | {"categories": [{"id": 3, "name": "\udfff"}]},
     "unknown image": content(image_id=6),
     "unknown category": content(category_id=2),
     "id is text": content(id="9"),
