@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from dmjd.data.dataset import InMemory, Pixels
 from dmjd.data.dense import detection
 from dmjd.data.dense.coco import CocoImage, Objects
 from dmjd.data.dense.detection import GREY, LargeScaleJitter
-from dmjd.data.dense.masks import Masks, MaskStore, unpack
+from dmjd.data.dense.masks import Masks, MaskStore
 from dmjd.data.loader import make_loader
 from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
@@ -60,7 +61,12 @@ def rectangles(size: tuple[int, int], boxes: list[list[float]], as_runs: bool = 
 def cut(jitter: LargeScaleJitter, row: int, image: CocoImage) -> tuple[Pixels, Floats, list[int], Pixels]:
     """Image, boxes, labels and unpacked masks of sample ``IDS[row]``."""
     view, boxes, labels, masks = jitter.draw(IDS, KEY).cut(row, image)
-    return view.numpy(), boxes.double().numpy(), labels.tolist(), unpack(masks, jitter.size[1]).numpy()
+    return (
+        view.numpy(),
+        boxes.double().numpy(),
+        labels.tolist(),
+        np.unpackbits(masks.numpy(), axis=2, count=jitter.size[1]),
+    )
 
 
 def geometry(jitter: LargeScaleJitter, row: int, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -224,6 +230,21 @@ def test_batches_do_not_depend_on_ranks_workers_and_batch_size(scenes: Path) -> 
     assert sum(len(row[2]) for row in rows(batch)) > 3
 
 
+def test_a_substitute_brings_its_own_objects(scenes: Path, tmp_path: Path) -> None:
+    shutil.copytree(scenes, tmp_path / "scenes")
+    config = DetectDataConfig(root=str(tmp_path / "scenes"), image_size=[64, 72], check="none")
+    dataset = build_dataset(config, "train")
+    batches = training_batches(config, dataset, 4, seed=1)
+    bad = int(batches[0].sample_ids[1])
+    Path(dataset.name(bad)).write_bytes(Path(dataset.name(bad)).read_bytes()[:900])
+    batch, substitutions = batches.load(0)
+    assert [each.sample_id for each in substitutions] == [bad]
+    names = [dataset.name(index) for index in range(len(dataset))]
+    draws = batches.crop.draw(batch.sample_ids, make_key(1, 0))
+    view = draws.cut(1, dataset.open(names.index(substitutions[0].substitute)))
+    assert equal(rows(batch)[1:2], rows(batches.crop.batch([view], batch.sample_ids[1:2], [-1])))
+
+
 def test_batches_have_places_for_objects(scenes: Path) -> None:
     jitter = LargeScaleJitter((32, 41))
     images = [rectangles((40, 50), []), rectangles((40, 50), [[0.0, 0.0, 50.0, 40.0]])]
@@ -261,6 +282,9 @@ def test_testing_resizes_and_pads(scenes: Path) -> None:
         assert (view[:, width:] == GREY).all()
         truth = np.asarray(Image.fromarray(dataset.image(index)).resize((width, height), Image.Resampling.BILINEAR))
         assert np.abs(view[:height, :width].numpy().astype(int) - truth).max() <= 1
+    smaller, (height, width) = detection.test_image(dataset.open(0), (20, 24))  # decoded at half size
+    truth = np.asarray(Image.fromarray(dataset.image(0)).resize((width, height), Image.Resampling.BILINEAR))
+    assert np.abs(smaller[:height, :width].numpy().astype(int) - truth).mean() < 3
     exact, size = detection.test_image(InMemory(np.full((7, 9, 1), 5, np.uint8)), (7, 9))
     assert size == (7, 9)
     assert (exact == 5).all()
