@@ -157,8 +157,8 @@ def build_segmentation(config: SegmentConfig, num_classes: int) -> Segmentation:
 def _check_test(config: SegmentConfig) -> None:
     if config.test.mode == "whole" and config.backbone.positions in ("relative", "learned_relative"):
         raise ConfigError(
-            f"test.mode=whole encodes images of any size, and backbone.positions={config.backbone.positions} has tables "
-            "for data.image_size alone; set test.mode=slide"
+            f"test.mode=whole encodes images of any size, and backbone.positions={config.backbone.positions} has "
+            "tables for data.image_size alone; set test.mode=slide"
         )
 
 
