@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmjd.config import DetectConfig, EvaluationConfig
+from dmjd.config import DetectConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, path, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
@@ -32,6 +32,7 @@ class ApConfig(EvaluationConfig):
     few_shot: float | None = recorded()
     labels: str | None = recorded()
     untrained: bool | None = recorded(False)
+    model: PretrainConfig | None = recorded()
 
     def check(self) -> None:
         if self.results is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dmjd.config import EvaluationConfig, SegmentConfig
+from dmjd.config import EvaluationConfig, PretrainConfig, SegmentConfig
 from dmjd.config.fields import choice, number, positive, recorded, size
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
@@ -15,12 +15,13 @@ class MapTestConfig:
     """How an image is tested. null: as in the validations of the run.
 
     mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
+        run: as in the validations of the run.
     stride: Height and width of the steps between windows, in pixels.
     scales: Factors of data.resize; with several, or with flip, the probabilities of all of them are averaged.
     flip: Also average over the mirrored image.
     """
 
-    mode: str | None = field(default=None, metadata={"choices": ["slide", "whole"]})
+    mode: str = choice("run", "slide", "whole")
     stride: list[int] | None = size(least=1)
     scales: list[float] | None = number(None, above=0, most=100)
     flip: bool | None = None
@@ -46,10 +47,7 @@ class MiouConfig(EvaluationConfig):
     few_shot: float | None = recorded()
     labels: str | None = recorded()
     untrained: bool | None = recorded(False)
-
-    def check(self) -> None:
-        if self.test.scales == []:
-            raise ConfigError("test.scales must hold at least one number, got []")
+    model: PretrainConfig | None = recorded()
 
 
 def run(context: Context[MiouConfig]) -> Scores:
@@ -59,6 +57,7 @@ def run(context: Context[MiouConfig]) -> Scores:
     import torch
     from torch import Tensor
 
+    from dmjd.builders.segment import check_test
     from dmjd.config import SegmentDataConfig
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.segmentation import MapTesting, evaluate_segmentation
@@ -70,8 +69,9 @@ def run(context: Context[MiouConfig]) -> Scores:
     trained, data, model = frozen.trained, frozen.data, frozen.objective
     if not isinstance(trained, SegmentConfig) or not isinstance(data, SegmentDataConfig) or model is None:
         raise ConfigError(f"checkpoint={config.checkpoint} is no segmentation model; train one with dmjd segment")
-    given = {key: value for key, value in vars(config.test).items() if value is not None}
+    given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
     test = replace(trained.test, **given)
+    check_test(replace(trained, data=data, test=test))
     dataset = context.dataset("test")
     check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
 

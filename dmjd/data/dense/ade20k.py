@@ -169,7 +169,8 @@ def _read_classes(root: Path) -> tuple[Path, Sequence[str]]:
     else:
         rows = [line.split("\t") for line in lines[1:]]
         numbers = [row[0].strip() for row in rows]
-        if numbers != [str(number) for number in range(1, len(rows) + 1)] or any(len(row) < 2 for row in rows):
+        complete = all(len(row) > 1 and row[-1].strip() for row in rows)
+        if not complete or numbers != [str(number) for number in range(1, len(rows) + 1)]:
             raise DataError(f"{file} needs a line of titles, and lines NUMBER, tab, ..., tab, NAME numbered from 1 on")
         names = [row[-1].strip() for row in rows]
         short = [name.split(",")[0].strip() for name in names]

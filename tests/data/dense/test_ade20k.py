@@ -210,7 +210,7 @@ def test_a_bad_mask_is_one_line_that_names_the_file(
 
 def test_zero_label_hint(root: Path) -> None:
     save(root, Image.fromarray(np.full(SIZE, 3, dtype=np.uint8)))
-    with pytest.raises(DataError, match="are 0 to 2 .*true numbers them from 1"):
+    with pytest.raises(DataError, match=r"are 0 to 2 .*true numbers them from 1"):
         build(root, check="decode", reduce_zero_label=False)
 
 
@@ -260,6 +260,32 @@ def test_names_of_ade20ks_own_table(root: Path, table: str) -> None:
     (root / "objectInfo150.txt").write_text(table + "5\t0.1\t1\t1\tsky\n")
     with pytest.raises(DataError, match=r"objectInfo150\.txt needs a line of titles"):
         build(root)
+
+
+@pytest.mark.parametrize("row", ["1", "1\t", "1 sky", "x\tsky", "\u00b2\tsky", "2\tsky", "-1\tsky"])
+def test_a_damaged_table_is_one_line(root: Path, row: str) -> None:
+    (root / "classes.txt").unlink()
+    (root / "objectInfo150.txt").write_text(f"Idx\tName\n{row}\n")
+    with pytest.raises(DataError, match=r"objectInfo150\.txt needs a line of titles"):
+        build(root)
+
+
+def test_changed_bytes_of_a_mask_are_a_bad_image_or_a_map(root: Path) -> None:
+    file = root / "annotations/training/0.png"
+    save(root, palette(values()))
+    whole, rng = bytearray(file.read_bytes()), np.random.default_rng(0)
+    dataset, lines = build(root), list[str]()
+    for _ in range(200):
+        changed = whole.copy()
+        for at in rng.integers(0, len(whole), rng.integers(1, 4)):
+            changed[at] = rng.integers(0, 256)
+        file.write_bytes(changed[: rng.integers(1, len(whole))] if rng.random() < 0.3 else changed)
+        try:
+            assert dataset.open(0).classes().shape == SIZE
+        except BadImage as error:
+            lines.append(str(error))
+    assert len(lines) > 50
+    assert all("annotations/training/0.png" in line and "\n" not in line for line in lines)
 
 
 def test_names_that_share_their_first_synonym_are_whole(root: Path) -> None:

@@ -139,7 +139,7 @@ def test_crop_is_that_of_the_whole_resized_image(channels: int) -> None:
         crop, _ = cut(draws, row, image)
         crop = crop[: expected.shape[0], : expected.shape[1]]
         assert np.abs(crop - expected).max() <= 1
-        tested = segmentation.test_image(image, (64, 256), 0.5 + 1.5 * uniform[row][0])
+        tested = segmentation.test_image(image, [int(side * (0.5 + 1.5 * uniform[row][0])) for side in (64, 256)])
         np.testing.assert_array_equal(tested, whole)
 
 
