@@ -29,8 +29,8 @@ def _best(column: Column) -> Column:
     )
 
 
-_MIOU = Column("mIoU", "mean IoU of the segmentation")
-_BOX = Column("AP box", "box AP of the detection")
+_MIOU = Column("Seg. mIoU", "mean IoU of the segmentation")
+_BOX = Column("Det. AP box", "box AP of the detection")
 
 TRAININGS = {
     "finetune": Training(
@@ -46,8 +46,8 @@ TRAININGS = {
         "segmentation",
         {
             "miou": _MIOU,
-            "aacc": Column("aAcc", "pixel accuracy of the segmentation"),
-            "macc": Column("mAcc", "mean class accuracy of the segmentation"),
+            "aacc": Column("Seg. aAcc", "pixel accuracy of the segmentation"),
+            "macc": Column("Seg. mAcc", "mean class accuracy of the segmentation"),
             "best_miou": _best(_MIOU),
         },
         "cross-entropy",
@@ -57,15 +57,15 @@ TRAININGS = {
         "detection",
         {
             "box_ap": _BOX,
-            "mask_ap": Column("AP mask", "mask AP of the detection"),
-            "box_ap50": Column("AP50 box", "box AP at IoU .5 of the detection"),
-            "mask_ap50": Column("AP50 mask", "mask AP at IoU .5 of the detection"),
+            "mask_ap": Column("Det. AP mask", "mask AP of the detection"),
+            "box_ap50": Column("Det. AP50 box", "box AP at IoU .5 of the detection"),
+            "mask_ap50": Column("Det. AP50 mask", "mask AP at IoU .5 of the detection"),
             "best_box_ap": _best(_BOX),
         },
         parts={
             "rpn_class": "objectness of proposals",
             "rpn_box": "boxes of proposals",
-            "class_": "classes",
+            "class": "classes",
             "box": "boxes",
             "mask": "masks",
         },

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from dmjd.builders.detect import DetectStep, build_detect_step
 from dmjd.builders.tasks import classes_of
 from dmjd.config import DetectConfig
+from dmjd.data.dense.coco import Coco
 from dmjd.evaluate.detection import validate_detection
 from dmjd.parallel.world import World
+from dmjd.runs.classes import CATEGORY_IDS, pack_category_ids
 from dmjd.runs.folder import RunFolder
 from dmjd.train.dense import Dense, resolve_dense
 
@@ -31,6 +34,10 @@ class Detecting(Dense[DetectConfig]):
     def __init__(self, config: DetectConfig, world: World, initial: Path | None = None) -> None:
         initial = None if config.weights == "untrained" else initial
         super().__init__(config, world, build_detect_step(config, classes_of(config), world, initial))
+
+    def files(self) -> Mapping[str, bytes]:
+        assert isinstance(self._train, Coco)
+        return {**super().files(), CATEGORY_IDS: pack_category_ids(self._train.category_ids)}
 
     def _validate(self, step: int) -> dict[str, float | None]:
         assert isinstance(self.step, DetectStep)

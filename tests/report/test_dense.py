@@ -51,7 +51,7 @@ DETECT = SHARED | {
 }
 PARTS = {
     "segment": {"decode": 2.0, "auxiliary": 1.0},
-    "detect": {"rpn_class": 0.1, "rpn_box": 0.2, "class_": 0.3, "box": 0.4, "mask": 0.5},
+    "detect": {"rpn_class": 0.1, "rpn_box": 0.2, "class": 0.3, "box": 0.4, "mask": 0.5},
 }
 VALIDATED = {
     "segment": {"miou": 40.0, "aacc": 80.0, "macc": 50.0},
@@ -184,11 +184,11 @@ def test_scores_stand_beside_the_published_ones(make_dense: MakeRun, make_run: M
 def test_runs_are_compared_by_their_validations(make_dense: MakeRun) -> None:
     folders = [make_dense("a", "segment", init=None), make_dense("b", "segment", init=None, epochs=8)]
     markdown = write_comparison(folders, baseline=folders[0])[0].read_text()
-    assert "| mIoU online" in markdown
+    assert "| Seg. mIoU online" in markdown
     assert "| segmentation" in markdown
     (run, _) = read_runs(folders)
     online = next(metric for metric in metrics([run]) if metric.online)
-    assert (online.evaluation, online.score, online.title) == ("segment", "miou", "mIoU online")
+    assert (online.evaluation, online.score, online.title) == ("segment", "miou", "Seg. mIoU online")
     assert [(point.epoch, point.score) for point in points(run, online)] == [(1, 40), (2, 42), (3, 40), (4, 40)]
 
 
