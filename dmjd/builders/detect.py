@@ -16,7 +16,6 @@ from dmjd.builders.model import build_encoder, materialised
 from dmjd.builders.preparation import draw_branch_scales
 from dmjd.builders.step import DownstreamStep
 from dmjd.builders.weights import load_encoder_part
-from dmjd.builders.weights import load_encoder_part
 from dmjd.config import DetectConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError, config_section

@@ -184,6 +184,23 @@ def test_fine_tuning_with_layer_decay_and_frozen_layers(
     assert_same_curve(seen["from ddp"], seen["curve"][2:])
 
 
+@pytest.fixture(scope="module")
+def segmented_alone() -> dict[str, Any]:
+    return walk.Segmented(walk.engine("single"), world.alone(walk.CPU)).look()
+
+
+@NAMES
+def test_segmentation_has_the_statistics_of_all_images(
+    name: str, two: tuple[Seen, Path], segmented_alone: dict[str, Any]
+) -> None:
+    seen = two[0][name]["segmented"]
+    assert_same_curve(seen["curve"], segmented_alone["curve"])
+    assert_close(seen["parameters"], segmented_alone["parameters"])
+    assert_close(seen["buffers"], segmented_alone["buffers"])
+    for which in ("logits", "gathered"):
+        torch.testing.assert_close(seen[which], segmented_alone["logits"], rtol=1e-4, atol=1e-4)
+
+
 @NAMES
 def test_logits_of_the_average_leave_no_trace(
     name: str, two: tuple[Seen, Path], fine_tuned_alone: dict[str, Any]

@@ -21,13 +21,18 @@ from dmjd.builders.average import ENCODER, Ema
 from dmjd.builders.finetune import build_finetune_step
 from dmjd.builders.schedules import cosine
 from dmjd.config import (
+    AttentionConfig,
     BackboneConfig,
     DataConfig,
+    DenseOptimConfig,
     EngineConfig,
     FinetuneConfig,
     FinetuneOptimConfig,
     HeadConfig,
     OptimConfig,
+    SegmentConfig,
+    SegmentDataConfig,
+    UperNetConfig,
 )
 from dmjd.data.batch import Batch
 from dmjd.masking import MaskedViews, MaskSpec
@@ -247,6 +252,54 @@ class FineTuned:
         return seen
 
 
+class Segmented:
+    """Some steps of segmentation, whose batch normalisation has the statistics of all processes."""
+
+    def __init__(self, config: EngineConfig, world: World) -> None:
+        # Of one micro-batch: statistics are those of the images that are computed together.
+        from dmjd.builders.segment import build_segment_step  # imports transformers, for seconds
+
+        self.step = build_segment_step(segment_config(replace(config, grad_accum_steps=1)), CLASSES, world)
+        self.world = world
+
+    def batch(self, number: int, whole: bool = False) -> Batch:
+        generator = torch.Generator().manual_seed(number)
+        images = torch.randint(0, 256, (BATCH, 64, 64, 3), dtype=torch.uint8, generator=generator)
+        maps = torch.randint(0, CLASSES, (BATCH, 64, 64), dtype=torch.uint8, generator=generator)
+        batch = Batch.empty(BATCH, [(64, 64)], 3)._replace(images=images, sample_ids=torch.arange(BATCH), maps=maps)
+        return batch if whole else batch.map(lambda field: field.chunk(self.world.size)[self.world.rank])
+
+    def look(self) -> dict[str, Any]:
+        """Losses, parameters and running statistics of two steps; logits then; and those of the gathered model."""
+        rows = []
+        for number in range(2):
+            losses = self.step.forward_backward(self.batch(number), number)
+            result = self.step.update(0.1)
+            rows.append([float(self.world.mean(each)) for each in losses.values()] + [float(result.grad_norm)])
+        engine, images = self.step.engine, self.batch(5, whole=True).images
+        seen = {"curve": rows, "parameters": engine.full_state_dict(), "logits": self.step.logits(images)}
+        seen["buffers"] = {n: buffer.clone() for n, buffer in engine.objective.named_buffers()}
+        with engine.gathered() as objective, torch.no_grad():
+            if objective is not None:
+                seen["gathered"] = objective.eval()(self.step.prepare(self.batch(5, whole=True), 0).images)
+                objective.train()
+        engine.close()
+        return seen
+
+
+def segment_config(config: EngineConfig) -> SegmentConfig:
+    return SegmentConfig(
+        init=None,
+        batch_size=BATCH,
+        backbone=BackboneConfig(patch_size=16, embed_dim=32, depth=2, num_heads=4, drop_path=0.2),
+        data=SegmentDataConfig(image_size=[64, 64]),
+        optim=DenseOptimConfig(clip_grad=0.5, eps=1e-2, layer_decay=0.5),
+        engine=config,
+        head=UperNetConfig(channels=8, auxiliary_channels=4),
+        attention=AttentionConfig(window=3, relative_positions="decomposed"),
+    )
+
+
 def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], variants: bool) -> None:
     """The life of one rank. Writes ``folder/NAME.pt`` of every engine, and ``folder/NAME/`` after three steps of it."""
     world = join(rank, size, port)
@@ -365,6 +418,7 @@ def _look_at(
         of_mlps = replace(config, activation_checkpointing="mlp")
         seen["fine-tuned"] = FineTuned(of_mlps, world).look(folder.with_name(f"{folder.name}-fine-tuned"), of_ddp)
         recomputed = replace(config, activation_checkpointing="full")
+        seen["segmented"] = Segmented(recomputed, world).look()
         seen["convolutional, recomputed"] = Run(recomputed, world, convolutional=True).take(2)
         if engines.ENGINES[config.name].mesh:
             with Sent() as sent:

@@ -16,7 +16,8 @@ class BatchNorm2d(nn.BatchNorm2d):
     Parameters and buffers have torch's names. One value for each channel is normalised to 0.
 
     Attributes:
-        reduce: sums a tensor, float64 or float32, over the processes; None for one process. Every process calls it equally often.
+        reduce: sums a tensor (float64 or float32) over the processes; None for one process. Every process calls it
+            equally often.
     """
 
     reduce: Callable[[Tensor], Tensor] | None = None

@@ -104,7 +104,7 @@ def _maps(encoder: Encoder, chosen: Sequence[int] | None) -> tuple[int, ...]:
     fits = len(chosen) == LEVELS and list(chosen) == sorted(chosen) and chosen[0] >= 0 and chosen[-1] == depth - 1
     if not fits:
         raise ValueError(
-            f"head.maps must be {LEVELS} blocks in ascending order, of which the last is {depth - 1}, the encoder's last; "
+            f"head.maps must be {LEVELS} blocks in ascending order, the last of them {depth - 1}, the encoder's; "
             f"got {list(chosen)}"
         )
     return tuple(chosen)
