@@ -87,7 +87,7 @@ class MaskRCNNConfig:
     mask_convs: int = positive(4)
     proposals_before: int = positive(2000)
     proposals: int = positive(1000)
-    samples: int = positive(512)
+    samples: int = number(512, least=4)
     detections: int = may_change(positive(100))
     min_score: float = may_change(number(0.05, least=0, below=1))
     num_classes: int | None = found_at_start(number(None, least=1, most=100_000))
