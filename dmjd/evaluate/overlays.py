@@ -28,7 +28,7 @@ PER_CLASS = "per_class.json"
 
 _IGNORED = 255
 _OPACITY = 0.55
-_GOLDEN = 0.618034
+_STEPS = 1.22074408 ** -np.arange(1.0, 4.0)  # an additive recurrence that fills the cube of HSV evenly
 _MARGIN, _GAP, _HEAD, _LINE = 8, 6, 20, 16
 _CELLS = (288, 224, 176, 136, 104)
 _MAX_BYTES = 300_000  # reports embed the file
@@ -52,10 +52,10 @@ class Objects(NamedTuple):
 
 
 def palette(count: int) -> NDArray[np.uint8]:
-    """``count`` colours, uint8 ``[count, 3]``: consecutive ones differ in hue and brightness. The first ones do not
-    depend on ``count``."""
-    shades = ((0.75, 0.95), (0.95, 0.7), (0.45, 0.85))
-    colours = [colorsys.hsv_to_rgb(number * _GOLDEN % 1, *shades[number % 3]) for number in range(count)]
+    """``count`` distinct colours, uint8 ``[count, 3]``. The first ones do not depend on ``count``."""
+    steps = (np.arange(count)[:, None] * _STEPS + (0, 0.5, 0.5)) % 1
+    hues, saturations, values = (steps * (1, 0.5, 0.5) + (0, 0.5, 0.5)).T.tolist()
+    colours = [colorsys.hsv_to_rgb(*each) for each in zip(hues, saturations, values, strict=True)]
     return (255 * np.array(colours).reshape(count, 3)).round().astype(np.uint8)
 
 
@@ -89,7 +89,7 @@ def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]
 
 
 def _blend(pixels: NDArray[np.uint8], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    mixed: NDArray[np.uint8] = ((1 - _OPACITY) * pixels + _OPACITY * colours.astype(np.float32)).astype(np.uint8)
+    mixed: NDArray[np.uint8] = ((1 - _OPACITY) * pixels + _OPACITY * colours).round().astype(np.uint8)
     return mixed
 
 

@@ -146,7 +146,7 @@ class SegmentationDraws:
         Raises:
             BadImage: if the image or its mask cannot be used.
         """
-        transform, (height, width) = self._transform, self._transform.size
+        transform = self._transform
         whole = self.resized(row, image.size)
         top, left, classes = self._crop(row, image.classes(), whole)
         box = top, left, *classes.shape
@@ -156,13 +156,9 @@ class SegmentationDraws:
             classes = classes[:, ::-1]
         if transform.distortion:
             pixels = Distortion.of(self._changes[row])(pixels)
-        crop = _pixels(pixels)
-        padded = np.empty((height, width, crop.shape[-1]), dtype=np.uint8)
-        padded[:] = [min(255, max(0, round(255 * value))) for value in transform.mean]
-        padded[: crop.shape[0], : crop.shape[1]] = crop
-        full = np.full((height, width), IGNORED, dtype=np.uint8)
-        full[: crop.shape[0], : crop.shape[1]] = classes
-        return torch.from_numpy(padded), torch.from_numpy(full)
+        colour = [min(255, max(0, round(255 * value))) for value in transform.mean]
+        padded = _padded(_pixels(pixels), transform.size, colour), _padded(classes, transform.size, IGNORED)
+        return tuple(map(torch.from_numpy, padded))
 
     def resized(self, row: int, size: Size) -> Size:
         """(height, width) of sample ``sample_ids[row]``, an image of ``size``, before the crop."""
@@ -269,6 +265,17 @@ def _resampled(opened: OpenImage, whole: Size, box: tuple[int, int, int, int]) -
     right, bottom = min(x1 - first_column, image.width), min(y1 - first_row, image.height)
     place = (x0 - first_column, y0 - first_row, right, bottom)
     return image.resize((width, height), Image.Resampling.BILINEAR, box=place)
+
+
+def _padded(pixels: Pixels, size: Size, fill: int | Sequence[int]) -> Pixels:
+    """A copy of ``pixels``, with ``fill`` at the bottom and the right up to ``size``."""
+    height, width = pixels.shape[:2]
+    if (height, width) == size:
+        return pixels.copy()
+    padded = np.empty((*size, *pixels.shape[2:]), dtype=np.uint8)
+    padded[:] = fill
+    padded[:height, :width] = pixels
+    return padded
 
 
 def _pixels(image: Image.Image) -> Pixels:
