@@ -296,7 +296,7 @@ def segment_config(config: EngineConfig) -> SegmentConfig:
         optim=DenseOptimConfig(clip_grad=0.5, eps=1e-2, layer_decay=0.5),
         engine=config,
         head=UperNetConfig(channels=8, auxiliary_channels=4),
-        attention=AttentionConfig(window=3, relative_positions="decomposed"),
+        attention=AttentionConfig(window=3, global_blocks=[1], relative_positions="decomposed"),
     )
 
 
