@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 
+from dmjd.models.dense.grid_attention import attention_on_map
 from dmjd.ops import masked_depthwise_conv2d, short_attention
 
 Ways = Mapping[str, Callable[..., Tensor]]
@@ -75,8 +78,7 @@ def depthwise(table: timing.Table, device: str, tiny: bool) -> None:
         weight = torch.randn(case.channels, 1, KERNEL, KERNEL, device=device)
         bias = torch.randn(case.channels, device=device)
         maps = [
-            torch.randn(case.batch, side, side, case.channels, device=device).bfloat16()
-            for _ in range(timing.BUFFERS)
+            torch.randn(case.batch, side, side, case.channels, device=device).bfloat16() for _ in range(timing.BUFFERS)
         ]
         blocks = [to_blocks(each, case.q) for each in maps]
         name = f"{case.name}: {case.batch} x {side} x {side} x {case.channels}"
@@ -191,7 +193,24 @@ def _positioned(grid: Grid, device: str, folder: Path | None) -> Ways:
         bias = (by_row.unsqueeze(-1) + by_column.unsqueeze(-2)).flatten(-2)
         return _sdpa(qkv, bias)
 
-    def extended(qkv: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    flexible: Any = torch.compile(flex_attention) if device == "cuda" else flex_attention
+
+    def flex(qkv: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The products are added to the scores inside the kernel."""
+        by_row, by_column = _products(qkv[:, :, 0], rows, columns, grid.side)
+
+        def add(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + by_row[b, h, i, j // grid.side] + by_column[b, h, i, j % grid.side]
+
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        out: Tensor = flexible(q, k, v, score_mod=add)
+        return out.transpose(1, 2)
+
+    def ours(qkv: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        size = grid.side, grid.side
+        return attention_on_map(qkv.unflatten(1, size), rows, columns).flatten(1, 2)
+
+    def extended(qkv: Tensor, rows: Tensor, columns: Tensor, narrow: bool = False) -> Tensor:
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         by_row, by_column = _products(qkv[:, :, 0], rows, columns, grid.side)
         places = torch.arange(grid.side, device=qkv.device)
@@ -203,13 +222,15 @@ def _positioned(grid: Grid, device: str, folder: Path | None) -> Ways:
         long_k = torch.cat((k, ones), dim=-1)
         width = (-long_q.shape[-1]) % 8
         long_q, long_k = F.pad(long_q, (0, width)), F.pad(long_k, (0, width))
-        padded = F.pad(v, (0, long_q.shape[-1] - v.shape[-1]))
+        padded = v if narrow else F.pad(v, (0, long_q.shape[-1] - v.shape[-1]))
         out = F.scaled_dot_product_attention(long_q, long_k, padded, scale=grid.depth**-0.5)
         return out[..., : grid.depth].transpose(1, 2)
 
     ways |= {f"bias, {way}": _by(backend, biased) for way, backend in _backends(device).items() if way != "flash"}
     ways |= {f"extended, {way}": _by(backend, extended) for way, backend in _backends(device).items()}
-    return ways
+    narrow = partial(extended, narrow=True)
+    ways |= {f"extended, narrow values, {way}": _by(backend, narrow) for way, backend in _backends(device).items()}
+    return ways | {"flex_attention": flex, "attention_on_map": ours}
 
 
 def _products(q: Tensor, rows: Tensor, columns: Tensor, side: int) -> tuple[Tensor, Tensor]:

@@ -63,7 +63,7 @@ def _segment(arguments: Sequence[str]) -> None:
     config = compose("segment", with_first_key("segment", arguments))
     from dmjd.train.loop import segment
 
-    _train(lambda: segment(config), "evaluations/")
+    _train(lambda: segment(config), "evaluations/, pictures/")
 
 
 def _detect(arguments: Sequence[str]) -> None:
@@ -73,7 +73,7 @@ def _detect(arguments: Sequence[str]) -> None:
     config = compose("detect", with_first_key("detect", arguments))
     from dmjd.train.loop import detect
 
-    _train(lambda: detect(config), "evaluations/")
+    _train(lambda: detect(config), "evaluations/, pictures/")
 
 
 def _train(act: Callable[[], RunFolder], results: str) -> None:

@@ -117,6 +117,19 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("dmjd validate runs/finetune which=best weights=ema", "the best checkpoint's moving average"),
         ("dmjd validate runs/finetune data.root=others", "on other images of the same classes"),
     ),
+    "miou": (
+        ("dmjd miou runs/segment", "the newest checkpoint, on the validation images of the run"),
+        (
+            "dmjd miou runs/segment which=best test.flip=true test.scales=[.5,.75,1,1.25,1.5,1.75]",
+            "multi-scale testing",
+        ),
+        ("dmjd miou runs/segment test.mode=whole data.root=others", "whole images, of another folder"),
+    ),
+    "ap": (
+        ("dmjd ap runs/detect", "the newest checkpoint, on the validation images of the run"),
+        ("dmjd ap runs/detect which=best weights=ema", "the best checkpoint's moving average"),
+        ("dmjd ap runs/detect results=detections.json", "and the detections in COCO's results format"),
+    ),
     "knn": (
         ("dmjd knn runs/photos", "the newest checkpoint of a run, or of a fine-tuned run its encoder"),
         ("dmjd knn runs/photos neighbours=[10,20,100] few_shot=1", "the best of several k, with 1 % of the labels"),

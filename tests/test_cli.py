@@ -17,7 +17,7 @@ from PIL import Image
 from dmjd import __version__, cli
 from dmjd.cluster.submit import submit
 from dmjd.compose import compose, from_yaml, with_first_key
-from dmjd.config import SCHEMAS, PretrainConfig
+from dmjd.config import PLANS, SCHEMAS, PretrainConfig
 from dmjd.errors import Diverged, UserError
 from dmjd.evaluate import EVALUATIONS
 from dmjd.ops import status
@@ -88,7 +88,7 @@ def test_help_shows_the_values_under_the_overrides_before_it(dmjd: Command) -> N
 
 def test_help_of_submit_and_shards_explains_every_argument(dmjd: Command) -> None:
     out = dmjd("submit", "--help")[1]
-    commands = ", ".join(["pretrain", "finetune", "preflight", *EVALUATIONS, "embed", "predict"])
+    commands = ", ".join([*PLANS, "preflight", *EVALUATIONS, "embed", "predict"])
     assert f"\n  COMMAND      {commands}\n  --dry-run    print the script" in out
     _, _, usages, meanings = dmjd("shards", "--help")[1].split("\n\n", 3)
     arguments = set(re.findall(r"\b[A-Z]{2,}\b", "".join(re.findall("  dmjd shards .*", usages))))
@@ -141,8 +141,8 @@ def test_help_has_two_levels_and_its_examples_can_be_typed(dmjd: Command, monkey
         if command in SCHEMAS:
             assert len(found) == 3
             for words in map(shlex.split, found):
-                of_task = command == "plan" and words[0] == "finetune"
-                schema, words = ("plan_finetune", words[1:]) if of_task else (command, words)
+                of_task = command == "plan" and words[0] in PLANS
+                schema, words = (PLANS[words[0]], words[1:]) if of_task else (command, words)
                 compose(schema, with_first_key(schema, words))
 
 
@@ -243,7 +243,7 @@ def test_ops_status_names_the_architectures_of_the_build(dmjd: Command, monkeypa
     ("words", "parts"),
     [
         (["pretrian"], ["no command 'pretrian'; did you mean pretrain?"]),
-        (["zzz"], ["'zzz'", "pretrain, finetune, demo, plan, report, embed", "knn, linprobe"]),
+        (["zzz"], ["'zzz'", "pretrain, finetune, segment, detect, demo, plan, report, embed", "knn, linprobe"]),
         (["pretrain", "--epochs"], ["--epochs needs a value: --epochs=VALUE or epochs=VALUE"]),
         (["pretrain", "--epochs", "--cfg"], ["--epochs needs a value"]),
         (["pretrain", "--epohcs=3"], ["epohcs is not a key; did you mean epochs?"]),

@@ -9,7 +9,7 @@ import pytest
 
 import dmjd.cli  # noqa: F401 -- registers all commands
 from dmjd.compose import compose, values
-from dmjd.config import SCHEMAS, DetectConfig, DownstreamConfig, SegmentConfig
+from dmjd.config import PLANS, SCHEMAS, DetectConfig, DownstreamConfig, SegmentConfig
 from dmjd.config.fields import dataclass_of, keys
 from dmjd.keys import DESCRIBING, groups, key_of_first, takes_data, takes_files
 from dmjd.manual import meanings, page
@@ -38,7 +38,11 @@ def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: st
     found = shown(page(command, overrides))
     schema = SCHEMAS[command]
     recorded = {item.name for item in fields(schema)} - {item.name for item in keys(schema)}  # by the command line
-    assert found.keys() == leaves(asdict(config)) - {"model"} - recorded  # the model is described by groups
+    data = schema.__dataclass_fields__.get("data")
+    own = type(config.data) if data is not None and config.data is not None else None
+    unused = {f"data.{item.name}" for item in fields(own) if "recorded" in item.metadata} if own else set()
+    # The model is described by groups.
+    assert found.keys() == leaves(asdict(config)) - {"model"} - recorded - unused
     again = compose(command, [*overrides, *(f"{key}={value}" for key, value in found.items())])
     for name in recorded & vars(config).keys():
         setattr(again, name, getattr(config, name))
@@ -112,7 +116,7 @@ def test_plan_shows_its_own_keys_first() -> None:
 def test_conditions_and_optional_sections_are_explained() -> None:
     texts = {command: " ".join(" ".join(page(command)).split()) for command in SCHEMAS}
     condition = "(X) before a meaning: the key applies only if its section's name is X"
-    has_sections = {"pretrain", "finetune", "plan", "plan_finetune", "export", *WITH_DATA}
+    has_sections = {*PLANS, *PLANS.values(), "export", *WITH_DATA}
     assert {command for command, text in texts.items() if condition in text} == has_sections
     optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
     assert {command for command, text in texts.items() if optional in text} == WITH_DATA - {"validate", "export"}

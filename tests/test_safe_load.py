@@ -32,6 +32,7 @@ from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.runs import checkpoint
 from dmjd.safe_load import (
     TENSORS,
+    json_items,
     load_torch,
     parse_json,
     parse_shard_index,
@@ -574,6 +575,30 @@ def test_a_number_of_many_digits_is_no_json() -> None:
 def test_names_of_files_and_whole_characters_are_json() -> None:
     for text in ("caf\udce9.png", "\U0001f600"):  # the first is not UTF-8 on the disk
         assert parse_json(json.dumps([text]).encode()) == [text]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 1 << 20])
+def test_elements_of_arrays_are_read_in_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmjd.safe_load._JSON_PIECE", piece)
+    value = {
+        "x": {"a": [1]},
+        "a": [1, -2.5e3, "\u00e9\U0001f600", {"b": [None, True]}, [], 12],
+        "n": 17,
+        "b": [],
+        "c": [3],
+    }
+    text = json.dumps(value, ensure_ascii=False, indent=1).encode("utf-8-sig")
+    found = list(json_items(io.BytesIO(text), ("a", "b")))
+    assert found == [("a", each) for each in value["a"]]  # type: ignore[attr-defined]
+
+
+def test_no_element_is_longer_than_the_limit() -> None:
+    def long(count: int) -> io.BytesIO:
+        return io.BytesIO(json.dumps({"a": ["x" * count]}).encode())
+
+    assert len(list(json_items(long(90), ("a",), limit=100))) == 1
+    with pytest.raises(ValueError, match="more than 100 characters, or no end"):
+        list(json_items(io.BytesIO(b'{"a": ["' + b"x" * 10_000_000), ("a",), limit=100))
 
 
 @pytest.mark.parametrize("text", ['a: "\\ud800"', 'a: "\\U0000dc00"'])

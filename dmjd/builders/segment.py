@@ -138,7 +138,7 @@ def build_segmentation(config: SegmentConfig, num_classes: int) -> Segmentation:
         raise ConfigError(f"head.num_classes={classes} is less than the {num_classes} of the data; set it to null")
     if config.engine.cuda_graphs:
         raise ConfigError("engine.cuda_graphs=true is not available in dmjd segment; set it to false")
-    _check_test(config)
+    check_test(config)
     torch.manual_seed(config.seed)
     with config_section("backbone, attention, head"):
         encoder = build_encoder(config)
@@ -154,8 +154,17 @@ def build_segmentation(config: SegmentConfig, num_classes: int) -> Segmentation:
     return Segmentation(model, head.auxiliary_weight)
 
 
-def _check_test(config: SegmentConfig) -> None:
-    if config.test.mode == "whole" and config.backbone.positions in ("relative", "learned_relative"):
+def check_test(config: SegmentConfig) -> None:
+    """Raise ConfigError unless the model can be tested as ``config.test`` says."""
+    test, window = config.test, config.data.image_size
+    if not test.scales:
+        raise ConfigError("test.scales must hold at least one number, got []")
+    if test.mode == "slide" and (test.stride[0] > window[0] or test.stride[1] > window[1]):
+        raise ConfigError(
+            f"test.stride={test.stride} exceeds data.image_size={window}, the size of the windows, so pixels between "
+            "windows would have no class; set a smaller one"
+        )
+    if test.mode == "whole" and config.backbone.positions in ("relative", "learned_relative"):
         raise ConfigError(
             f"test.mode=whole encodes images of any size, and backbone.positions={config.backbone.positions} has "
             "tables for data.image_size alone; set test.mode=slide"

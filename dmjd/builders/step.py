@@ -198,14 +198,15 @@ class DownstreamStep(TrainStep[D]):
         """As :meth:`TrainStep.forward_backward`.
 
         Returns:
-            Means over the micro-batches, 0-d float32: "loss", and the 0-d fields of the objective's output by name.
+            Means over the micro-batches, 0-d float32: "loss", and the 0-d fields of the objective's output by name
+            ("class" of ``class_``).
         """
         self.buffers.begin()
         sums = defaultdict[str, list[Tensor]](list)
         for _, output in self.micro_batches(batch, epoch, skip):
             for name, value in output._asdict().items():
                 if value.ndim == 0:
-                    sums["loss" if name == "total" else name].append(value.detach())
+                    sums["loss" if name == "total" else name.rstrip("_")].append(value.detach())
         return {name: torch.stack(values).mean() for name, values in sums.items()}
 
     def update(self, lr: float) -> StepResult:

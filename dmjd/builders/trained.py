@@ -10,7 +10,7 @@ import torch
 from dmjd.builders import build_objective, target_dim
 from dmjd.builders.model import BACKBONES
 from dmjd.builders.tasks import builders_of
-from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import DetectConfig, FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.models.objective import Trainable
 from dmjd.parallel import native_files, store
@@ -66,7 +66,12 @@ def _initial(folder: Path, trained: TrainConfig) -> Trainable:
     """The model before training, on the default device."""
     if isinstance(trained, PretrainConfig):
         return build_objective(trained, target_dim(trained))
-    return builders_of(trained).objective_and_inputs(trained, _classes(folder, trained), 1)[0]
+    classes = _classes(folder, trained)
+    if isinstance(trained, DetectConfig):  # the form with inputs leaves out non-maximum suppression
+        from dmjd.builders.detect import build_detection
+
+        return build_detection(trained, classes)
+    return builders_of(trained).objective_and_inputs(trained, classes, 1)[0]
 
 
 def _classes(folder: Path, trained: Any) -> int:

@@ -87,7 +87,7 @@ class MaskRCNNConfig:
     mask_convs: int = positive(4)
     proposals_before: int = positive(2000)
     proposals: int = positive(1000)
-    samples: int = positive(512)
+    samples: int = number(512, least=4)
     detections: int = may_change(positive(100))
     min_score: float = may_change(number(0.05, least=0, below=1))
     num_classes: int | None = found_at_start(number(None, least=1, most=100_000))
@@ -121,14 +121,14 @@ class SegmentDataConfig(DenseDataConfig):
 
     root: Folder of the data set.
     name: ade20k: images/{training,validation}/*.jpg and annotations/{training,validation}/*.png below root. The number
-        of a class is the value of a grey or palette PNG. Names of classes: root/objectInfo150.txt, or one in each line
-        of root/classes.txt.
+        of a class is the value of a grey or palette PNG; 255 is no class. Names of classes: one in each line of
+        root/classes.txt, else those of root/objectInfo150.txt.
     image_size: Height and width of training crops and of the windows of slide testing, in pixels.
     resize: Shorter and longest side, in pixels, into which an image is resized without distortion.
     resize_ratio: Range of the random factor of resize in training.
-    max_class_share: Another crop is tried, up to ten times, while one class covers more than this share of its labelled
-        pixels.
-    distortion: Random brightness, contrast, saturation and hue.
+    max_class_share: Another crop is tried, up to ten times, while one class covers this share of its labelled pixels or
+        more. 1: the first crop is taken.
+    distortion: Random brightness, contrast, saturation and hue (PhotoMetricDistortion).
     reduce_zero_label: 0 is no class: it is ignored, and class 1 becomes 0.
     """
 
@@ -186,7 +186,7 @@ class SegmentTestConfig:
 
     mode: str = choice("slide", "whole")
     stride: list[int] = size(341, 341, least=1)
-    scales: list[float] = field(default_factory=lambda: [1.0])
+    scales: list[float] = numbers(1.0, above=0, most=100)
     flip: bool = False
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.data.batch import Batch
-from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Size, evenly
+from dmjd.data.dataset import ImageDataset, OpenImage, Size, evenly
 from dmjd.data.dense.detection import test_image
 from dmjd.data.loader import BatchLoader, check_shared_memory
 from dmjd.data.substitution import Substitution
@@ -43,8 +43,8 @@ _GATHERED = 20_000
 """Detections of each rank that are sent at a time."""
 
 Detect = Callable[[Tensor, Tensor], Sequence[Mapping[str, Tensor]]]
-"""Images uint8 ``[B, H, W, C]`` and their valid sizes int64 ``[B, 2]`` on the device -> of each image ``boxes [n, 4]`` in
-its pixels, ``scores [n]``, ``labels [n]``, ``masks [n, m, m]`` (probabilities within the boxes)."""
+"""Images uint8 ``[B, H, W, C]`` and their (height, width) without padding, int64 ``[B, 2]`` -> of each image
+``boxes [n, 4]`` in its pixels, ``scores [n]``, ``labels [n]``, ``masks [n, m, m]`` (probabilities in the boxes)."""
 Entry = dict[str, Any]
 """One detection in COCO's results format."""
 
@@ -172,7 +172,7 @@ class PaddedImages:
 def padded_images(opened: Sequence[OpenImage], size: Size, ids: Sequence[int]) -> Batch:
     """A batch of :class:`PaddedImages`."""
     images, valid = zip(*(test_image(each, size) for each in opened), strict=True)
-    return Batch(torch.from_numpy(np.stack(images)), torch.tensor(ids), torch.tensor(valid))
+    return Batch(torch.stack(images), torch.tensor(ids), torch.tensor(valid))
 
 
 def in_original(found: Mapping[str, Tensor], valid: Sequence[int], size: Size) -> dict[str, Tensor]:
@@ -325,7 +325,8 @@ def _quiet(*_: object) -> None:
 
 
 def _truth(dataset: Coco) -> dict[str, Any]:
-    """The annotations of the data set's images in COCO's format, crowds included.
+    """The annotations of the data set's images in COCO's format, crowds included; their file was checked when the data
+    set was opened.
 
     Annotations are numbered from 1, as COCO's code takes 0 for "not matched".
     """
@@ -333,27 +334,39 @@ def _truth(dataset: Coco) -> dict[str, Any]:
     annotations = list[dict[str, Any]]()
     with dataset.annotation_file.open("rb") as file:
         for _, each in json_items(file, ("annotations",)):
-            if each["image_id"] in images:
-                height, width = images[each["image_id"]]
-                box = each["bbox"]
-                annotations.append(
-                    {
-                        "id": len(annotations) + 1,
-                        "image_id": each["image_id"],
-                        "category_id": each["category_id"],
-                        "bbox": box,
-                        "area": each.get("area", box[2] * box[3]),
-                        "iscrowd": each.get("iscrowd", 0),
-                        # An empty mask for an object without one.
-                        "segmentation": each.get("segmentation")
-                        or {"size": [height, width], "counts": [height * width]},
-                    }
-                )
+            size, box, area = images[each["image_id"]], each["bbox"], each.get("area")
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": each["image_id"],
+                    "category_id": each["category_id"],
+                    "bbox": box,
+                    "area": area if isinstance(area, (int, float)) else box[2] * box[3],
+                    "iscrowd": int(each.get("iscrowd", 0)),
+                    "segmentation": _drawable(each.get("segmentation"), size),
+                }
+            )
     return {
         "images": [{"id": name, "height": size[0], "width": size[1]} for name, size in images.items()],
         "categories": [{"id": each} for each in dataset.category_ids],
         "annotations": annotations,
     }
+
+
+def _drawable(segmentation: Any, size: Size) -> Any:
+    """A mask that COCO's code draws in little memory: run lengths as they are; polygons of three corners or more, of
+    which corners far outside the image are moved nearer; empty run lengths without any."""
+    if isinstance(segmentation, dict):
+        return segmentation
+    polygons = [polygon for polygon in segmentation or () if len(polygon) >= 6]
+    if not polygons:
+        return {"size": list(size), "counts": [size[0] * size[1]]}
+    height, width = size
+    near = []
+    for polygon in polygons:
+        corners = np.array(polygon, dtype=np.float64).reshape(-1, 2)
+        near.append(corners.clip((-width, -height), (2 * width, 2 * height)).ravel().tolist())
+    return near
 
 
 def _picture(dataset: Coco, entries: Sequence[Entry]) -> bytes:
@@ -389,10 +402,8 @@ def objects_of(entries: Sequence[Entry], labels: Mapping[int, int], min_score: f
 
 
 def annotated_objects(dataset: Coco, number: int) -> Objects:
-    """The annotations of an image, without crowds, as objects to draw."""
+    """The annotations of an image, without crowd regions, as objects to draw."""
     found = dataset.open(number).objects()
     height, width = dataset.size(number)
-    masks: list[Pixels] = [
-        found.masks.render(place, (0, 0, width, height), (height, width)) for place in range(len(found.labels))
-    ]
+    masks = [found.masks.render(place, (0, 0, width, height), (height, width)) for place in range(len(found.masks))]
     return Objects(found.boxes, found.labels, None, [each.astype(bool) for each in masks])

@@ -28,12 +28,12 @@ PER_CLASS = "per_class.json"
 
 _IGNORED = 255
 _OPACITY = 0.55
-_GOLDEN = 0.618034
+_STEPS = 1.22074408 ** -np.arange(1.0, 4.0)  # an additive recurrence that fills the cube of HSV evenly
 _MARGIN, _GAP, _HEAD, _LINE = 8, 6, 20, 16
 _CELLS = (288, 224, 176, 136, 104)
 _MAX_BYTES = 300_000  # reports embed the file
 _INK, _PAPER = (40, 44, 52), (255, 255, 255)
-_LEGEND = 24
+_LEGEND, _LETTERS = 24, 22
 
 _log = logging.getLogger("dmjd")
 
@@ -41,8 +41,8 @@ _log = logging.getLogger("dmjd")
 class Objects(NamedTuple):
     """M objects of an image.
 
-    boxes: float ``[M, 4]``, (x1, y1, x2, y2) in pixels. labels: int ``[M]``. scores: float ``[M]``; None for annotations.
-    masks: M arrays, bool ``[H, W]``; None without masks.
+    boxes: float ``[M, 4]``, (x1, y1, x2, y2) in pixels. labels: int ``[M]``. scores: float ``[M]``; None for
+    annotations. masks: M arrays, bool ``[H, W]``; None without masks.
     """
 
     boxes: NDArray[np.floating]
@@ -52,10 +52,10 @@ class Objects(NamedTuple):
 
 
 def palette(count: int) -> NDArray[np.uint8]:
-    """``count`` colours, uint8 ``[count, 3]``: consecutive ones differ in hue, every third in brightness. The first ones
-    do not depend on ``count``."""
-    shades = ((0.75, 0.95), (0.95, 0.7), (0.45, 0.85))
-    colours = [colorsys.hsv_to_rgb(number * _GOLDEN % 1, *shades[number % 3]) for number in range(count)]
+    """``count`` distinct colours, uint8 ``[count, 3]``. The first ones do not depend on ``count``."""
+    steps = (np.arange(count)[:, None] * _STEPS + (0, 0.5, 0.5)) % 1
+    hues, saturations, values = (steps * (1, 0.5, 0.5) + (0, 0.5, 0.5)).T.tolist()
+    colours = [colorsys.hsv_to_rgb(*each) for each in zip(hues, saturations, values, strict=True)]
     return (255 * np.array(colours).reshape(count, 3)).round().astype(np.uint8)
 
 
@@ -84,12 +84,12 @@ def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]
         right, bottom = max(x1, x2 - 1), max(y1, y2 - 1)  # x2 and y2 are the pixels after the last
         draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
         score = "" if found.scores is None else f" {found.scores[number]:.2f}"
-        _label(draw, (x1, y1), f"{names[int(found.labels[number])]}{score}", colour)
+        _label(draw, (x1, y1), f"{names[int(found.labels[number])][:_LETTERS]}{score}", colour)
     return np.asarray(drawn)
 
 
 def _blend(pixels: NDArray[np.uint8], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    mixed: NDArray[np.uint8] = ((1 - _OPACITY) * pixels + _OPACITY * colours.astype(np.float32)).astype(np.uint8)
+    mixed: NDArray[np.uint8] = ((1 - _OPACITY) * pixels + _OPACITY * colours).round().astype(np.uint8)
     return mixed
 
 
@@ -120,14 +120,7 @@ def predictions_picture(
 
     It has at most 300 kB: its cells are smaller where needed.
     """
-    rows = [
-        (
-            overlay(image, np.full(image.shape[:2], _IGNORED, np.uint8), names),
-            overlay(image, truth, names),
-            overlay(image, prediction, names),
-        )
-        for image, truth, prediction in zip(images, truths, predictions, strict=True)
-    ]
+    rows = list(zip(images, truths, predictions, strict=True))
     maps = [each for each in (*truths, *predictions) if isinstance(each, np.ndarray)]
     present = np.unique(np.concatenate([np.unique(each) for each in maps])) if maps else np.array([], int)
     legend = [int(label) for label in present if label != _IGNORED][:_LEGEND]
@@ -139,8 +132,13 @@ def predictions_picture(
     return content
 
 
-def _sheet(rows: Sequence[Sequence[Picture]], legend: Sequence[int], names: Sequence[str], cell: int) -> Image.Image:
-    sizes = [_fitted(row[0].shape[:2], cell) for row in rows]
+def _sheet(
+    rows: Sequence[tuple[NDArray[np.uint8], Map | Objects, Map | Objects]],
+    legend: Sequence[int],
+    names: Sequence[str],
+    cell: int,
+) -> Image.Image:
+    sizes = [_fitted(image.shape[:2], cell) for image, *_ in rows]
     width = 2 * _MARGIN + 3 * cell + 2 * _GAP
     columns = max(1, width // 150)
     lines = -(-len(legend) // columns)
@@ -150,17 +148,29 @@ def _sheet(rows: Sequence[Sequence[Picture]], legend: Sequence[int], names: Sequ
     for column, title in enumerate(("image", "annotation", "prediction")):
         draw.text((_MARGIN + column * (cell + _GAP), 4), title, fill=_INK, font=font)
     top = _HEAD
-    for row, (tall, wide) in zip(rows, sizes, strict=True):
-        for column, picture in enumerate(row):
-            resized = Image.fromarray(picture).resize((wide, tall), Image.Resampling.BOX)
-            sheet.paste(resized, (_MARGIN + column * (cell + _GAP), top))
+    for (image, *found), (tall, wide) in zip(rows, sizes, strict=True):
+        colour = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+        small = np.asarray(Image.fromarray(colour).resize((wide, tall), Image.Resampling.BOX))
+        cells = [small, *(overlay(small, _resized(each, image.shape[:2], (tall, wide)), names) for each in found)]
+        for column, picture in enumerate(cells):
+            sheet.paste(Image.fromarray(picture), (_MARGIN + column * (cell + _GAP), top))
         top += tall + _GAP
     colours = palette(len(names))
     for number, label in enumerate(legend):
         x, y = _MARGIN + number % columns * 150, top + number // columns * _LINE
         draw.rectangle((x, y + 2, x + 11, y + 13), fill=_colour(colours[label]))
-        draw.text((x + 16, y), names[label][:22], fill=_INK, font=font)
+        draw.text((x + 16, y), names[label][:_LETTERS], fill=_INK, font=font)
     return sheet
+
+
+def _resized(found: Map | Objects, size: Sequence[int], target: tuple[int, int]) -> Map | Objects:
+    """Classes or objects of an image of ``size`` after it is resized to ``target``."""
+    rows, columns = (np.arange(new) * old // new for old, new in zip(size, target, strict=True))
+    if isinstance(found, np.ndarray):
+        return found[rows[:, None], columns]
+    scale = np.array([target[1] / size[1], target[0] / size[0]] * 2)
+    masks = None if found.masks is None else [mask[rows[:, None], columns] for mask in found.masks]
+    return found._replace(boxes=np.asarray(found.boxes) * scale, masks=masks)
 
 
 def _fitted(size: Sequence[int], cell: int) -> tuple[int, int]:

@@ -75,13 +75,10 @@ class Context(Generic[Config]):
         if (split, count) not in self.opened:
             self.opened[split, count] = self._open(split, count)
         dataset = self.opened[split, count]
-        images = f"{self.frozen.source}: the {'training' if split == 'train' else split} images"
         if self.needs == "labels":
             from dmjd.data.build import check_labels
 
-            check_labels(dataset, images)
-        elif self.needs != "none":
-            raise DataError(f"{images} have no {self.needs}; data sets have labels at most")
+            check_labels(dataset, f"{self.frozen.source}: the {'training' if split == 'train' else split} images")
         return dataset
 
     def _open(self, split: Split, count: int | None) -> ImageDataset:
@@ -121,7 +118,7 @@ class Evaluation:
     config: a dataclass derived from :class:`~dmjd.config.EvaluationConfig`.
     run: measures the scores; its module imports torch inside this function.
     columns: score -> column of the report, the main score first.
-    needs: annotations that the images must have.
+    needs: "labels" if the images must have labels.
     script: launchers/slurm/SCRIPT.sbatch is its batch script; it gets the command and its arguments.
     """
 
@@ -130,7 +127,7 @@ class Evaluation:
     config: type
     run: Callable[[Context[Any]], Scores]
     columns: Mapping[str, Column]
-    needs: Literal["labels", "masks", "boxes", "none"] = "labels"
+    needs: Literal["labels", "none"] = "labels"
     script: str = "evaluate"
 
 

@@ -100,7 +100,7 @@ class ConfusionMatrix:
 
 
 @dataclass(frozen=True)
-class Testing:
+class MapTesting:
     """How a map is predicted: mmsegmentation's test pipeline.
 
     An image is resized to each of ``resizes`` (shorter and longest side), mirrored too with ``flip``. Each of these
@@ -119,8 +119,8 @@ class Testing:
     fill: Tensor
 
     @classmethod
-    def of(cls, test: SegmentTestConfig, data: SegmentDataConfig, multiple: int) -> Testing:
-        """Testing of a model whose images have sides that are multiples of ``multiple``."""
+    def of(cls, test: SegmentTestConfig, data: SegmentDataConfig, multiple: int) -> MapTesting:
+        """MapTesting of a model whose images have sides that are multiples of ``multiple``."""
         short, longest = data.resize
         return cls(
             slide=test.mode == "slide",
@@ -235,7 +235,7 @@ def validate_segmentation(
         DataError: on every rank, if an image cannot be read, or no pixel has a class.
     """
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
-    testing = Testing.of(config.test, config.data, config.backbone.patch_size)
+    testing = MapTesting.of(config.test, config.data, config.backbone.patch_size)
     names = class_names(dataset)
 
     def scores(prefix: str, main: bool) -> dict[str, float | None]:
@@ -266,7 +266,7 @@ class Example(NamedTuple):
 def evaluate_segmentation(
     logits: Logits,
     dataset: Ade20k,
-    testing: Testing,
+    testing: MapTesting,
     batch_size: int,
     workers: int,
     timeout: float,
@@ -322,7 +322,7 @@ class _Window(NamedTuple):
 
 
 def predictions(
-    logits: Logits, scaled: Iterable[Batch], testing: Testing, batch_size: int, calls: int, world: World
+    logits: Logits, scaled: Iterable[Batch], testing: MapTesting, batch_size: int, calls: int, world: World
 ) -> Iterator[Predicted]:
     """The classes of each image, in order. Collective over ``world``.
 
@@ -353,7 +353,7 @@ def predictions(
                 yield Predicted(image.number, classes, image.truth.to(world.device))
 
 
-def _windows(scaled: Iterable[Batch], testing: Testing) -> Iterator[_Window]:
+def _windows(scaled: Iterable[Batch], testing: MapTesting) -> Iterator[_Window]:
     image: _Image | None = None
     for batch in scaled:
         pixels, number = batch.images[0], int(batch.sample_ids)
@@ -434,7 +434,7 @@ def scaled_image(opened: AnnotatedImage, resize: tuple[int, int], number: int = 
 
 
 def predict_map(
-    logits: Logits, opened: AnnotatedImage, testing: Testing, batch_size: int, device: torch.device
+    logits: Logits, opened: AnnotatedImage, testing: MapTesting, batch_size: int, device: torch.device
 ) -> Tensor:
     """The class of each pixel of one image, uint8 ``[H, W]`` in its original size, on the device."""
     scaled = (scaled_image(opened, resize) for resize in testing.resizes)

@@ -1,4 +1,5 @@
-"""``dmjd predict``: the classes of images with their probabilities, by a classifier or by neighbours, as a CSV file."""
+"""``dmjd predict``: the classes of images with their probabilities, by a classifier or by neighbours, as a CSV file; of
+segmentation and detection runs :mod:`dmjd.explore.predict_dense`."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 from dmjd.config import ImagesConfig
 from dmjd.config.fields import choice, number, path, positive
 from dmjd.errors import BadFeatures, BadImage, ConfigError, NoSplit
+from dmjd.evaluate.miou import MapTestConfig
 from dmjd.explore.embed import name_below
 from dmjd.explore.embeddings import plain_name
 from dmjd.explore.labelled import bank_of_file, bank_of_run
@@ -50,14 +52,16 @@ those that vote, bool ``[B]``."""
 
 @dataclass
 class PredictConfig(ImagesConfig):
-    """Predict the class of each image, with probabilities, and write them as CSV.
+    """Predict the class of each image, with probabilities, and write them as CSV; maps of classes or detections.
 
     A fine-tuned run or file of weights predicts with its classifier. An encoder predicts by weighted votes of the
-    nearest labelled images, as dmjd knn does.
+    nearest labelled images, as dmjd knn does. A segmentation run writes a PNG of class numbers for each image, a
+    detection run the boxes and masks as COCO's JSON; both a CSV with a row for each image.
 
     paths: Image files and folders, of which all images are predicted. Default: the images of data.
-    output: CSV file; an earlier one is replaced. Default: RUN/predictions/WEIGHTS-step########.csv, with the images
-        (paths, data.root or data) and the split before the suffix if they are given.
+    output: CSV file, or folder of a segmentation or detection; an earlier one is replaced. Default:
+        RUN/predictions/WEIGHTS-step########.csv or a folder of that name, with the images (paths, data.root or data)
+        and the split before the suffix if they are given.
     weights: auto: of a fine-tuned run the exponential moving average if there is one, else trained. trained: weights of
         the last step; of a file with a student and a teacher (DINO, iBOT) the teacher. untrained: weights at
         initialisation. ema: exponential moving average. student: the student of a file with a teacher.
@@ -69,7 +73,10 @@ class PredictConfig(ImagesConfig):
     neighbours: Number of neighbours that vote. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
-    batch_size: Images per forward pass.
+    batch_size: Images per forward pass; of a segmentation windows.
+    overlays: (segmentation, detection) Also write each image under its prediction, as JPEG.
+    min_score: (detection) Lowest score of the detections. null: head.min_score of the run.
+    test: (segmentation) Testing of the images.
     """
 
     paths: list[str] | None = path()
@@ -81,6 +88,9 @@ class PredictConfig(ImagesConfig):
     temperature: float = positive(0.07)
     pooling: str = choice("mean", "cls")
     batch_size: int = positive(64)
+    overlays: bool = False
+    min_score: float | None = number(None, least=0, below=1)
+    test: MapTestConfig = field(default_factory=MapTestConfig)
 
     def check(self) -> None:
         super().check()
@@ -178,12 +188,23 @@ def run(config: PredictConfig) -> Iterator[str]:
     for each in config.paths or ():
         if not os.path.lexists(each):
             raise ConfigError(f"{plain_name(each)} does not exist; name image files or folders of images")
-    if config.output is not None:
+    if config.output is not None and Path(config.output).suffix:
         check_output(Path(config.output), (".csv",))
     frozen = load_encoder(config)
+    if frozen.objective is not None:
+        from dmjd.explore.predict_dense import predict_dense
+
+        yield from predict_dense(frozen, config)
+        return
+    for key, off in (("overlays", False), ("min_score", None), ("test", MapTestConfig())):
+        if getattr(config, key) != off:
+            raise ConfigError(f"{key} is for segmentation and detection, and {frozen.path} has no maps; remove it")
+    if config.output is not None:
+        check_output(Path(config.output), (".csv",))
     if frozen.path.is_file() and config.labelled is None:
         frozen = with_head(frozen)
-    output = Path(config.output) if config.output is not None else check_output(_default(frozen, config), (".csv",))
+    default = frozen.run.path / "predictions" / f"{default_name(frozen, config)}.csv"
+    output = Path(config.output) if config.output is not None else check_output(default, (".csv",))
     if frozen.classifier is not None:
         classes, predict = _by_classifier(frozen, config)
     else:
@@ -310,14 +331,15 @@ def _predictions(
                 own = images.label(index)
                 known = part.classes[own] if own >= 0 and part.classes else ""
                 if label == UNREADABLE:
-                    yield Prediction(name, known, fault=_fault(images, index))
+                    yield Prediction(name, known, fault=fault_of(images, index))
                 else:
                     ranked = [(classes[rank], value) for rank, value in zip(ranks, best, strict=True)]
                     yield Prediction(name, known, ranked, every, votes=own_vote)
             bar.advance(len(batch.labels))
 
 
-def _fault(images: ImageDataset, index: int) -> str:
+def fault_of(images: ImageDataset, index: int) -> str:
+    """Why an image could not be read."""
     try:
         images.image(index)
     except BadImage as error:
@@ -371,8 +393,8 @@ def _described(tallies: Mapping[str, Tally]) -> Iterator[str]:
             yield "predicted: " + ", ".join(f"{label} ({count})" for label, count in most) + more
 
 
-def _default(frozen: FrozenEncoder, config: PredictConfig) -> Path:
-    """The default file; its name has the images and the split if they are given."""
+def default_name(frozen: FrozenEncoder, config: PredictConfig) -> str:
+    """The name of the default file or folder; it has the images and the split if they are given."""
     of = config.paths or []
     if not of and config.data is not None:
         of = [frozen.data.root or frozen.data.name]
@@ -380,8 +402,7 @@ def _default(frozen: FrozenEncoder, config: PredictConfig) -> Path:
     if len(of) > FILE_PARTS:
         images += f"-and-{len(of) - FILE_PARTS}-more"
     split = "" if config.paths or config.split == "auto" else config.split
-    name = "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
-    return frozen.run.path / "predictions" / f"{name}.csv"
+    return "-".join(filter(None, (frozen.weights, f"step{frozen.step:08d}", images, split)))
 
 
 def _label(images: str) -> str:
@@ -392,7 +413,7 @@ def _label(images: str) -> str:
 
 TOOL = Tool(
     "predict",
-    "Predict classes of images by a fine-tuned classifier or by neighbours: dmjd predict RUN [IMAGE|FOLDER ...]",
+    "Predict classes, maps of classes or objects of images: dmjd predict RUN [IMAGE|FOLDER ...]",
     PredictConfig,
     run,
 )

@@ -29,7 +29,8 @@ from dmjd.charts import (
 )
 from dmjd.report.method import loss_meanings
 from dmjd.report.run import Run
-from dmjd.report.scores import Metric, Point, metrics, online_references, online_rows, points
+from dmjd.report.scores import AVERAGE, Metric, Point, metrics, online_references, online_rows, points
+from dmjd.report.trainings import Training, is_by_size, score_name
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", INK, "#8A8A8A")
 """Okabe and Ito's palette with grey in place of yellow, which is too light on white."""
@@ -41,6 +42,7 @@ PANEL = (4.4, 2.7)
 """Inches of a chart on a page, where it takes about half the width of a screen, or all of a phone's."""
 
 _FINE_TUNING_LOSS = "Training: with mixed and smoothed targets where these are on. Validation: with the labels."
+_PARTS = "Total: the weighted sum of the others."
 _LOSSES_DIFFER = "Losses of different methods, targets or patterns do not compare."
 
 
@@ -71,12 +73,12 @@ class _Curve(NamedTuple):
 def run_charts(run: Run) -> list[Chart]:
     """Loss, online score, learning rate, gradient norm and throughput by step and epoch, as far as they were logged."""
     training = [row for row in run.rows if row.get("loss") is not None]
-    charts = _fine_tuning_charts(run, training) if run.fine_tuned else []
-    if training and not run.fine_tuned:
+    charts = _validation_charts(run, run.training, training) if run.training else []
+    if training and not run.training:
         figure, axes = _panel()
         draw_losses(axes, training)
         charts.append(_by_step(run, "Loss", figure, axes, caption=loss_meanings(run.config)))
-    scored = [] if run.fine_tuned else online_rows(run)
+    scored = [] if run.training else online_rows(run)
     if scored:
         figure, axes = _panel()
         style: dict[str, Any] = {"color": COLOURS[0], "linewidth": 1.8, "marker": "o", "markersize": 4}
@@ -108,22 +110,28 @@ def run_charts(run: Run) -> list[Chart]:
     return charts
 
 
-def _fine_tuning_charts(run: Run, training: Sequence[dict[str, Any]]) -> list[Chart]:
-    """Losses of training and validation, and accuracies of validation."""
+def _validation_charts(run: Run, kind: Training, training: Sequence[dict[str, Any]]) -> list[Chart]:
+    """Losses of training and validation, and scores of validation."""
     charts = []
     losses, scores = ([key for key in _validated(run) if key.endswith("loss") is is_loss] for is_loss in (True, False))
+    parts = {key: label for key, label in kind.parts.items() if any(row.get(key) is not None for row in training)}
     if training or losses:
         figure, axes = _panel()
         if training:
-            draw_smoothed(axes, training, "loss", "training", color=INK)
+            draw_smoothed(axes, training, "loss", "total" if parts else "training", color=INK)
+        for index, (key, label) in enumerate(parts.items()):
+            draw_smoothed(axes, training, key, label, color=COLOURS[index], linestyle=DASHES[index + 1])
         _draw_validation(axes, run, losses, "{:.4g}")
-        axes.set_ylabel("cross-entropy", color=INK)
-        charts.append(_by_step(run, "Loss", figure, axes, caption=_FINE_TUNING_LOSS))
-    if scores:
-        figure, axes = _panel()
-        _draw_validation(axes, run, scores, "{:.2f} %")
-        axes.set_ylabel("accuracy, %", color=INK)
-        charts.append(_by_step(run, "Validation", figure, axes, caption="All test images, once each."))
+        axes.set_ylabel(kind.loss, color=INK)
+        caption = _PARTS if parts else _FINE_TUNING_LOSS
+        charts.append(_by_step(run, "Loss", figure, axes, caption=caption))
+    for title, of_sizes in (("Validation", False), ("Validation by size of objects", True)):
+        shown = [key for key in scores if is_by_size(key) is of_sizes]
+        if shown:
+            figure, axes = _panel()
+            _draw_validation(axes, run, shown, "{:.2f} %")
+            axes.set_ylabel("accuracy, %" if "top1" in kind.columns else "score, %", color=INK)
+            charts.append(_by_step(run, title, figure, axes, caption="All test images, once each."))
     return charts
 
 
@@ -137,7 +145,8 @@ def _draw_validation(axes: Axes, run: Run, keys: Sequence[str], shown: str) -> N
     for index, key in enumerate(keys):
         rows = [row for row in run.rows if row.get(key) is not None]
         steps, values = values_of(rows, "step"), values_of(rows, key)
-        name = key.removeprefix("val_").replace("top", "top-").replace("_", " ").replace("ema", "average")
+        average = key.startswith(AVERAGE)
+        name = "average " * average + score_name(key.removeprefix(AVERAGE if average else "val_"))
         label = f"{'validation' if name == 'loss' else name}  {shown.format(values[-1])}"
         style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)]}
         axes.plot(steps, values, label=label, linewidth=1.8, markersize=4, **style, markevery=max(1, len(rows) // 25))
@@ -198,7 +207,7 @@ def convergence(runs: Sequence[Run], baseline: Run | None, labels: Sequence[str]
         _draw(axes, curves, [_effective_epochs(curve) for curve in curves], metric, target)
         axes.set_xlabel(epochs, color=INK)
 
-    tuned = all(run.fine_tuned for run in runs)
+    tuned = all(run.training for run in runs)
     epochs, short = ("epochs",) * 2 if tuned else ("effective training epochs, K x epochs", "effective epochs")
     caption = _caption(metric, curves, baseline if target is not None else None)
     figure = Figure(figsize=(10, 4.6), dpi=100, facecolor="white", layout="constrained")
@@ -276,7 +285,7 @@ def _seconds(curve: _Curve, unit: int) -> list[float]:
 
 def _effective_epochs(curve: _Curve) -> list[float]:
     run = curve.run
-    epochs = [point.epoch if run.fine_tuned else run.effective_epochs(point.epoch) for point in curve.points]
+    epochs = [point.epoch if run.training else run.effective_epochs(point.epoch) for point in curve.points]
     return [math.nan if epoch is None else epoch for epoch in epochs]
 
 

@@ -13,7 +13,8 @@ from dmjd.report.html import heading, link, paragraph, table
 from dmjd.report.method import method_name
 from dmjd.report.published import identity
 from dmjd.report.run import Run
-from dmjd.report.scores import AVERAGE_TOP1, online_key, online_rows
+from dmjd.report.scores import AVERAGE, online_key, online_rows
+from dmjd.report.trainings import score_name
 
 _GROUPS = {
     "name": "Group",
@@ -34,19 +35,25 @@ def finetune_summary(run: Run) -> str:
     preset = preset_of(run.config)
     begin = f"Fine-tuning of {identity(run.config).backbone}{f' with the preset {preset}' if preset else ''}"
     parts = [
-        f"{begin}: {plain(value('epochs'))} epochs, batch {plain(value('batch_size'))}{_peak(run.config)}.",
+        f"{begin}: {plain(value('epochs'))} epochs, batch {plain(value('batch_size'))}{peak(run.config)}.",
         f"Head: {_head(value('head'))}.",
         f"Augmentation: {', '.join(_augmentation(value('augment'))) or 'crops and flips only'}.",
     ]
-    decay, drop, average = value("optim", "layer_decay"), value("backbone", "drop_path"), value("ema_decay")
-    regularisation = [
+    return " ".join([*parts, regularisation(run.config)])
+
+
+def regularisation(config: Mapping[str, Any]) -> str:
+    """Layer decay, drop path, weight decay, average and frozen layers as a sentence."""
+    keys = (("optim", "layer_decay"), ("backbone", "drop_path"), ("ema_decay",), ("freeze",))
+    decay, drop, average, frozen = (look_up(config, key) for key in keys)
+    parts = [
         "no layer decay" if decay == 1.0 else f"layer decay {plain(decay)}",
         f"drop path {plain(drop)}" if drop else "no drop path",
-        f"weight decay {plain(value('optim', 'weight_decay'))}",
+        f"weight decay {plain(look_up(config, ('optim', 'weight_decay')))}",
         *([f"moving average of the weights with decay {plain(average)}"] if average else []),
-        *([f"the first {plain(value('freeze'))} layers frozen"] if value("freeze") else []),
+        *([f"the first {plain(frozen)} layers frozen"] if frozen else []),
     ]
-    return " ".join([*parts, f"Regularisation: {', '.join(regularisation)}."])
+    return f"Regularisation: {', '.join(parts)}."
 
 
 def finetune_settings(run: Run) -> list[tuple[str, str]]:
@@ -75,9 +82,14 @@ def best_epoch(run: Run) -> str:
     if not rows:
         return ""
     best = max(rows, key=lambda row: row[key])
-    average = " of the moving average" * (key == AVERAGE_TOP1)
     epochs = f"{plain(best.get('epoch'))} of {plain(run.config.get('epochs'))}"
-    return f"{epochs}: validation top-1{average} {best[key]:.2f} %"
+    return f"{epochs}: {validated(key, best[key])}"
+
+
+def validated(key: str, score: float) -> str:
+    """A score of a validation: "validation top-1 of the moving average 86.20 %"."""
+    name = score_name(key.removeprefix(AVERAGE).removeprefix("val_"))
+    return f"validation {name}{' of the moving average' * key.startswith(AVERAGE)} {score:.2f} %"
 
 
 def origin_line(run: Run) -> str:
@@ -114,7 +126,8 @@ def _shown(row: Mapping[str, Any], key: str) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else plain(value)
 
 
-def _peak(config: Mapping[str, Any]) -> str:
+def peak(config: Mapping[str, Any]) -> str:
+    """", peak learning rate 0.0005 x 1024 / 256 = 0.002"; empty if it is not known."""
     base, batch = look_up(config, ("optim", "base_lr")), config.get("batch_size")
     if not (isinstance(base, int | float) and isinstance(batch, int)):
         return ""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dmjd.report.format import ABSENT, look_up, name_of, plain
+from dmjd.report.trainings import training_of
 
 _METHODS = {name.lower(): name for name in ("MAE", "SimMIM", "BEiT", "MaskFeat", "ConvMAE", "MVP")}
 _TARGETS = {
@@ -30,8 +31,9 @@ def base_and_additions(config: Mapping[str, Any]) -> tuple[str, str]:
 
     ``method=dmjd`` is called after the parts that are on: DMJD, DM, JD or, without both, MIM.
     """
-    if config.get("command") == "finetune":
-        return "fine-tuning", ""
+    training = training_of(config)
+    if training is not None:
+        return training.title, ""
     name = name_of(config.get("method"))
     added = "DM" * is_disjoint(config) + "JD" * distils(config)
     if name == "dmjd":

@@ -16,6 +16,7 @@ from PIL import Image
 from dmjd.errors import ConfigError
 from dmjd.evaluate import Column
 from dmjd.files import replace_file
+from dmjd.report.dense import class_section, dense_settings, dense_summary
 from dmjd.report.finetune import finetune_settings, finetune_summary, group_table, origin_line
 from dmjd.report.format import ABSENT, duration, look_up, name_of, plain, rate
 from dmjd.report.html import chart, charts, details, disclosure, document, heading, pairs, paragraph, picture, table
@@ -48,11 +49,10 @@ def _page(run: Run) -> str:
     again = f", launched {len(launches)} times" if len(launches) > 1 else ""
     latest = [(key.replace("_", " "), plain(value)) for key, value in run.provenance.items() if key != "launches"]
     configuration = f'<pre tabindex="0">{escape(run.config_text)}</pre>'
-    summary = finetune_summary(run) if run.fine_tuned else method_summary(run.config)
     return document(
         run.name,
-        paragraph(summary),
-        *([origin_line(run)] if run.fine_tuned else []),
+        paragraph(_method(run)),
+        *([origin_line(run)] if run.training else []),
         paragraph(f"Started {started} on {device}{again}"),
         heading("Summary"),
         pairs("Summary", _summary(run)),
@@ -60,6 +60,7 @@ def _page(run: Run) -> str:
         _scores(run),
         *paper_section(paper_table([run])),
         *_charts(run),
+        *class_section(run),
         *group_table(run),
         *_pictures(run),
         details(
@@ -70,6 +71,13 @@ def _page(run: Run) -> str:
             ]
         ),
     )
+
+
+def _method(run: Run) -> str:
+    """The method in sentences."""
+    command = str(run.config.get("command"))
+    summaries = {"finetune": finetune_summary, "segment": dense_summary, "detect": dense_summary}
+    return summaries[command](run) if command in summaries else method_summary(run.config)
 
 
 def _charts(run: Run) -> list[str]:
@@ -106,15 +114,16 @@ def _summary(run: Run) -> list[tuple[str, str]]:
         ("Epochs", plain(epochs)),
         ("Effective training epochs", effective),
     ]
-    fine_tuning = [("Batch", plain(batch)), ("Epochs", plain(epochs))]
+    settings = finetune_settings if run.config.get("command") == "finetune" else dense_settings
+    from_encoder = [("Batch", plain(batch)), ("Epochs", plain(epochs))]
     return [
-        ("Method", "fine-tuning" if run.fine_tuned else method_name(run.config)),
+        ("Method", method_name(run.config)),
         ("Backbone", _backbone(configured("backbone"))),
-        *([] if run.fine_tuned else [("Target", name_of(configured("target")))]),
+        *([] if run.training else [("Target", name_of(configured("target")))]),
         ("Data", name_of(configured("data"))),
         *[("Held out for scores", held) for held in [held_out(run.config)] if held != ABSENT],
         ("Image size", " x ".join(map(str, size)) if isinstance(size, list) else plain(size)),
-        *([*fine_tuning, *finetune_settings(run)] if run.fine_tuned else pre_training),
+        *([*from_encoder, *settings(run)] if run.training else pre_training),
         ("Steps", reached),
         ("Images/s, median", f"{statistics.median(speeds):.1f}" if speeds else ABSENT),
         ("Wall time", ABSENT if seconds is None else duration(seconds)),
@@ -196,7 +205,7 @@ class _Line:
 def _online_line(run: Run) -> list[_Line]:
     """The latest score that was measured while training."""
     metric = next((metric for metric in metrics([run]) if metric.online), None)
-    if metric is None or run.fine_tuned:  # its last validation is a record, and the best one is in the summary
+    if metric is None or run.training:  # its last validation is a record, and the best one is in the summary
         return []
     curve = online_rows(run)
     best = max(curve, key=lambda row: row["knn_top1"])
@@ -228,6 +237,7 @@ def _lines(run: Run, trained: Record | None, untrained: Record | None) -> list[_
 def _caption(run: Run, path: Path) -> str:
     several = look_up(run.config, ("mask", "views")) != 1
     captions = {
+        "predictions": "Validation images: annotations and predictions",
         "views": "Masked views, target and prediction" if several else "Masked image, target and prediction",
         "masks": masks_caption(run.config),
         "show": "The model on sample images",

@@ -1,4 +1,4 @@
-"""The paper's table of runs: ETE, Gh., fine-tuning, linear probing and kNN, beside the published rows of each method.
+"""The paper's table of runs: ETE, Gh. and scores, beside the published rows of each method.
 
 Runs that differ in the seed only are one row, and repeated evaluations that differ in the seed only one score: mean,
 sample standard deviation and number of values.
@@ -23,8 +23,18 @@ from dmjd.report.run import Record, Run, columns_of, read_runs
 from dmjd.report.scores import Metric, latest_of, metrics, records_of, references, repeats_of
 from dmjd.report.table import Column, Table
 
-SCORES = {"finetune": "Ft.", "linprobe": "LP", "knn": "kNN"}
+SCORES = {
+    "finetune": "Ft.",
+    "linprobe": "LP",
+    "knn": "kNN",
+    "segment": "mIoU",
+    "miou": "mIoU of dmjd miou",
+    "detect": "AP box/mask",
+    "ap": "AP box/mask of dmjd ap",
+}
 """Evaluation -> its column in the paper's order."""
+_OTHER_IMAGES = ("segment", "miou", "detect", "ap")
+"""Evaluations that are never of the images of pre-training."""
 PUBLISHED_NOTE = (
     f"{MARK} Published figures: measured by their authors on ImageNet-1k (mIoU on ADE20K, AP on COCO), Gh. on "
     f"{PAPER_GPUS} A100 40 GB. Scores of runs are of the data in the columns' notes: they compare with published "
@@ -54,7 +64,7 @@ class PaperTable:
 class Head(NamedTuple):
     """A column of scores.
 
-    evaluation: of :data:`SCORES`, or "miou" or "ap".
+    evaluation: of :data:`SCORES`.
     protocol: of linear probes; "" if it is not stated.
     published: whether published figures may stand in it: all labels, and no moving average.
     """
@@ -95,7 +105,7 @@ def paper_table(runs: Sequence[Run]) -> PaperTable:
         scores = _published_scores(row, columns)
         columns |= dict.fromkeys(scores)
         rows.append(_Row(_published_cells(row), scores))
-    ordered = sorted(columns, key=lambda head: [*SCORES, "miou", "ap"].index(head.evaluation))
+    ordered = sorted(columns, key=lambda head: list(SCORES).index(head.evaluation))
     table = Table(_columns(rows, ordered, _meanings(heads, values)))
     return PaperTable(table, own, _notes(runs, matched), values)
 
@@ -145,7 +155,7 @@ def published_table() -> Table:
 
 def _pretrained(run: Run) -> Run | None:
     """The pre-training run of ``run``; None for a fine-tuning run whose initial weights are of no run at hand."""
-    if not run.fine_tuned:
+    if run.training is None:
         return run
     return None if run.config.get("weights") == "untrained" else run.origin
 
@@ -193,7 +203,7 @@ def _is_foreign(run: Run, metric: Metric) -> bool:
     """Whether ``run`` has ``metric``, on images of another data set than its pre-training's."""
     name, root = (look_up((_pretrained(run) or run).config, ("data", key)) for key in ("name", "root"))
     source = json.loads(metric.settings).get("data")
-    unknown = name in (None, "auto") or (name == "folder" and root is None)
+    unknown = metric.evaluation in _OTHER_IMAGES or name in (None, "auto") or (name == "folder" and root is None)
     if unknown or source is None or not records_of(run, metric):
         return False
     own = f"{name} in {root}" if root else str(name)
@@ -213,14 +223,22 @@ def _rows_of(group: Sequence[Run], name: str, heads: Mapping[Metric, Head]) -> l
     cells = {"Run": _row_name(group), "Differs in": name, **_facts(group)}
     trained, untrained = dict[Head, str](), dict[Head, str]()
     for metric, head in heads.items():
-        after = [record.scores[metric.score] for _, record in repeats_of(group, metric)]
+        records = [record for _, record in repeats_of(group, metric)]
+        after = [record.scores[metric.score] for record in records]
         known = {plain(run.config.get(SEED)): references(run, metric).get("untrained") for run in group}
         before = [score for score in known.values() if score is not None]
         for row, scores in ((trained, after), (untrained, before)):
             if scores:
-                row[head] = spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
+                row[head] = _text(scores, metric)
+        masks = [record.scores["mask_ap"] for record in records if "mask_ap" in record.scores]
+        if after and len(masks) == len(after):
+            trained[head] += f"/{_text(masks, metric)}"
     below = {"Run": "untrained encoder", "Backbone": cells["Backbone"]}
     return [_Row(cells, trained), *([_Row(below, untrained)] if untrained else [])]
+
+
+def _text(scores: Sequence[float], metric: Metric) -> str:
+    return spread(scores, metric.column) if len(scores) > 1 else metric.column.format(scores[0])
 
 
 def _row_name(group: Sequence[Run]) -> str:
@@ -322,12 +340,13 @@ def _published_scores(row: Published, heads: Iterable[Head]) -> dict[Head, str]:
         (Head("finetune", SCORES["finetune"]), row.finetune),
         (Head("linprobe", f"LP (protocol {row.protocol or 'not stated'})", row.protocol), row.linear),
         (Head("knn", SCORES["knn"]), row.knn),
-        (Head("miou", "mIoU"), row.miou),
+        (Head("segment", SCORES["segment"]), row.miou),
     ):
         if value is not None:
             figures[fitting.get((own.evaluation, own.protocol), own)] = _marked(_figure(value))
     if row.box is not None:
-        figures[Head("ap", "AP box/mask")] = _marked(_precision(row))
+        own = Head("detect", SCORES["detect"])
+        figures[fitting.get((own.evaluation, own.protocol), own)] = _marked(_precision(row))
     return figures
 
 

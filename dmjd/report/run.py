@@ -15,6 +15,7 @@ from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column
 from dmjd.files import at_home, printable, read_file
 from dmjd.report.format import plain
+from dmjd.report.trainings import TRAININGS, Training, training_of
 from dmjd.runs.paths import RunPaths
 from dmjd.safe_load import parse_json, parse_yaml
 
@@ -53,20 +54,13 @@ class Record:
         return self.references.get("untrained") if score == self.main_score else None
 
 
-FINETUNE = {
-    "top1": Column("Ft.", "fine-tuning top-1"),
-    "top5": Column("Ft. top-5", "fine-tuning top-5"),
-    "best_top1": Column("Ft. best on test", "fine-tuning top-1 of the best epoch, which the test images chose"),
-}
-"""Scores of the record that ``dmjd finetune`` writes: of the last epoch, but for ``best_top1``."""
-
-
 def columns_of(evaluation: str) -> Mapping[str, Column]:
-    """Score -> its column; ``finetune`` is the record that a fine-tuning run leaves in the run that it began from.
-    Records that people write by hand have a top-1 in per cent."""
+    """Score -> its column; ``finetune`` etc. are records that a training leaves in the run that it began from. Records
+    that people write by hand have a top-1 in per cent."""
     if evaluation in EVALUATIONS:
         return EVALUATIONS[evaluation].columns
-    return FINETUNE if evaluation == "finetune" else {"top1": Column(evaluation, f"{evaluation} top-1")}
+    training = TRAININGS.get(evaluation)
+    return {"top1": Column(evaluation, f"{evaluation} top-1")} if training is None else training.columns
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,8 @@ class Run:
         and ``timing`` are then equal.
     evaluations, pictures: in the order of their file names.
     path: the folder.
-    groups: (fine-tuning) the parameter groups of groups.json.
-    origin: (fine-tuning) the run that ``init`` names, if it can be read.
+    groups: (not pre-training) the parameter groups of groups.json.
+    origin: (not pre-training) the run that ``init`` names, if it can be read.
     """
 
     name: str
@@ -96,9 +90,9 @@ class Run:
     origin: Run | None = None
 
     @property
-    def fine_tuned(self) -> bool:
-        """Whether this is a run of ``dmjd finetune``."""
-        return self.config.get("command") == "finetune"
+    def training(self) -> Training | None:
+        """The record of its command; None for pre-training."""
+        return training_of(self.config)
 
     def last(self, key: str) -> Any:
         """The latest logged value of ``key``; None if it was never logged."""
@@ -141,7 +135,7 @@ def read_run(path: str | Path) -> Run:
             The last line of a log may be incomplete: the run may be writing it, or was killed while it did.
     """
     run = _read(path)
-    if not run.fine_tuned:
+    if run.training is None:
         return run
     return replace(run, groups=_groups(run.path / "groups.json"), origin=_origin(run))
 
@@ -193,7 +187,7 @@ def _origin(run: Run) -> Run | None:
         for path in (place, place.parent.parent):
             with suppress(DataError, OSError, ValueError):
                 origin = _read(path)
-                return None if origin.fine_tuned else origin
+                return origin if origin.training is None else None
     return None
 
 

@@ -13,6 +13,7 @@ from dmjd.evaluate import EVALUATIONS, Column
 from dmjd.evaluate.registry import SEEN, SEEN_WITH_LABELS, seen_notes
 from dmjd.report.format import look_up, plain
 from dmjd.report.run import Record, Run, columns_of
+from dmjd.report.trainings import TRAININGS
 
 _ONLINE_SETTINGS = {
     **{key: ("online_knn", key) for key in ("pooling", "neighbours", "temperature", "train_images")},
@@ -28,7 +29,8 @@ checkpoint that it began from."""
 DIGEST = "config"
 """Setting of a fine-tuning: a digest of its configuration."""
 
-AVERAGE_TOP1 = "val_ema_top1"
+AVERAGE = "val_ema_"
+"""Beginning of the columns of validations of the moving average."""
 
 ABOUT_TRAINING = ("trained_size", "trained_mean", "trained_std", SEEN, SEEN_WITH_LABELS)
 """Settings that :func:`unlike_training` describes."""
@@ -104,7 +106,7 @@ class Metric:
 def metrics(runs: Sequence[Run]) -> list[Metric]:
     """Every metric that some run has: online curves first, then the evaluations as registered, then unknown ones."""
     found = dict.fromkeys(metric for run in runs for metric in _metrics_of(run))
-    known = [*EVALUATIONS, "finetune"]
+    known = [*EVALUATIONS, *TRAININGS]
 
     def order(metric: Metric) -> tuple[Any, ...]:
         rank = known.index(metric.evaluation) if metric.evaluation in known else len(known)
@@ -123,8 +125,8 @@ def points(run: Run, metric: Metric) -> list[Point]:
     latest = latest_of(run, metric)
     if not latest:
         return []
-    # Steps of a fine-tuning run are not those of the run that it began from.
-    elsewhere = metric.evaluation == "finetune" and "run" in latest[0].settings and not run.fine_tuned
+    # Steps of a training are not those of the run that it began from.
+    elsewhere = metric.evaluation in TRAININGS and "run" in latest[0].settings and run.training is None
     seconds = run.last("seconds") if elsewhere else run.seconds_at(latest[0].step)
     return [Point(mean(record.scores[metric.score] for record in latest), seconds)]
 
@@ -237,9 +239,10 @@ def records_of(run: Run, metric: Metric) -> list[Record]:
 
 
 def _metrics_of(run: Run) -> list[Metric]:
-    evaluation = "finetune" if run.fine_tuned else "knn"
-    weights = "ema" if online_key(run) == AVERAGE_TOP1 else "trained"
-    online = [Metric(evaluation, "top1", weights, _online_settings(run), online=True)] if online_rows(run) else []
+    evaluation = "knn" if run.training is None else str(run.config["command"])
+    score = "top1" if run.training is None else run.training.main
+    weights = "ema" if online_key(run).startswith(AVERAGE) else "trained"
+    online = [Metric(evaluation, score, weights, _online_settings(run), online=True)] if online_rows(run) else []
     return online + [metric for record in run.evaluations for metric in _metrics(record)]
 
 
@@ -263,8 +266,9 @@ def online_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def online_key(run: Run) -> str:
-    """The column of log.jsonl that follows the training: the online kNN; of fine-tuning the validation top-1, of the
-    moving average where there is one."""
-    if not run.fine_tuned:
+    """The column of log.jsonl that follows the training: the online kNN; of trainings from an encoder the main score of
+    the validations, of the moving average where there is one."""
+    if run.training is None:
         return "knn_top1"
-    return AVERAGE_TOP1 if run.last(AVERAGE_TOP1) is not None else "val_top1"
+    average = AVERAGE + run.training.main
+    return average if run.last(average) is not None else f"val_{run.training.main}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -15,12 +15,13 @@ from dmjd.config import DenseDataConfig, DetectConfig, SegmentConfig, check_batc
 from dmjd.data.build import build_dataset, training_transform
 from dmjd.data.dataset import ImageDataset
 from dmjd.errors import ConfigError, DataError, NoSplit
+from dmjd.evaluate import EVALUATIONS
 from dmjd.evaluate.validate import record_training
 from dmjd.evaluate.validation import check_same_classes, class_names
 from dmjd.models.flops import count_flops
 from dmjd.parallel.world import World
 from dmjd.runs.folder import RunFolder
-from dmjd.train.downstream import Downstream
+from dmjd.train.downstream import Downstream, complete
 from dmjd.train.initial import with_init
 
 C = TypeVar("C", SegmentConfig, DetectConfig)
@@ -67,7 +68,13 @@ def test_images(data: DenseDataConfig, train: ImageDataset) -> ImageDataset:
 
 
 class Dense(Downstream[C]):
-    """Segmentation or detection; see :class:`~dmjd.train.task.Task`. Its configuration comes from ``resolve``."""
+    """Segmentation or detection; see :class:`~dmjd.train.task.Task`. Its configuration comes from ``resolve``.
+
+    Attributes:
+        evaluation: the name of the evaluation that has the scores of a validation as columns.
+    """
+
+    evaluation: ClassVar[str]
 
     def flops_per_image(self) -> int:
         config = self._config
@@ -82,6 +89,8 @@ class Dense(Downstream[C]):
         config = self._config
         settings = {"test": self._testing(), "max_bad_percent": config.data.max_bad_percent}
         values = {"test_images": len(self._test), "classes": self._test.num_classes}
+        # The log has no empty columns.
+        scores = complete(scores, *EVALUATIONS[self.evaluation].columns)
         return record_training(config, run, step, scores, self.score, values, settings, self.best.history[-1])
 
     def _testing(self) -> str:

@@ -25,7 +25,7 @@ class Segmenting(Dense[SegmentConfig]):
         initial: weights of the encoder to begin with.
     """
 
-    score, score_title = "miou", "mIoU"
+    score, score_title, evaluation = "miou", "mIoU", "miou"
     _advice = "dmjd miou RUN, dmjd report RUN, dmjd predict RUN IMAGES, dmjd export RUN"
 
     def __init__(self, config: SegmentConfig, world: World, initial: Path | None = None) -> None:
@@ -34,7 +34,7 @@ class Segmenting(Dense[SegmentConfig]):
 
     def _validate(self, step: int) -> dict[str, float | None]:
         assert isinstance(self.step, SegmentStep)
-        return validate_segmentation(self.step, self._test, self._config, self._world)
+        return validate_segmentation(self.step, self._test, self._config, self._world, self._run, step)
 
     def _testing(self) -> str:
         test = self._config.test

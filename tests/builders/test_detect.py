@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dmjd.builders.detect import build_detect_step, build_detection, detection_and_inputs
+from dmjd.builders.detect import DetectionInputs, build_detect_step, build_detection, detection_and_inputs
 from dmjd.config import DetectConfig
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError
@@ -34,6 +34,9 @@ def configuration(backbone: str = "vit") -> DetectConfig:
     if backbone == "convvit":
         shape.patch_size = 16
         shape.conv_stages.embed_dims, shape.conv_stages.depths = [16, 24], [1, 1]
+    elif backbone == "swin":
+        shape.patch_size, shape.embed_dim, shape.masked_tokens, shape.positions = 32, 64, "mask_token", "sincos"
+        shape.windows.depths, shape.windows.num_heads, shape.windows.size = [1, 1, 1, 1], [1, 1, 2, 2], 4
     else:
         config.attention = replace(config.attention, window=3, relative_positions="decomposed")
     return config
@@ -55,7 +58,7 @@ def batch(sample_ids: list[int]) -> Batch:
     )
 
 
-@pytest.mark.parametrize("backbone", ["vit", "convvit"])
+@pytest.mark.parametrize("backbone", ["vit", "convvit", "swin"])
 def test_a_step_moves_every_parameter_and_repeats_itself_bit_for_bit(backbone: str) -> None:
     config, data = configuration(backbone), batch([5, 9])
     weights = []
@@ -106,20 +109,33 @@ def test_detections_are_in_their_images_and_do_not_depend_on_the_batch() -> None
         assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
 
 
-@pytest.mark.parametrize("backbone", ["vit", "convvit"])
-def test_the_static_form_has_the_shapes_of_a_step_and_needs_no_memory(backbone: str) -> None:
-    config = configuration(backbone)
-    real = build_detection(config, CLASSES)
+def test_flops_are_those_of_the_layers_and_proportional_to_the_images() -> None:
+    config = configuration("convvit")
     with torch.device("meta"):
-        objective = detection_and_inputs(config, CLASSES, 2)[0]
+        objective = detection_and_inputs(config, CLASSES, 1)[0]
         one, two = (count_flops(objective, detection_and_inputs(config, CLASSES, n)[1].inputs) for n in (1, 2))
-    assert two == 2 * one > 0
-    assert {n: p.shape for n, p in objective.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}
+        config.head.samples *= 2
+        more = count_flops(*astuple(*detection_and_inputs(config, CLASSES, 1)))
+    assert two == 2 * one
+    # 32 more proposals in the box head and 8 more in the mask head, forward and backward.
+    box = 32 * 49 * 16 * 16 * 9 + 32 * 16 * 49 * 32 + 32 * 32 * (4 * CLASSES + CLASSES + 1)
+    mask = 8 * (196 * 16 * 16 * 9 + 196 * 16 * 16 * 4 + 784 * 16 * CLASSES)
+    assert more - one == 3 * 2 * (box + mask)
+
+
+def astuple(objective: Trainable, prepared: DetectionInputs) -> tuple[Trainable, tuple[Any, ...]]:
+    return objective, prepared.inputs
+
+
+def test_the_static_form_keeps_the_tensors_of_a_step() -> None:
+    config = configuration()
     step = build_detect_step(config, CLASSES)
-    kept = shapes_kept(step.engine.objective, step.prepare(batch([5, 9]), 0).inputs)
+    objective = step.engine.objective
+    kept = shapes_kept(objective, step.prepare(batch([5, 9]), 0).inputs)
     with FakeTensorMode():
-        objective, prepared = detection_and_inputs(config, CLASSES, 2)
-        assert shapes_kept(objective, prepared.inputs) == kept
+        static, prepared = detection_and_inputs(config, CLASSES, 2)
+        assert shapes_kept(static, prepared.inputs) == kept
+    assert {n: p.shape for n, p in static.named_parameters()} == {n: p.shape for n, p in objective.named_parameters()}
 
 
 def shapes_kept(objective: Trainable, inputs: tuple[Any, ...]) -> Counter[tuple[int, ...]]:

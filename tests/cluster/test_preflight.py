@@ -154,12 +154,12 @@ def test_a_step_that_cannot_be_compiled_ends_all_ranks(
 ) -> None:
     prelude = f"""
 sys.stdout = sys.stderr = open({str(tmp_path / "output")!r}, "a")
-from dmjd.cluster import preflight
+from dmjd.builders import tasks
 from dmjd.errors import ConfigError
 def fail(*arguments):
     raise {fault}
 """
-    prelude += "preflight.build_step = fail" if fault else ""
+    prelude += "tasks.build_step = fail" if fault else ""
     ranks = launch_world(2, ["preflight", "warm=true", *tiny(tmp_path / "run", "engine=ddp", *words)], prelude)
     try:
         for process in ranks:
@@ -293,6 +293,6 @@ def test_a_stream_is_read_as_the_run_will_read_it(
             content.seek(0)
             tar.addfile(member, content)
     words = tiny(tmp_path / "run", "data=stream", f"data.root={tmp_path}/some.tar", "data.samples=16", "batch_size=8")
-    code, out, error = dmjd("preflight", *words, "data.image_size=[8,8]")
+    code, out, error = dmjd("preflight", *words, "data.image_size=[16,16]")
     assert code == 0, out + error
     assert "16 images, the first batch in" in out

@@ -5,9 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,33 +31,10 @@ from dmjd.evaluate.validation import (
 )
 from dmjd.parallel.world import World
 from dmjd.train.stop import Requests
+from tests.evaluate.worlds import in_worlds
 
 SIZE, CPU = 4, torch.device("cpu")
 DATA = DataConfig(image_size=[SIZE, SIZE], crop_pct=1.0, channels=1, mean=[0.5], std=[0.5])
-
-
-@dataclass(frozen=True)
-class ThreadWorld(World):
-    """One of several ranks that are threads of this process."""
-
-    meeting: Any = None
-    table: dict[int, Any] = field(default_factory=dict)
-
-    def gather(self, item: Any) -> list[Any]:
-        self.table[self.rank] = item
-        self.meeting.wait(20)
-        items = [self.table[rank] for rank in range(self.size)]
-        self.meeting.wait(20)
-        return items
-
-
-def in_worlds(size: int, act: Any) -> list[Any]:
-    """``act(world)`` on every rank: its results, or its exceptions."""
-    table, meeting = dict[int, Any](), threading.Barrier(size)
-    worlds = [ThreadWorld(rank, size, rank, CPU, size, meeting=meeting, table=table) for rank in range(size)]
-    with ThreadPoolExecutor(size) as threads:
-        futures = [threads.submit(act, world) for world in worlds]
-        return [future.exception() or future.result() for future in futures]
 
 
 def images(count: int, classes: int, seed: int = 0) -> ArrayDataset:

@@ -35,7 +35,7 @@ def test_columns_come_in_the_papers_order(make_run: MakeRun) -> None:
     judged = make_run(
         "b",
         evaluations=[
-            ("segment", "trained", 100, 48.0, {}),
+            ("depth", "trained", 100, 48.0, {}),
             ("finetune", "trained", 100, 83.6, {}),
             ("linprobe", "trained", 100, 68.0, {}),
             ("knn", "ema", 100, 61.0, {}),
@@ -44,7 +44,7 @@ def test_columns_come_in_the_papers_order(make_run: MakeRun) -> None:
         ],
     )
     head = ["Run", "Method", "m_patt", "K", "Epoch", "ETE", "m_corr", "m_pred"]
-    measured = ["kNN online", "kNN", "kNN EMA", "Lin.", "Ft.", "segment"]
+    measured = ["kNN online", "kNN", "kNN EMA", "Lin.", "Ft.", "depth"]
     assert titles(online, judged) == [*head, *measured, "GPU hours", "Gh."]
     assert titles(make_run("c")) == [*head, "GPU hours", "Gh."]
 

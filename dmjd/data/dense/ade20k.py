@@ -73,10 +73,8 @@ class Ade20k(AnnotatedImages):
         if not 2 <= len(names) <= most:
             raise DataError(f"{file} has {len(names)} classes; class numbers of 8 bits allow 2 to {most}")
         self._file, self._first = file, first
-        values = np.arange(256)
-        self._ignored = (values == IGNORED) | (values < first)
-        self._invalid = ~self._ignored & (values >= first + len(names))
-        self._table = np.where(self._ignored, IGNORED, values - first).astype(np.uint8)
+        self._invalid = range(first + len(names), IGNORED)  # values
+        self._table = bytes(IGNORED if value in (IGNORED, first - 1) else value - first for value in range(256))
         super().__init__(config, folder, paths, names, bytes([first]), skipped=skipped)
         self.check()
 
@@ -102,12 +100,15 @@ class Ade20k(AnnotatedImages):
             values: npt.NDArray[np.uint8] = np.asarray(image, dtype=np.uint8)
         if image.mode == "L":  # Pillow stretches grey values of 2 and 4 bits to 0..255
             values = values // (255 // (2 ** data[_PNG_DEPTH] - 1))
-        if self._invalid[values].any():
-            odd, last = int(values[self._invalid[values]].min()), self._first + self.num_classes - 1
+        counts = Image.fromarray(values).histogram()
+        odd = next((value for value in self._invalid if counts[value]), None)
+        if odd is not None:
+            last = self._first + self.num_classes - 1
             hint = "" if self._first or odd > last + 1 else " (data.reduce_zero_label=true numbers them from 1)"
             allowed = f"{self._first} to {last}{hint}, {IGNORED} for none"
             raise BadImage(path, _MASK, f"has value {odd}, and the classes of {self._file} are {allowed}")
-        return self._table[values]
+        classes = bytearray(values.tobytes()).translate(self._table)  # faster than an array as index
+        return np.frombuffer(classes, dtype=np.uint8).reshape(size)
 
     def _check_annotations(self, index: int, size: Size, decode: bool) -> None:
         if decode:
@@ -169,7 +170,8 @@ def _read_classes(root: Path) -> tuple[Path, Sequence[str]]:
     else:
         rows = [line.split("\t") for line in lines[1:]]
         numbers = [row[0].strip() for row in rows]
-        if numbers != [str(number) for number in range(1, len(rows) + 1)] or any(len(row) < 2 for row in rows):
+        complete = all(len(row) > 1 and row[-1].strip() for row in rows)
+        if not complete or numbers != [str(number) for number in range(1, len(rows) + 1)]:
             raise DataError(f"{file} needs a line of titles, and lines NUMBER, tab, ..., tab, NAME numbered from 1 on")
         names = [row[-1].strip() for row in rows]
         short = [name.split(",")[0].strip() for name in names]

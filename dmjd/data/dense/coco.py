@@ -47,8 +47,9 @@ class Coco(AnnotatedImages):
     """The images of ``root/NAME/`` and ``root/annotations/instances_NAME.json``, in the order of their ids.
 
     NAME is ``config.train`` or ``config.val``. Labels number the categories in the order of their ids, which may have
-    gaps. In training, images without a usable object are left out. Usable: not a crowd region, a box with an area inside
-    the image, and a mask. :attr:`skipped` has the number of images and annotations that are left out, by kind.
+    gaps. In training, images without a usable object are left out. An object is usable if it is no crowd region, its
+    box has an area inside the image, and it has a mask. :attr:`skipped` has the number of images and annotations that
+    are left out, by kind.
 
     The EXIF orientation of images is ignored, as everywhere in dmjd and in COCO's annotations.
 

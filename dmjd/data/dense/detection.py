@@ -121,7 +121,7 @@ class JitterDraws:
         self, image: CocoImage, resized: Size, part: tuple[int, int, int, int], flip: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Boxes, labels and masks of the objects in ``part`` (top, left, height, width) of the resized image."""
-        objects, (top, left, height, width) = image.objects(), part
+        objects, canvas, (top, left, height, width) = image.objects(), self._jitter.size, part
         scale = np.array((resized[1] / image.size[1], resized[0] / image.size[0]) * 2)
         offset, limit = np.array((left, top) * 2), np.array((width, height) * 2)
         whole = objects.boxes * scale - offset
@@ -136,7 +136,7 @@ class JitterDraws:
             corners = (np.array((x1, y1, x2, y2)) + offset) / scale
             x_low, y_low, x_high, y_high = corners.tolist()
             mask = objects.masks.render(number, (x_low, y_low, x_high, y_high), (y2 - y1, x2 - x1))
-            rows, columns = mask.any(1).nonzero()[0], mask.any(0).nonzero()[0]
+            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
             if not len(rows):
                 continue
             if cut[number]:
@@ -147,11 +147,11 @@ class JitterDraws:
                 mask, x1, box = mask[:, ::-1], width - x2, np.array((width - box[2], box[1], width - box[0], box[3]))
             boxes.append(box)
             labels.append(objects.labels[number])
-            masks.append(_pack(mask, y1, x1, self._jitter.size))
+            masks.append(_pack(mask, y1, x1, canvas))
         return (
             torch.from_numpy(np.array(boxes, dtype=np.float32).reshape(-1, 4)),
             torch.from_numpy(np.array(labels, dtype=np.int64)),
-            torch.from_numpy(np.array(masks, dtype=np.uint8).reshape(len(masks), self._jitter.size[0], -1)),
+            torch.from_numpy(np.array(masks, dtype=np.uint8).reshape(-1, canvas[0], _packed(canvas[1]))),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from array import array
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ _MOST_NUMBER = 1e9
 _LONGEST_OUTLINE = 500
 """Limit of a polygon's perimeter, in perimeters of its image."""
 _CHUNK = 1 << 22
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 EMPTY, CROWD = "images without objects", "crowd regions"
 NO_AREA, OUTSIDE, NO_MASK = "boxes without area", "boxes outside of their image", "objects without a mask"
@@ -131,8 +133,8 @@ class _Reader:
 
     def _category(self, item: dict[str, Any]) -> None:
         number, name = _integer(item, "id"), item.get("name")
-        if type(name) is not str or not _encodable(name):
-            raise _Fault(f"category {number} with name={_shown(name)}, which must be text")
+        if type(name) is not str or not _encodable(name) or _CONTROL.search(name):
+            raise _Fault(f"category {number} with name={_shown(name)}, which must be a line of text")
         if number in self._categories:
             raise _Fault(f"category {number}, which occurs twice")
         if len(self._categories) == _MOST_CLASSES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +73,7 @@ class Masks:
             points = points.clip((-width, -height), (2 * width, 2 * height))
             points = (points - box[:2]) * (size[1] / (box[2] - box[0]), size[0] / (box[3] - box[1]))
             flat, start = points.ravel(), ends[0]
-            return _fill([flat[a - start : b - start] for a, b in zip(ends[:-1], ends[1:], strict=True)], size)
+            return _fill([flat[a - start : b - start] for a, b in pairwise(ends)], size)
         begin, end = self._store.spans[place].tolist()
         rows = _nearest(box[1], box[3], size[0], self._size[0])
         columns = _nearest(box[0], box[2], size[1], self._size[1])

@@ -51,13 +51,13 @@ def resized_size(size: Size, resize: Sequence[int], factor: float = 1.0) -> Size
     return max(1, int(height * scale + 0.5)), max(1, int(width * scale + 0.5))
 
 
-def test_image(opened: OpenImage, resize: Sequence[int], factor: float = 1.0) -> Pixels:  # noqa: PT028
-    """The whole image after :func:`resized_size`, uint8 ``[h, w, C]``, as it is tested.
+def test_image(opened: OpenImage, resize: Sequence[int]) -> Pixels:
+    """The whole image after the resize of :func:`resized_size`, uint8 ``[h, w, C]``, for evaluations.
 
     Raises:
         BadImage: if the pixels cannot be decoded.
     """
-    size = resized_size(opened.size, resize, factor)
+    size = resized_size(opened.size, resize)
     return _pixels(_resampled(opened, size, (0, 0, *size))).copy()
 
 
@@ -69,7 +69,7 @@ class SegmentationTransform:
         size: (height, width) of the crops.
         resize: shorter and longest side to which images are resized without distortion.
         ratio: range of a random factor of ``resize``.
-        max_class_share: another crop is tried, up to ten times, while one class has more than this share of the pixels
+        max_class_share: another crop is tried, up to ten times, while one class has this share or more of the pixels
             with a class, or none has a class. 1: the first is taken.
         flip: horizontal flip with probability 1/2.
         distortion: photometric distortion (:class:`Distortion`).
@@ -86,11 +86,17 @@ class SegmentationTransform:
 
     @classmethod
     def of(cls, config: SegmentDataConfig) -> SegmentationTransform:
-        """The transform of a configuration. Raises ConfigError if a range has its greatest value first."""
+        """The transform of a configuration.
+
+        Raises:
+            ConfigError: if a range has its greatest value first, or the mean colour has another number of channels.
+        """
         for key in ("resize", "resize_ratio"):
             least, greatest = getattr(config, key)
             if least > greatest:
                 raise ConfigError(f"data.{key} must be least <= greatest, got [{least}, {greatest}]")
+        if len(config.mean) != config.channels:
+            raise ConfigError(f"data.mean must hold data.channels={config.channels} numbers, got {config.mean}")
         (height, width), (low, high) = config.image_size, config.resize_ratio
         return cls(
             size=(height, width),
@@ -140,7 +146,7 @@ class SegmentationDraws:
         Raises:
             BadImage: if the image or its mask cannot be used.
         """
-        transform, (height, width) = self._transform, self._transform.size
+        transform = self._transform
         whole = self.resized(row, image.size)
         top, left, classes = self._crop(row, image.classes(), whole)
         box = top, left, *classes.shape
@@ -150,13 +156,9 @@ class SegmentationDraws:
             classes = classes[:, ::-1]
         if transform.distortion:
             pixels = Distortion.of(self._changes[row])(pixels)
-        crop = _pixels(pixels)
-        padded = np.empty((height, width, crop.shape[-1]), dtype=np.uint8)
-        padded[:] = [min(255, max(0, round(255 * value))) for value in transform.mean]
-        padded[: crop.shape[0], : crop.shape[1]] = crop
-        full = np.full((height, width), IGNORED, dtype=np.uint8)
-        full[: crop.shape[0], : crop.shape[1]] = classes
-        return torch.from_numpy(padded), torch.from_numpy(full)
+        colour = [min(255, max(0, round(255 * value))) for value in transform.mean]
+        padded = _padded(_pixels(pixels), transform.size, colour), _padded(classes, transform.size, IGNORED)
+        return tuple(map(torch.from_numpy, padded))
 
     def resized(self, row: int, size: Size) -> Size:
         """(height, width) of sample ``sample_ids[row]``, an image of ``size``, before the crop."""
@@ -203,7 +205,8 @@ class Distortion:
         coins, places = [each < 0.5 for each in uniform[:5]], uniform[5:]
         ranges = (-BRIGHTNESS, BRIGHTNESS), CONTRAST, SATURATION, (-HUE, HUE)
         values = [low + (high - low) * place for (low, high), place in zip(ranges, places, strict=True)]
-        return cls(*(value if coin else None for value, coin in zip(values, coins[:4], strict=True)), coins[4])
+        brightness, contrast, saturation, hue = (v if coin else None for v, coin in zip(values, coins[:4], strict=True))
+        return cls(brightness, contrast, saturation, hue, contrast_first=coins[4])
 
     def __call__(self, image: Image.Image) -> Image.Image:
         """The changed ``image``, of mode RGB or L."""
@@ -256,12 +259,23 @@ def _resampled(opened: OpenImage, whole: Size, box: tuple[int, int, int, int]) -
     region = opened.region((first_row, first_column, last_row - first_row, last_column - first_column))
     image = Image.fromarray(region.squeeze(-1) if region.shape[-1] == 1 else region)
     if whole == opened.size:
-        y0, x0 = round(y0), round(x0)
-        place = (x0 - first_column, y0 - first_row, x0 - first_column + width, y0 - first_row + height)
-        return image.crop(place)
-    place = (x0 - first_column, y0 - first_row, x1 - first_column, y1 - first_row)
-    bounds = (min(place[2], image.width), min(place[3], image.height))  # rounding may exceed them
-    return image.resize((width, height), Image.Resampling.BILINEAR, box=(*place[:2], *bounds))
+        image_left, image_top = left - first_column, top - first_row
+        return image.crop((image_left, image_top, image_left + width, image_top + height))
+    # Rounding may exceed the image.
+    right, bottom = min(x1 - first_column, image.width), min(y1 - first_row, image.height)
+    place = (x0 - first_column, y0 - first_row, right, bottom)
+    return image.resize((width, height), Image.Resampling.BILINEAR, box=place)
+
+
+def _padded(pixels: Pixels, size: Size, fill: int | Sequence[int]) -> Pixels:
+    """A copy of ``pixels``, with ``fill`` at the bottom and the right up to ``size``."""
+    height, width = pixels.shape[:2]
+    if (height, width) == size:
+        return pixels.copy()
+    padded = np.empty((*size, *pixels.shape[2:]), dtype=np.uint8)
+    padded[:] = fill
+    padded[:height, :width] = pixels
+    return padded
 
 
 def _pixels(image: Image.Image) -> Pixels:

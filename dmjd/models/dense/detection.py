@@ -2,9 +2,12 @@
 
 Layers are torchvision's. Anchors, sampling and pooling are ours (:mod:`dmjd.models.dense.boxes`,
 :mod:`dmjd.models.dense.sampling`): torchvision differs from detectron2 there, draws from torch's generator, and makes
-the host wait many times. Here the host waits once for each image, for non-maximum suppression; all else has fixed
-shapes, with unused places of weight 0. So every parameter has a gradient, also without any object, and a step takes the
-same memory for all images.
+the host wait many times. Here the host waits once for each image in training, for non-maximum suppression, and three
+times in testing; all else has fixed shapes, with unused places of weight 0. So every parameter has a gradient, also
+without any object, and a step takes the same memory for all images.
+
+On a GPU the backward pass of RoIAlign adds with atomics, so its last bits differ between runs. All else here that adds
+into one place adds one value that is not 0.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from torchvision.ops import nms
 from dmjd.models.dense import boxes as box_ops
 from dmjd.models.dense.feature_pyramid import FeaturePyramid, LayerNorm2d, SimpleFeaturePyramid
 from dmjd.models.dense.sampling import ANCHORS, PROPOSALS, Sample, best, match, sample
-from dmjd.models.initialisation import beit, mae
+from dmjd.models.initialisation import adopt_for_maps
 from dmjd.models.masked_image_model import Encoder, Model
 from dmjd.models.objective import Trainable
 
@@ -52,8 +55,7 @@ class MaskRCNN(Model):
     """Encoder, feature pyramid, region proposal network, box head and mask head.
 
     It takes the encoder over and initialises it as in pre-training; the heads are initialised as detectron2's.
-    Parameters that do not take part leave the encoder: its mask token, final norm and ConvMAE's multi-scale
-    convolutions.
+    Parameters that take no part leave the encoder: mask token, final norm, ConvMAE's multi-scale convolutions.
 
     Args:
         pyramid: "simple" (ViTDet's, from the last map) or "fpn" (over the maps of all stages).
@@ -84,14 +86,7 @@ class MaskRCNN(Model):
         if pyramid == "fpn" and len(widths) < 3:
             raise ValueError("pyramid=fpn needs a backbone with stages, and a ViT has none; use pyramid=simple")
         self.encoder = encoder
-        if any(hasattr(getattr(block, "attn", None), "q_bias") for block in encoder.blocks):
-            beit(self)
-        elif not hasattr(encoder, "layers"):  # timm has initialised its Swin
-            mae(self)
-        for name in ("mask_token", "stage1_output_decode", "stage2_output_decode"):
-            if getattr(encoder, name, None) is not None:
-                setattr(encoder, name, None)
-        encoder.norm = nn.Identity()
+        adopt_for_maps(self)
         self.num_classes = num_classes
         self.pyramid: SimpleFeaturePyramid | FeaturePyramid
         if pyramid == "fpn":
@@ -300,7 +295,7 @@ class Detection(Trainable):
     def _head_losses(
         self, maps: Sequence[Tensor], proposals: Tensor, real: Tensor, objects: _Objects
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]``, and
+        """Losses of classes, boxes and masks, of a sample of ``proposals [B, N, 4]`` where they are ``real [B, N]`` and
         of the objects' own boxes."""
         count = self.limits.samples
         most = count // _POSITIVE
@@ -311,7 +306,7 @@ class Detection(Trainable):
             positive = real & (matched.overlap >= _OBJECT)
             index, positive, used = objects.sample(positive, real & ~positive, count, most, PROPOSALS)
             proposals = _or_unit(_take(proposals, index), used)
-            matches = matched.index.gather(1, index)
+            matches = matched.objects.gather(1, index)
             classes = torch.where(positive, objects.labels.gather(1, matches), self.model.num_classes)
         logits, deltas = self.model.classify(maps, proposals)
         entropies = F.cross_entropy(logits.flatten(0, 1), classes.flatten(), reduction="none").view_as(classes)
@@ -343,8 +338,8 @@ class Detection(Trainable):
         candidates = (scores > self.limits.min_score) & _usable(boxes) & real.unsqueeze(-1)
         found = []
         for image_boxes, image_scores, each in zip(boxes, scores, candidates, strict=True):
-            _, classes = each.nonzero(as_tuple=True)
-            kept, values = image_boxes[each], image_scores[each]
+            rows, classes = each.nonzero(as_tuple=True)
+            kept, values = image_boxes[rows, classes], image_scores[rows, classes]
             index = _suppress(kept, values, classes, _DETECTION_OVERLAP)[: self.limits.detections]
             found.append((kept[index], values[index], classes[index]))
         # As many masks for every image: a sharded mask head is then called equally on every rank.
@@ -369,7 +364,7 @@ def _anchor_losses(
         negative = (matched.overlap < _BACKGROUND) & ~positive
         index, positive, used = objects.sample(positive, negative, ANCHOR_SAMPLES, ANCHOR_SAMPLES // 2, ANCHORS)
         sources = every[index]
-        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matched.index.gather(1, index)), sources)
+        targets = torch.where(positive.unsqueeze(-1), _take(objects.boxes, matched.objects.gather(1, index)), sources)
         targets = box_ops.encode(targets, sources, box_ops.RPN_WEIGHTS)
     logit = torch.cat(list(logits), dim=1).gather(1, index)
     entropies = F.binary_cross_entropy_with_logits(logit, positive.float(), reduction="none")

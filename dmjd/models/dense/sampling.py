@@ -27,12 +27,12 @@ class Match(NamedTuple):
     """For each candidate, ``[B, N]``.
 
     overlap: largest intersection over union with an object; -1 without objects.
-    index: that object, the first of equals.
+    objects: index of that object, the first of equals.
     closest: whether it is the candidate that overlaps an object most, or one of several.
     """
 
     overlap: Tensor
-    index: Tensor
+    objects: Tensor
     closest: Tensor
 
 
@@ -61,10 +61,10 @@ def match(candidates: Tensor, boxes: Tensor, present: Tensor) -> Match:
 class Sample(NamedTuple):
     """A sample of the candidates of each image, ``[B, count]``: positive ones first, then negative ones.
 
-    index: of the candidates; 0 in unused places. positive, used: bool.
+    places: index of the candidate; 0 if unused. positive, used: bool.
     """
 
-    index: Tensor
+    places: Tensor
     positive: Tensor
     used: Tensor
 

@@ -53,8 +53,8 @@ FULL = Sizes(
     pretrain=[
         *_ENCODER,
         *("method.decoder.dim=192", "method.decoder.depth=2", "method.decoder.num_heads=6"),
-        *("data.image_size=[192,192]", "data.crop_scale=[0.5,1.0]", "epochs=120", "batch_size=256"),
-        *("optim.base_lr=1e-3", "optim.warmup_epochs=6", "engine.activation_checkpointing=none"),
+        *("data.image_size=[144,144]", "data.crop_scale=[0.5,1.0]", "epochs=120", "batch_size=256"),
+        *("optim.base_lr=1e-3", "optim.warmup_epochs=6"),
     ],
     segment=[
         *_SCHEDULE,
@@ -73,18 +73,18 @@ _NARROW = [
     *("backbone.conv_stages.embed_dims=[16,24]", "method.visible_branch.width=32"),
 ]
 TINY = Sizes(
-    *(24, 6, 64),
+    *(24, 6, 88),
     pretrain=[
         *_NARROW,
         *("method.decoder.dim=32", "method.decoder.depth=1", "method.decoder.num_heads=1"),
         *("data.image_size=[64,64]", "epochs=2", "batch_size=8", "optim.warmup_epochs=0"),
     ],
     segment=[
-        *("data.image_size=[64,64]", "data.resize=[64,256]", "test.mode=whole", "epochs=2", "batch_size=8"),
+        *("data.image_size=[64,64]", "data.resize=[88,352]", "test.mode=whole", "epochs=2", "batch_size=8"),
         *("optim.warmup_epochs=0", "head.channels=16", "head.auxiliary_channels=16"),
     ],
     detect=[
-        *("data.image_size=[64,64]", "data.scale=[0.5,1.5]", "epochs=2", "batch_size=8", "optim.warmup_epochs=0"),
+        *("data.image_size=[96,96]", "data.scale=[0.5,1.5]", "epochs=2", "batch_size=8", "optim.warmup_epochs=0"),
         *("head.channels=16", "head.box_width=32", "head.box_convs=1", "head.mask_convs=1"),
         *("head.proposals_before=50", "head.proposals=20", "head.samples=16"),
     ],

@@ -139,7 +139,7 @@ def test_crop_is_that_of_the_whole_resized_image(channels: int) -> None:
         crop, _ = cut(draws, row, image)
         crop = crop[: expected.shape[0], : expected.shape[1]]
         assert np.abs(crop - expected).max() <= 1
-        tested = segmentation.test_image(image, (64, 256), 0.5 + 1.5 * uniform[row][0])
+        tested = segmentation.test_image(image, [int(side * (0.5 + 1.5 * uniform[row][0])) for side in (64, 256)])
         np.testing.assert_array_equal(tested, whole)
 
 
@@ -151,22 +151,21 @@ def share(classes: npt.NDArray[np.uint8]) -> float:
 
 def test_crop_is_the_first_of_ten_without_a_dominant_class_or_the_eleventh() -> None:
     classes = np.zeros((128, 128), dtype=np.uint8)
-    classes[:60, :60], classes[80:, :] = 1, 255
+    classes[:30, :40], classes[80:, :] = 1, 255
     image = Annotated(np.zeros((128, 128, 3), dtype=np.uint8), classes)
-    ids = torch.arange(40)
+    ids = torch.arange(300)
     uniform = keyed_uniform(ids, 23, key=KEY, domain=Domain.CROP).tolist()
-    draws = transform(size=(48, 48), resize=(128, 128), ratio=(1.0, 1.0), max_class_share=0.75).draw(ids, KEY)
+    draws = transform(size=(24, 24), resize=(128, 128), ratio=(1.0, 1.0), max_class_share=0.75).draw(ids, KEY)
     attempts = []
-    for row in range(40):
+    for row in ids.tolist():
         for attempt in range(11):
-            top, left = (math.floor(each * 81) for each in uniform[row][2 * attempt + 1 : 2 * attempt + 3])
-            expected = classes[top : top + 48, left : left + 48]
+            top, left = (math.floor(each * 105) for each in uniform[row][2 * attempt + 1 : 2 * attempt + 3])
+            expected = classes[top : top + 24, left : left + 24]
             if share(expected) < 0.75:
                 break
         attempts.append(attempt)
         np.testing.assert_array_equal(cut(draws, row, image)[1], expected)
-    assert 0 in attempts
-    assert max(attempts) > 3
+    assert {0, 9, 10} <= set(attempts)
 
 
 def test_small_images_are_padded_at_the_bottom_and_the_right_with_the_mean_and_255() -> None:

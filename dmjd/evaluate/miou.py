@@ -1,0 +1,124 @@
+"""``dmjd miou``: mean IoU of a run of ``dmjd segment`` on its validation images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dmjd.config import EvaluationConfig, PretrainConfig, SegmentConfig
+from dmjd.config.fields import choice, number, positive, recorded, size
+from dmjd.errors import ConfigError
+from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
+
+
+@dataclass
+class MapTestConfig:
+    """How an image is tested. null: as in the validations of the run.
+
+    mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
+        run: as in the validations of the run.
+    stride: Height and width of the steps between windows, in pixels.
+    scales: Factors of data.resize; with several, or with flip, the probabilities of all of them are averaged.
+    flip: Also average over the mirrored image.
+    """
+
+    mode: str = choice("run", "slide", "whole")
+    stride: list[int] | None = size(least=1)
+    scales: list[float] | None = number(None, above=0, most=100)
+    flip: bool | None = None
+
+
+@dataclass
+class MiouConfig(EvaluationConfig):
+    """Mean IoU of a segmentation model on its validation images.
+
+    weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
+        one.
+    test: MapTesting of the images, of which only the keys that are given differ from the run's.
+    batch_size: Windows per forward pass; whole images are predicted one by one.
+    data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images or names others
+        of the same classes.
+    """
+
+    weights: str = choice("auto", "trained", "ema")
+    test: MapTestConfig = field(default_factory=MapTestConfig)
+    batch_size: int = positive(8)
+    pooling: str = recorded("mean")
+    train_images: int | None = recorded()
+    few_shot: float | None = recorded()
+    labels: str | None = recorded()
+    untrained: bool | None = recorded(False)
+    model: PretrainConfig | None = recorded()
+
+
+def run(context: Context[MiouConfig]) -> Scores:
+    """Predict the maps of the validation images."""
+    from dataclasses import replace
+
+    import torch
+    from torch import Tensor
+
+    from dmjd.builders.segment import check_test
+    from dmjd.config import SegmentDataConfig
+    from dmjd.evaluate.encoder import loader_workers
+    from dmjd.evaluate.segmentation import MapTesting, evaluate_segmentation
+    from dmjd.evaluate.validation import check_same_classes
+    from dmjd.ops.images import normalise
+    from dmjd.parallel.world import alone
+
+    config, frozen = context.config, context.frozen
+    trained, data, model = frozen.trained, frozen.data, frozen.objective
+    if not isinstance(trained, SegmentConfig) or not isinstance(data, SegmentDataConfig) or model is None:
+        raise ConfigError(f"checkpoint={config.checkpoint} is no segmentation model; train one with dmjd segment")
+    given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
+    test = replace(trained.test, **given)
+    check_test(replace(trained, data=data, test=test))
+    dataset = context.dataset("test")
+    check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
+
+    def logits(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = model(normalise(images, tuple(data.mean), tuple(data.std)))
+        return found
+
+    testing = MapTesting.of(test, data, trained.backbone.patch_size)
+    workers = loader_workers(len(dataset), 1) if config.workers is None else config.workers
+    world = alone(frozen.device)
+    found, _ = evaluate_segmentation(logits, dataset, testing, config.batch_size, workers, data.timeout, world)
+    table = {
+        name: {"iou": iou, "accuracy": accuracy}
+        for name, iou, accuracy in zip(frozen.classes, found.iou, found.accuracy, strict=True)
+    }
+    values = {
+        **{name: getattr(found, name) for name in ("miou", "aacc", "macc")},
+        "test_images": len(dataset),
+        "classes": dataset.num_classes,
+        "occurring_classes": found.occurring,
+        "table": table,
+    }
+    settings = {
+        "data": frozen.source,
+        "mean": data.mean,
+        "std": data.std,
+        "resize": data.resize,
+        "mode": test.mode,
+        **({"window": list(testing.window), "stride": test.stride} if testing.slide else {}),
+        "scales": test.scales,
+        "flip": test.flip,
+        **frozen.differs,
+        "seed": trained.seed,
+    }
+    return Scores(values, settings)
+
+
+EVALUATION = Evaluation(
+    "miou",
+    "Mean IoU of a segmentation run on its validation images, or on others of the same classes",
+    MiouConfig,
+    run,
+    {
+        "miou": Column("mIoU", "mean IoU"),
+        "aacc": Column("aAcc", "accuracy of all pixels"),
+        "macc": Column("mAcc", "mean accuracy of the classes"),
+    },
+    needs="none",
+)
