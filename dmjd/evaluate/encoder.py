@@ -140,8 +140,7 @@ class FrozenEncoder:
     def _images(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None) -> dict[str, Any]:
         workers = loader_workers(len(dataset), batch_size) if workers is None else workers
         data = self.data
-        if self.objective is not None:
-            logger.info("%s has no final norm: its features get one of weight 1 and bias 0", self.path)
+        self.report_norm()
         return {
             "encoder": self.encoder,
             "loader": evaluation_loader(dataset, batch_size, self.size, workers, data.crop_pct, data.timeout),
@@ -151,6 +150,11 @@ class FrozenEncoder:
             "device": self.device,
             "total": len(dataset),
         }
+
+    def report_norm(self) -> None:
+        """Log that features have a norm that was not trained, of a run of segmentation or detection."""
+        if self.objective is not None:
+            logger.info("%s has no final norm: its features get one of weight 1 and bias 0", self.path)
 
     def cost(self, images: int) -> int:
         """Multiply-adds of ``images`` forward passes, estimated as parameters x tokens."""

@@ -89,7 +89,7 @@ def test_an_evaluation_has_the_running_statistics_of_the_validation(undisturbed:
 
 
 @pytest.mark.parametrize(
-    ("where", "calls", "step"), [("step", 5, 5), pytest.param("validation", 1, 3, marks=pytest.mark.long)]
+    ("where", "calls", "step"), [("step", 4, 4), pytest.param("validation", 1, 3, marks=pytest.mark.long)]
 )
 def test_a_stopped_run_ends_as_one_that_was_left_alone(
     where: str,
