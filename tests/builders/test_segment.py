@@ -32,7 +32,7 @@ BEIT: dict[str, Any] = {"masked_tokens": "mask_token", "block": "beit", "positio
 def configuration(name: str = "vit", size: int = 64, window: int | None = None, **backbone: Any) -> SegmentConfig:
     config = SegmentConfig(init=None, batch_size=2)
     config.engine.device = "cpu"
-    config.data.image_size = [size, size]
+    config.data.image_size, config.test.stride = [size, size], [size, size]
     config.optim.layer_decay = 0.5
     config.head = replace(config.head, channels=8, auxiliary_channels=6)
     shape = config.backbone

@@ -30,7 +30,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
 def build(backbone: str, device: str = "cuda", **engine: Any) -> SegmentStep:
     config = SegmentConfig(init=None, batch_size=BATCH)
     config.backbone = BackboneConfig(drop_path=0.2, **BACKBONES[backbone])
-    config.data.image_size = [SIZE, SIZE]
+    config.data.image_size, config.test.stride = [SIZE, SIZE], [SIZE, SIZE]
     config.optim = replace(config.optim, eps=1e-3)
     config.head = replace(config.head, channels=64, auxiliary_channels=32)
     config.engine = EngineConfig(name="single", device=device, grad_accum_steps=1, **engine)
