@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from PIL import Image
 
 from dmjd.config import DetectDataConfig
@@ -20,7 +19,7 @@ from dmjd.data.build import build_dataset
 from dmjd.data.dataset import Pixels
 from dmjd.data.dense.coco import Coco, CocoImage
 from dmjd.data.dense.instances import read_instances
-from dmjd.data.dense.masks import Masks, MaskStore, decode_counts, unpack
+from dmjd.data.dense.masks import Masks, MaskStore, decode_counts
 from dmjd.errors import BadImage, DataError, NoSplit
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools with numpy 2
@@ -175,11 +174,6 @@ def test_large_runs_are_decoded() -> None:
     assert (
         decode_counts(mask_api.frPyObjects({"counts": runs, "size": size}, *size)["counts"].decode()).tolist() == runs
     )
-
-
-def test_packed_masks_are_unpacked() -> None:
-    bits = np.random.default_rng(2).integers(0, 2, (2, 3, 5, 21), dtype=np.uint8)
-    np.testing.assert_array_equal(unpack(torch.from_numpy(np.packbits(bits, axis=-1)), 21).numpy(), bits)
 
 
 def test_order_of_the_file_does_not_matter(root: Path, scenes: Path) -> None:
