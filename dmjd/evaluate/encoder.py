@@ -387,9 +387,9 @@ def _evaluation_data(path: Path, trained: TrainConfig, config: ImagesConfig) -> 
     """The data of pre-training with the keys that are given, on which the encoder can run."""
     other = config.data
     own = trained.data
-    if isinstance(own, DenseDataConfig) and other is not None and other.name != own.name:
-        if config.data_keys is None or "name" in config.data_keys:  # another data set, which has no annotations
-            own = DataConfig(**{item.name: getattr(own, item.name) for item in fields(DataConfig)})
+    named = other is not None and (config.data_keys is None or "name" in config.data_keys)
+    if isinstance(own, DenseDataConfig) and named:  # another data set, without annotations
+        own = DataConfig(**{item.name: getattr(own, item.name) for item in fields(DataConfig)})
     data = own if other is None else _with_given(own, other, config.data_keys)
     if other is None and data.name == "auto" and path.is_dir():
         raise ConfigError(

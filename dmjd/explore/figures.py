@@ -219,7 +219,7 @@ class Shown:
         """Image, attention of the last block as the mean of its heads, and of each head."""
         encoder = self._frozen.encoder
         if attention_of(encoder) is None:
-            raise Missing("its last block does not attend over the tokens of the whole image, or has relative positions of ViTDet")
+            raise Missing("its last block attends within windows or has decomposed relative positions")
         inputs, grid, size = self._finer
         prefix, (height, width), query = encoder.num_prefix_tokens, grid, self._config.query
         rows, marked = slice(0, 1), None
