@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset, OpenImage, Size, evenly
+from dmjd.data.dense.coco import Coco
 from dmjd.data.dense.detection import test_image
 from dmjd.data.loader import BatchLoader, check_shared_memory
 from dmjd.data.substitution import Substitution
@@ -32,7 +33,6 @@ from dmjd.safe_load import json_items
 
 if TYPE_CHECKING:
     from dmjd.config import DetectConfig
-    from dmjd.data.dense.coco import Coco
 
 MAX_DETECTIONS = 100
 """Detections of an image that COCO's AP counts, those of the highest scores."""
@@ -79,7 +79,7 @@ class DetectionScores(NamedTuple):
 
 
 def validate_detection(
-    step: Validated, dataset: Coco, config: DetectConfig, world: World, run: RunPaths | None = None, at: int = 0
+    step: Validated, dataset: ImageDataset, config: DetectConfig, world: World, run: RunPaths | None = None, at: int = 0
 ) -> dict[str, float | None]:
     """AP of the current weights, and of their average if there is one, as columns of log.jsonl. Collective.
 
@@ -96,6 +96,7 @@ def validate_detection(
         StopRequested: on every rank, if one is asked to stop meanwhile.
         DataError: on every rank, if an image cannot be read, or there are no objects.
     """
+    assert isinstance(dataset, Coco)
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     data = config.data
     size = data.image_size[0], data.image_size[1]
@@ -194,8 +195,10 @@ def entries_of(
 
     Args:
         found: of :func:`in_original`.
-        category_ids: label -> COCO category id.
+        category_ids: label -> COCO category id. Further labels, of a wider head, are left out.
     """
+    known = found["labels"] < len(category_ids)
+    found = {name: value[known] for name, value in found.items()}
     rows = zip(
         found["boxes"].tolist(),
         found["scores"].tolist(),

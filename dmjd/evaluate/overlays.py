@@ -70,12 +70,13 @@ def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]
         known = found < len(names)  # a wider head may predict more
         picture[known] = _blend(picture[known], colours[found[known]])
         return picture
-    order = np.arange(len(found.labels))
+    order = list(range(len(found.labels)))
     if found.scores is not None:
-        order = np.argsort(found.scores, kind="stable")
-    for number in order if found.masks is not None else ():
-        mask = found.masks[number]  # type: ignore[index]
-        picture[mask] = _blend(picture[mask], colours[found.labels[number]])
+        order = np.argsort(found.scores, kind="stable").tolist()
+    if found.masks is not None:
+        for number in order:
+            mask = found.masks[number]
+            picture[mask] = _blend(picture[mask], colours[found.labels[number]])
     drawn = Image.fromarray(picture)
     draw = ImageDraw.Draw(drawn)
     for number in order:

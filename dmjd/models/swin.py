@@ -112,7 +112,7 @@ class SwinEncoder(SwinTransformer, Encoder):
             return before if found[2] is None else before + int(found[2]) + 1
         return super().layer_of(name)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         images: Tensor,
         views: Views | None = None,

@@ -32,7 +32,7 @@ BEIT: dict[str, Any] = {"masked_tokens": "mask_token", "block": "beit", "positio
 def configuration(name: str = "vit", size: int = 64, window: int | None = None, **backbone: Any) -> SegmentConfig:
     config = SegmentConfig(init=None, batch_size=2)
     config.engine.device = "cpu"
-    config.data.image_size = [size, size]
+    config.data.image_size, config.test.stride = [size, size], [size, size]
     config.optim.layer_decay = 0.5
     config.head = replace(config.head, channels=8, auxiliary_channels=6)
     shape = config.backbone
@@ -247,6 +247,8 @@ def test_the_static_form_has_the_shapes_of_a_step(name: str, window: int | None)
     step = build_segment_step(config, CLASSES)
     real = step.prepare(batch([1, 2]), 0)
     for one, other in zip(inputs, real, strict=True):
+        assert one is not None
+        assert other is not None
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
     shapes = {key: value.shape for key, value in objective.state_dict().items()}
     assert shapes == {key: value.shape for key, value in step.engine.objective.state_dict().items()}

@@ -32,6 +32,7 @@ from dmjd.config import (
     OptimConfig,
     SegmentConfig,
     SegmentDataConfig,
+    SegmentTestConfig,
     UperNetConfig,
 )
 from dmjd.data.batch import Batch
@@ -293,6 +294,7 @@ def segment_config(config: EngineConfig) -> SegmentConfig:
         batch_size=BATCH,
         backbone=BackboneConfig(patch_size=16, embed_dim=32, depth=2, num_heads=4, drop_path=0.2),
         data=SegmentDataConfig(image_size=[64, 64]),
+        test=SegmentTestConfig(stride=[64, 64]),
         optim=DenseOptimConfig(clip_grad=0.5, eps=1e-2, layer_decay=0.5),
         engine=config,
         head=UperNetConfig(channels=8, auxiliary_channels=4),

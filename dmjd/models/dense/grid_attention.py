@@ -60,16 +60,12 @@ def attend_on_grid(
     if isinstance(encoder, SwinEncoder):
         if window is not None or relative_positions != "none":
             raise ValueError("Swin has windows and relative positions of its own; leave out window and the latter")
-        encoder.patch_embed.strict_img_size = False
-        for block in encoder.blocks:
-            block.__class__ = AnySizeSwinBlock
-            block.attn.__class__ = ShortWindowAttention  # type: ignore[assignment]
-        encoder.on_grid = True
+        _encode_any_size(encoder)
         return
     if window is None and relative_positions == "none":
         return
     blocks: Any = getattr(encoder, "blocks3", encoder.blocks)
-    if any(type(block.attn) not in _ON_GRID for block in blocks):
+    if any(type(getattr(block, "attn", None)) not in _ON_GRID for block in blocks):
         raise ValueError(f"{type(encoder).__name__} has no ViT blocks, which window and relative_positions change")
     if getattr(encoder, "rel_pos_bias", None) is not None or any(
         getattr(block.attn, "relative_position_bias_table", None) is not None for block in blocks
@@ -93,7 +89,15 @@ def attend_on_grid(
             table = nn.Parameter(torch.zeros(2 * size - 1, width)) if relative_positions == "decomposed" else None
             block.attn.register_parameter(name, table)
     if getattr(encoder, "cls_token", None) is not None:
-        encoder.cls_token = None
+        encoder.register_parameter("cls_token", None)
+    encoder.on_grid = True
+
+
+def _encode_any_size(encoder: Any) -> None:
+    encoder.patch_embed.strict_img_size = False
+    for block in encoder.blocks:
+        block.__class__ = AnySizeSwinBlock
+        block.attn.__class__ = ShortWindowAttention
     encoder.on_grid = True
 
 

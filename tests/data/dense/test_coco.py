@@ -189,6 +189,15 @@ def test_order_of_the_file_does_not_matter(root: Path, scenes: Path) -> None:
     assert shuffled.open(2).objects().boxes.tolist() == original.open(2).objects().boxes.tolist()
 
 
+def test_what_grows_with_the_images_is_in_arrays(scenes: Path) -> None:
+    """Forked workers share arrays; reading a Python object copies its page."""
+    dataset = coco(scenes)
+    assert len(dataset) > len(dataset.classes)
+    held = [*vars(dataset).values(), *vars(dataset._masks).values()]
+    assert sum(isinstance(each, np.ndarray) for each in held) >= 11
+    assert not [each for each in held if isinstance(each, list | tuple | dict) and len(each) >= len(dataset)]
+
+
 def test_another_annotation_is_another_data_set(root: Path) -> None:
     write(root, content())
     first = coco(root).fingerprint

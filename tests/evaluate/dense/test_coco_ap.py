@@ -198,7 +198,7 @@ def pasted(mask: Any, box: Sequence[float], size: tuple[int, int]) -> Any:
 def test_masks_are_pasted_as_in_detectron2() -> None:
     size, masks = (23, 31), torch.rand(6, 28, 28, generator=torch.Generator().manual_seed(0))
     masks[0] = 1
-    corners = [
+    corners: list[list[float]] = [
         [0, 0, 31, 23],
         [3.3, 4.7, 20.1, 9.9],
         [10, 10, 10.4, 22.5],
@@ -239,6 +239,8 @@ def test_boxes_are_mapped_to_the_original_image() -> None:
     assert second["category_id"] == 4
     assert second["score"] == pytest.approx(0.8)
     assert decode(second["segmentation"]).sum() == 32 * 12
+    wider = placed | {"labels": torch.tensor([4, 1, 2])}
+    assert [each["category_id"] for each in entries_of(wider, (48, 128), 5, CATEGORIES)] == [4, 9]
     nothing = {name: value[:0] for name, value in found.items()}
     assert entries_of(in_original(nothing, (24, 32), (48, 128)), (48, 128), 5, CATEGORIES) == []
 

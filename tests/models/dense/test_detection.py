@@ -239,6 +239,14 @@ def test_without_any_proposal_losses_are_finite() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in objective.parameters())
 
 
+def test_losses_of_images_that_are_not_finite_are_nan() -> None:
+    """The engine skips such a step."""
+    given = inputs()
+    found = call(detector(), given._replace(images=given.images * torch.nan))
+    assert found.total.isnan()
+    found.total.backward()
+
+
 def test_proposals_are_torchvisions() -> None:
     objective, images = detector(), inputs().images
     sizes = [(64, 64), (50, 64), (64, 33)]
@@ -264,7 +272,7 @@ def test_suppression_is_torchvisions_within_each_group(copies: int) -> None:
     scores = torch.rand(len(boxes), generator=generator).round(decimals=2)  # ties
     groups = torch.randint(0, 3, (len(boxes),), generator=generator)
     order = scores.sort(descending=True, stable=True).indices
-    left = set()
+    left: set[int] = set()
     for group in range(3):
         where = order[groups[order] == group]
         left |= set(where[nms(boxes[where], scores[where], 0.3)].tolist())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
 import pytest
 import torch
 from timm.models import swin_transformer
@@ -13,18 +15,13 @@ from dmjd.models.masked_image_model import Encoder
 from dmjd.models.swin import SwinEncoder
 from dmjd.models.vit import ViTEncoder
 
+E = TypeVar("E", bound=Encoder)
 
-def vit(size: tuple[int, int] = (64, 64), **options: object) -> ViTEncoder:
+
+def vit(size: tuple[int, int] = (64, 64), **options: Any) -> ViTEncoder:
     torch.manual_seed(0)
-    settings: dict[str, object] = {
-        "image_size": size,
-        "patch_size": 16,
-        "in_chans": 3,
-        "embed_dim": 32,
-        "depth": 4,
-        "num_heads": 2,
-    }
-    return _filled(ViTEncoder(**(settings | options)))  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"patch_size": 16, "embed_dim": 32, "depth": 4, "num_heads": 2}
+    return _filled(ViTEncoder(image_size=size, in_chans=3, **(settings | options)))
 
 
 def convvit() -> ConvViTEncoder:
@@ -45,7 +42,7 @@ def swin(size: tuple[int, int] = (64, 64), window: int = 4) -> SwinEncoder:
     )
 
 
-def _filled(encoder: Encoder):
+def _filled(encoder: E) -> E:
     """Every parameter drawn, those that begin at 0 or in uninitialised memory too."""
     for parameter in encoder.parameters():
         torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 1 else 0.1)
@@ -57,7 +54,7 @@ def images(*size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, {"class_token": False, "positions": "learned"}, {"positions": "learned"}])
-def test_the_last_map_of_a_vit_is_its_tokens_before_the_norm(options: dict[str, object]) -> None:
+def test_the_last_map_of_a_vit_is_its_tokens_before_the_norm(options: dict[str, Any]) -> None:
     encoder = vit(**options)
     pixels = images(96, 64)  # another size than pre-training's
     (last,) = encoder.feature_maps(pixels)
@@ -129,7 +126,7 @@ def test_swin_pads_maps_before_the_cyclic_shift_as_its_authors_do() -> None:
     """Against attention of each query over the keys of its window, written as a mask over the padded map."""
     encoder = swin((96, 96), window=7)
     attend_on_grid(encoder, None, None, "none", encoder.grid)
-    block = encoder.blocks[1]
+    block: Any = encoder.blocks[1]
     assert block.shift_size == (3, 3)
     x = torch.randn(2, 17, 12, 8)
     found = block._attn(x)

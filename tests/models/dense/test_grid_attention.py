@@ -117,7 +117,8 @@ def test_attention_in_windows_is_attention_with_a_block_diagonal_mask() -> None:
     window = (2 * place[:, None] + place).flatten()
     mask = window[:, None] == window[None, :]
     attended = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(encoder.blocks[0].attn(x), attention.proj(attended).unflatten(1, (8, 8)))
+    on_grid: Any = encoder.blocks[0].attn
+    torch.testing.assert_close(on_grid(x), attention.proj(attended).unflatten(1, (8, 8)))
 
 
 @pytest.mark.parametrize("kind", [vit, convvit])
@@ -133,7 +134,7 @@ def test_the_whole_grid_without_windows_equals_plain_blocks(kind: Any) -> None:
 
 
 def test_beit_blocks_take_windows_and_relative_positions() -> None:
-    options: dict[str, object] = {
+    options: dict[str, Any] = {
         "class_token": False,
         "block": "beit",
         "masked_tokens": "mask_token",

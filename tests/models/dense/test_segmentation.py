@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +17,11 @@ from dmjd.models.dense.batch_norm import BatchNorm2d
 from dmjd.models.dense.grid_attention import attend_on_grid
 from dmjd.models.dense.pyramid import build_pyramid
 from dmjd.models.dense.segmentation import Segmentation, Segmented, Segmenter
+from dmjd.models.masked_image_model import Encoder
 from tests.models.dense.test_features import convvit, images, swin, vit
 
 CLASSES = 5
-BACKBONES = {"vit": vit, "convvit": convvit, "swin": swin}
+BACKBONES: dict[str, Callable[..., Encoder]] = {"vit": vit, "convvit": convvit, "swin": swin}
 
 
 def segmentation(kind: str = "vit", auxiliary_channels: int | None = 6, **options: Any) -> Segmentation:
@@ -211,8 +213,8 @@ def test_running_statistics_are_used_in_evaluation_alone() -> None:
 
 
 def test_unused_parameters_leave_the_encoder() -> None:
-    options: dict[str, object] = {"block": "beit", "masked_tokens": "mask_token", "positions": "learned"}
-    names = set(segmentation("vit", **options).state_dict())
+    options = {"block": "beit", "masked_tokens": "mask_token", "positions": "learned"}
+    names = set(segmentation("vit", None, **options).state_dict())
     assert not {"model.encoder.mask_token", "model.encoder.norm.weight"} & names
     assert {"model.encoder.cls_token", "model.encoder.pos_embed"} <= names
     assert not [name for name in segmentation("convvit").state_dict() if "output_decode" in name]
