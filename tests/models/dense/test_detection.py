@@ -368,8 +368,10 @@ def test_the_host_waits_once_for_each_image() -> None:
 
 
 @pytest.mark.gpu
-def test_losses_on_the_gpu_are_those_of_the_cpu() -> None:
+def test_losses_on_the_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     objective, given = detector(), inputs()
     expected = torch.stack(call(objective, given))
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     found = torch.stack(call(objective.cuda(), Inputs(*(each.cuda() for each in given))))
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
