@@ -59,8 +59,7 @@ def attend_on_grid(
     """
     if not hasattr(encoder, "map_widths"):
         raise ValueError(
-            f"{type(encoder).__name__} has no map_widths: it gives no feature maps, from which segmentation and detection "
-            "are computed"
+            f"{type(encoder).__name__} has no map_widths: it gives no feature maps, which this command needs"
         )
     if isinstance(encoder, SwinEncoder):
         if window is not None or relative_positions != "none":
