@@ -78,7 +78,7 @@ def _root(run: Path) -> str:
     return root
 
 
-@pytest.mark.parametrize(("where", "calls", "step"), [("step", 3, 3), ("validation", 1, 2)])
+@pytest.mark.parametrize(("where", "calls", "step"), [pytest.param("step", 3, 3, marks=pytest.mark.long), ("validation", 1, 2)])
 def test_a_stopped_run_ends_as_one_that_was_left_alone(
     where: str,
     calls: int,
