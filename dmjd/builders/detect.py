@@ -148,6 +148,9 @@ def build_detection(config: DetectConfig, num_classes: int, *, suppress: bool = 
     classes = num_classes if head.num_classes is None else head.num_classes
     if classes < num_classes:
         raise ConfigError(f"head.num_classes={classes} is less than the {num_classes} of the data; set it to null")
+    if min(grid) < 2:
+        height, width = image_size(config)
+        raise ConfigError(f"data.image_size {height}x{width} is less than two tokens, which a feature pyramid needs")
     if config.engine.cuda_graphs:
         raise ConfigError("engine.cuda_graphs=true is not available in dmjd detect; set it to false")
     torch.manual_seed(config.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import signature
@@ -17,6 +18,9 @@ from dmjd.config import OptimConfig
 from dmjd.models.objective import Trainable
 from dmjd.parallel.single import SingleEngine
 from dmjd.parallel.world import World
+
+# The gradient of a 1x1 convolution's weight may have the strides of channels-last, which name the same memory.
+warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides", UserWarning)
 
 # torch 2.14 gave the switch a new name and warns about the old one, which is all that 2.11 knows.
 _BUFFER_SWITCH = (

@@ -43,8 +43,8 @@ _POSITIVE = 4  # the largest share of positive proposals is a quarter
 
 
 class Dense(NamedTuple):
-    """Lists of the five levels: maps ``[B, C, h, w]``; logits ``[B, h * w * 3]`` and deltas ``[B, h * w * 3, 4]`` of
-    their anchors, float32."""
+    """Lists of the five levels, float32: maps ``[B, C, h, w]``; logits ``[B, h * w * 3]`` and deltas
+    ``[B, h * w * 3, 4]`` of their anchors."""
 
     maps: list[Tensor]
     logits: list[Tensor]
@@ -118,7 +118,7 @@ class MaskRCNN(Model):
         maps = self.pyramid(self.encoder.feature_maps(images, branch_scales))
         logits, deltas = self.rpn(maps)
         return Dense(
-            maps,
+            [each.float().contiguous() for each in maps],  # RoIAlign reads this layout
             [each.permute(0, 2, 3, 1).flatten(1).float() for each in logits],
             [
                 each.unflatten(1, (box_ops.ANCHORS_PER_PLACE, 4)).permute(0, 3, 4, 1, 2).flatten(1, 3).float()
@@ -284,7 +284,7 @@ class Detection(Trainable):
         boxes, scores = _or_unit(boxes, usable), torch.where(usable, scores, -torch.inf)
         count = self.limits.proposals
         if self.limits.suppress:
-            kept = [_suppress(*each, _PROPOSAL_OVERLAP)[:count] for each in zip(boxes, scores, levels, strict=True)]
+            kept = [_suppress(*each, _PROPOSAL_OVERLAP, count) for each in zip(boxes, scores, levels, strict=True)]
             index = torch.stack([F.pad(each, (0, count - len(each)), value=-1) for each in kept])
         else:
             index = best(scores, count)
@@ -340,7 +340,7 @@ class Detection(Trainable):
         for image_boxes, image_scores, each in zip(boxes, scores, candidates, strict=True):
             rows, classes = each.nonzero(as_tuple=True)
             kept, values = image_boxes[rows, classes], image_scores[rows, classes]
-            index = _suppress(kept, values, classes, _DETECTION_OVERLAP)[: self.limits.detections]
+            index = _suppress(kept, values, classes, _DETECTION_OVERLAP, self.limits.detections)
             found.append((kept[index], values[index], classes[index]))
         # As many masks for every image: a sharded mask head is then called equally on every rank.
         rest = [self.limits.detections - len(classes) for _, _, classes in found]
@@ -393,13 +393,23 @@ def _or_unit(boxes: Tensor, real: Tensor) -> Tensor:
     return torch.where(real.unsqueeze(-1), boxes, unit)
 
 
-def _suppress(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float) -> Tensor:
-    """Indices of the boxes ``[N, 4]`` of one image that no box of the same group with a higher score overlaps by more
-    than ``overlap``, by descending score. Here the host waits for the device."""
+def _suppress(boxes: Tensor, scores: Tensor, groups: Tensor, overlap: float, count: int) -> Tensor:
+    """Non-maximum suppression: indices of up to ``count`` boxes, of ``[N, 4]`` of one image, by descending score, that
+    no box of the same group with a higher score overlaps by more than ``overlap``. Here the host waits for the device.
+    """
     # Groups are moved apart, in float64, where that does not round overlaps.
-    places = groups.double() * _APART
-    return nms(boxes.double() + places.unsqueeze(1), scores.double(), overlap)
+    places = boxes.double() + (groups.double() * _APART).unsqueeze(1)
+    order = scores.sort(descending=True, stable=True).indices
+    for end in (_TRIED * count, len(order)):
+        part = order[:end]  # the first boxes depend on those of higher scores alone
+        kept = part[nms(places[part], scores[part].double(), overlap)[:count]]
+        if len(kept) == count or end >= len(order):
+            break
+    return kept
 
 
 _APART = 1 << 15
 """Pixels between groups: more than the largest image has."""
+
+_TRIED = 4
+"""Boxes that are tried first, in multiples of the wanted ones: suppression takes the square of their number."""

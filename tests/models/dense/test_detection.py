@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,14 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork
-from torchvision.ops import box_iou, roi_align
+from torchvision.ops import box_iou, nms, roi_align
 
 from dmjd.models.dense import boxes as box_ops
 from dmjd.models.dense.boxes import HEAD_WEIGHTS, RPN_WEIGHTS
-from dmjd.models.dense.detection import Detected, Detection, Limits, MaskRCNN
+from dmjd.models.dense.detection import Detected, Detection, Limits, MaskRCNN, _suppress
 from dmjd.models.dense.sampling import ANCHORS, PROPOSALS
 from dmjd.ops import Domain, make_key
 from dmjd.ops.philox import keyed_bits
+from tests.models.dense.test_boxes import random_boxes
 
 SIDE, CLASSES = 64, 3
 KEY = make_key(1, 2)
@@ -238,6 +240,14 @@ def test_without_any_proposal_losses_are_finite() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in objective.parameters())
 
 
+def test_losses_of_images_that_are_not_finite_are_nan() -> None:
+    """The engine skips such a step."""
+    given = inputs()
+    found = call(detector(), given._replace(images=given.images * torch.nan))
+    assert found.total.isnan()
+    found.total.backward()
+
+
 def test_proposals_are_torchvisions() -> None:
     objective, images = detector(), inputs().images
     sizes = [(64, 64), (50, 64), (64, 33)]
@@ -253,6 +263,23 @@ def test_proposals_are_torchvisions() -> None:
     for row in range(3):
         torch.testing.assert_close(boxes[row, real[row]], expected[row])
     assert real.sum() > 60
+
+
+@pytest.mark.parametrize("copies", [1, 40])
+def test_suppression_is_torchvisions_within_each_group(copies: int) -> None:
+    """With copies, fewer boxes than wanted are left of those that are tried first."""
+    boxes = random_boxes(60).repeat(copies, 1)
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(len(boxes), generator=generator).round(decimals=2)  # ties
+    groups = torch.randint(0, 3, (len(boxes),), generator=generator)
+    order = scores.sort(descending=True, stable=True).indices
+    left: set[int] = set()
+    for group in range(3):
+        where = order[groups[order] == group]
+        left |= set(where[nms(boxes[where], scores[where], 0.3)].tolist())
+    expected = [place for place in order.tolist() if place in left]
+    for count in (5, 20, len(boxes)):
+        assert _suppress(boxes, scores, groups, 0.3, count).tolist() == expected[:count]
 
 
 def test_detections_are_torchvisions() -> None:
@@ -325,8 +352,6 @@ def test_initial_weights_of_the_heads_are_detectron2s() -> None:
 
 @pytest.mark.gpu
 def test_the_host_waits_once_for_each_image() -> None:
-    import warnings
-
     objective = detector().cuda()
     given = Inputs(*(each.cuda() for each in inputs()))
     call(objective, given).total.backward()
@@ -342,7 +367,8 @@ def test_the_host_waits_once_for_each_image() -> None:
 
 
 @pytest.mark.gpu
-def test_losses_on_the_gpu_are_those_of_the_cpu() -> None:
+def test_losses_on_the_gpu_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # it would change the order of proposals
     objective, given = detector(), inputs()
     expected = torch.stack(call(objective, given))
     found = torch.stack(call(objective.cuda(), Inputs(*(each.cuda() for each in given))))
