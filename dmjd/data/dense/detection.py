@@ -1,7 +1,7 @@
 """Large-scale jitter (Ghiasi et al., 2021) of images with objects, and their form in testing.
 
-As detectron2's ResizeScale, FixedSizeCrop and RandomFlip in ViTDet's configuration, with draws keyed by (seed, epoch,
-sample id). Padding is always at the bottom and the right, and grey (128).
+As detectron2's ResizeScale, FixedSizeCrop and RandomFlip, with draws keyed by (seed, epoch, sample id). Padding is at
+the bottom and the right, and grey (128), as FixedSizeCrop's; ViTDet's configuration pads with the mean colour.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Masks of objects: polygons and run lengths as COCO stores them, drawn at any scale, and packed bits on the device."""
+"""Masks of objects: polygons and run lengths as COCO stores them, drawn at any scale."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from dmjd.data.dataset import Pixels, Size
 
@@ -130,17 +128,3 @@ def decode_counts(text: str) -> npt.NDArray[np.int64]:
     numbers[1::2] = np.cumsum(numbers[1::2])
     numbers[2::2] = np.cumsum(numbers[2::2])
     return numbers
-
-
-def unpack(masks: Tensor, width: int) -> Tensor:
-    """The bits of packed masks, on their device.
-
-    Args:
-        masks: uint8 ``[..., H, ceil(width / 8)]``, as ``numpy.packbits`` along the last dimension.
-        width: number of columns.
-
-    Returns:
-        uint8 ``[..., H, width]``, 0 and 1.
-    """
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=masks.device)
-    return (masks.unsqueeze(-1) >> shifts & 1).flatten(-2)[..., :width]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from PIL import Image
 
 from dmjd.config import DetectDataConfig
@@ -20,7 +19,7 @@ from dmjd.data.build import build_dataset
 from dmjd.data.dataset import Pixels
 from dmjd.data.dense.coco import Coco, CocoImage
 from dmjd.data.dense.instances import read_instances
-from dmjd.data.dense.masks import Masks, MaskStore, decode_counts, unpack
+from dmjd.data.dense.masks import Masks, MaskStore, decode_counts
 from dmjd.errors import BadImage, DataError, NoSplit
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools with numpy 2
@@ -177,11 +176,6 @@ def test_large_runs_are_decoded() -> None:
     )
 
 
-def test_packed_masks_are_unpacked() -> None:
-    bits = np.random.default_rng(2).integers(0, 2, (2, 3, 5, 21), dtype=np.uint8)
-    np.testing.assert_array_equal(unpack(torch.from_numpy(np.packbits(bits, axis=-1)), 21).numpy(), bits)
-
-
 def test_order_of_the_file_does_not_matter(root: Path, scenes: Path) -> None:
     values = json.loads((scenes / "annotations/instances_train2017.json").read_text())
     for key in ("images", "categories"):
@@ -193,6 +187,15 @@ def test_order_of_the_file_does_not_matter(root: Path, scenes: Path) -> None:
     shuffled, original = coco(root / "a"), coco(scenes)
     assert shuffled.fingerprint == original.fingerprint
     assert shuffled.open(2).objects().boxes.tolist() == original.open(2).objects().boxes.tolist()
+
+
+def test_what_grows_with_the_images_is_in_arrays(scenes: Path) -> None:
+    """Forked workers share arrays; reading a Python object copies its page."""
+    dataset = coco(scenes)
+    assert len(dataset) > len(dataset.classes)
+    held = [*vars(dataset).values(), *vars(dataset._masks).values()]
+    assert sum(isinstance(each, np.ndarray) for each in held) >= 11
+    assert not [each for each in held if isinstance(each, list | tuple | dict) and len(each) >= len(dataset)]
 
 
 def test_another_annotation_is_another_data_set(root: Path) -> None:

@@ -18,7 +18,7 @@ from dmjd.data.dataset import InMemory, Pixels
 from dmjd.data.dense import detection
 from dmjd.data.dense.coco import CocoImage, Objects
 from dmjd.data.dense.detection import GREY, LargeScaleJitter
-from dmjd.data.dense.masks import Masks, MaskStore, unpack
+from dmjd.data.dense.masks import Masks, MaskStore
 from dmjd.data.loader import make_loader
 from dmjd.errors import ConfigError
 from dmjd.ops.philox import Domain, keyed_uniform, make_key
@@ -61,7 +61,12 @@ def rectangles(size: tuple[int, int], boxes: list[list[float]], as_runs: bool = 
 def cut(jitter: LargeScaleJitter, row: int, image: CocoImage) -> tuple[Pixels, Floats, list[int], Pixels]:
     """Image, boxes, labels and unpacked masks of sample ``IDS[row]``."""
     view, boxes, labels, masks = jitter.draw(IDS, KEY).cut(row, image)
-    return view.numpy(), boxes.double().numpy(), labels.tolist(), unpack(masks, jitter.size[1]).numpy()
+    return (
+        view.numpy(),
+        boxes.double().numpy(),
+        labels.tolist(),
+        np.unpackbits(masks.numpy(), axis=2, count=jitter.size[1]),
+    )
 
 
 def geometry(jitter: LargeScaleJitter, row: int, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
