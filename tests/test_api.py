@@ -177,7 +177,8 @@ def test_keys_are_those_of_the_command_line() -> None:
 def test_data_is_a_data_set_a_folder_or_a_section(data: Any, expected: list[str]) -> None:
     assert _arguments("pretrain", data, "r", {"experiment": "demo"}, [], {}) == ["experiment=demo", *expected, "run=r"]
     own = {"experiment": "own_photos"}
-    assert _arguments("pretrain", "a", None, own, ["epochs=1"], {}) == ["experiment=own_photos", "data.root=a", "epochs=1"]
+    found = _arguments("pretrain", "a", None, own, ["epochs=1"], {})
+    assert found == ["experiment=own_photos", "data.root=a", "epochs=1"]
     assert _arguments("pretrain", None, None, own, ["experiment=demo"], {}) == ["experiment=demo"]
 
 

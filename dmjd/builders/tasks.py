@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from dmjd.builders import build_objective, target_dim
 from dmjd.builders.finetune import build_finetune_step, classification_and_inputs
+from dmjd.builders.model import build_classification
 from dmjd.builders.step import TrainStep, build_step, objective_and_inputs
 from dmjd.config import DetectConfig, FinetuneConfig, PretrainConfig, SegmentConfig, TrainConfig
 from dmjd.models.objective import Trainable
@@ -24,19 +26,27 @@ class Inputs(Protocol):
 class Builders(NamedTuple):
     """The functions that build a training.
 
+    objective: (configuration, classes) -> the model with its losses, initialised from the seed alone.
     objective_and_inputs: (configuration, classes, images) -> the objective before any engine transforms it, and its
         inputs; as :func:`dmjd.builders.step.objective_and_inputs`.
     step: (configuration, classes, world) -> the step, without initial weights. Collective where the engine is.
     pair: images of the smallest micro-batch.
     """
 
+    objective: Callable[[Any, int], Trainable]
     objective_and_inputs: Callable[[Any, int, int], tuple[Trainable, Inputs]]
     step: Callable[[Any, int, World], TrainStep[Any]]
     pair: int = 1
 
 
+def _segmentation(config: SegmentConfig, classes: int) -> Trainable:
+    from dmjd.builders.segment import build_segmentation  # imports transformers
+
+    return build_segmentation(config, classes)
+
+
 def _segmentation_and_inputs(config: SegmentConfig, classes: int, images: int) -> tuple[Trainable, Inputs]:
-    from dmjd.builders.segment import segmentation_and_inputs  # imports transformers
+    from dmjd.builders.segment import segmentation_and_inputs
 
     return segmentation_and_inputs(config, classes, images)
 
@@ -47,8 +57,14 @@ def _segment_step(config: SegmentConfig, classes: int, world: World) -> TrainSte
     return build_segment_step(config, classes, world)
 
 
+def _detection(config: DetectConfig, classes: int) -> Trainable:
+    from dmjd.builders.detect import build_detection  # imports torchvision
+
+    return build_detection(config, classes)
+
+
 def _detection_and_inputs(config: DetectConfig, classes: int, images: int) -> tuple[Trainable, Inputs]:
-    from dmjd.builders.detect import detection_and_inputs  # imports torchvision
+    from dmjd.builders.detect import detection_and_inputs
 
     return detection_and_inputs(config, classes, images)
 
@@ -61,12 +77,14 @@ def _detect_step(config: DetectConfig, classes: int, world: World) -> TrainStep[
 
 BUILDERS: dict[type[TrainConfig], Builders] = {
     PretrainConfig: Builders(
+        lambda config, classes: build_objective(config, target_dim(config)),
         lambda config, classes, images: objective_and_inputs(config, images),
         lambda config, classes, world: build_step(config, world),
     ),
-    FinetuneConfig: Builders(classification_and_inputs, build_finetune_step, pair=2),  # images are mixed in pairs
-    SegmentConfig: Builders(_segmentation_and_inputs, _segment_step),
-    DetectConfig: Builders(_detection_and_inputs, _detect_step),
+    # Images are mixed in pairs.
+    FinetuneConfig: Builders(build_classification, classification_and_inputs, build_finetune_step, pair=2),
+    SegmentConfig: Builders(_segmentation, _segmentation_and_inputs, _segment_step),
+    DetectConfig: Builders(_detection, _detection_and_inputs, _detect_step),
 }
 
 

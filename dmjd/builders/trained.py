@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from dmjd.builders import build_objective, target_dim
 from dmjd.builders.model import BACKBONES
 from dmjd.builders.tasks import builders_of
-from dmjd.config import DetectConfig, FinetuneConfig, PretrainConfig, TrainConfig
+from dmjd.config import FinetuneConfig, PretrainConfig, TrainConfig
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.models.objective import Trainable
 from dmjd.parallel import native_files, store
@@ -32,7 +31,7 @@ def check_described(folder: Path, trained: TrainConfig) -> None:
         raise CheckpointError(f"{folder / CONFIG} has {blocks} blocks, but there are {len(saved)} tensors beside it")
     try:
         with torch.device("meta"):
-            bare = _initial(folder, trained)
+            bare = builders_of(trained).objective(trained, _classes(folder, trained))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a model: {one_line(error)}") from error
     native_files.check_same_model({name: value.shape for name, value in bare.named_parameters()}, saved, folder)
@@ -49,7 +48,7 @@ def trained_objective(folder: Path, trained: TrainConfig, weights: str = "traine
         CheckpointError: if the checkpoint holds another model. ConfigError: if it has no average.
     """
     check_described(folder, trained)
-    objective = _initial(folder, trained)
+    objective = builders_of(trained).objective(trained, _classes(folder, trained))
     if weights != "untrained":
         found = store.read_average(folder) if weights == "ema" else store.read_model(folder)
         if not found:
@@ -62,20 +61,10 @@ def trained_objective(folder: Path, trained: TrainConfig, weights: str = "traine
     return objective
 
 
-def _initial(folder: Path, trained: TrainConfig) -> Trainable:
-    """The model before training, on the default device."""
-    if isinstance(trained, PretrainConfig):
-        return build_objective(trained, target_dim(trained))
-    classes = _classes(folder, trained)
-    if isinstance(trained, DetectConfig):  # the form with inputs leaves out non-maximum suppression
-        from dmjd.builders.detect import build_detection
-
-        return build_detection(trained, classes)
-    return builders_of(trained).objective_and_inputs(trained, classes, 1)[0]
-
-
 def _classes(folder: Path, trained: Any) -> int:
-    """Classes of the head of the model in ``folder``."""
+    """Classes of the head of the model in ``folder``; 0 for pre-training."""
+    if isinstance(trained, PretrainConfig):
+        return 0
     if isinstance(trained, FinetuneConfig):
         bias = store.shapes(folder).get("model.head.bias")
         if bias is None or len(bias) != 1:

@@ -31,7 +31,9 @@ logger = logging.getLogger("dmjd")
 
 _ENCODER = "encoder."
 _BLOCK_TABLE = f"encoder.blocks.0.{BIAS_TABLE}"
-_CLASS_TOKEN = "encoder.cls_token"
+_CLASS_TOKEN, _NORM = "encoder.cls_token", "encoder.norm."
+_PYRAMID = "pyramid."
+"""Prefix of parameters that only a model of feature maps has; its encoder has no final norm."""
 _BRANCHES = ("decoder.", "head.", "visible_branch.")
 """Prefixes of parameter names of the branches."""
 
@@ -193,7 +195,11 @@ def load_classifier(
     model = objective.model
     file = file or _read(path, weights)
     kept = {name: value for name, value in file.weights.items() if name.startswith((_ENCODER, "classifier."))}
+    of_maps = any(name.startswith(_PYRAMID) for name in file.weights)
     file = _fitted_to_images(file._replace(weights=_renamed(kept, _CLASSIFIER)), model.encoder)
+    notes = list[str]()
+    if of_maps:
+        file, notes = _with_parts_of_maps(file, model.encoder)
     own = {name: value.shape for name, value in model.state_dict().items()}
     taken, left = _of_encoder(model.encoder, file)
     known, reason = read_classes(path) if path.is_dir() else [], ""
@@ -209,7 +215,7 @@ def load_classifier(
         else:
             left.append(part)
     model.load_state_dict(taken, strict=False)
-    notes = [] if "head" in left else ["with its head"]
+    notes += [] if "head" in left else ["with its head"]
     if left:
         because = reason if "head.weight" in file.weights else ""
         notes.append(f"{', '.join(left)} as initialised{because}")
@@ -248,10 +254,14 @@ def _with_parts_of_maps(file: WeightsFile, encoder: Encoder) -> tuple[WeightsFil
     elif _CLASS_TOKEN not in weights:
         weights[_CLASS_TOKEN] = own[_CLASS_TOKEN].clone()
         notes.append("cls_token as initialised")
+    norm = {name: value.clone() for name, value in own.items() if name.startswith(_NORM) and name not in weights}
+    if norm:
+        weights |= norm
+        notes.append("norm as initialised")
     tables = {name: value for name, value in own.items() if name.endswith(DECOMPOSED)}
     known = {name for name in weights if name.endswith(DECOMPOSED)}
     if known and not tables:
-        notes.append("without its decomposed relative positions, since attention.relative_positions=none")
+        notes.append("without its decomposed relative positions")
     for name in known - tables.keys():
         del weights[name]
     for name, table in tables.items():

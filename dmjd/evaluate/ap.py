@@ -49,17 +49,21 @@ def run(context: Context[ApConfig]) -> Scores:
     from torch import Tensor
 
     from dmjd.config import DetectDataConfig
+    from dmjd.data.dense.coco import Coco
     from dmjd.evaluate.detection import detections, score_detections, write_results
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.validation import check_same_classes
+    from dmjd.models.dense.detection import Detection
     from dmjd.ops.images import normalise
     from dmjd.parallel.world import alone
 
     config, frozen = context.config, context.frozen
     trained, data, model = frozen.trained, frozen.data, frozen.objective
-    if not isinstance(trained, DetectConfig) or not isinstance(data, DetectDataConfig) or model is None:
+    if not isinstance(trained, DetectConfig) or not isinstance(data, DetectDataConfig):
         raise ConfigError(f"checkpoint={config.checkpoint} is no detection model; train one with dmjd detect")
+    assert isinstance(model, Detection)
     dataset = context.dataset("test")
+    assert isinstance(dataset, Coco)
     check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
 
     def detect(images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -77,8 +81,13 @@ def run(context: Context[ApConfig]) -> Scores:
         name: {score: values[number] for score, values in found.of_classes.items()}
         for number, name in enumerate(frozen.classes)
     }
-    values = {**found.scores, "test_images": len(dataset), "classes": dataset.num_classes}
-    values |= {"detections": len(entries), "table": table}
+    values = {
+        **found.scores,
+        "test_images": len(dataset),
+        "classes": dataset.num_classes,
+        "detections": len(entries),
+        "table": table,
+    }
     settings = {
         "data": frozen.source,
         "mean": data.mean,

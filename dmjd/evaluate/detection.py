@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset, OpenImage, Size, evenly
+from dmjd.data.dense.coco import Coco
 from dmjd.data.dense.detection import test_image
 from dmjd.data.loader import BatchLoader, check_shared_memory
 from dmjd.data.substitution import Substitution
@@ -32,13 +34,10 @@ from dmjd.safe_load import json_items
 
 if TYPE_CHECKING:
     from dmjd.config import DetectConfig
-    from dmjd.data.dense.coco import Coco
 
 MAX_DETECTIONS = 100
 """Detections of an image that COCO's AP counts, those of the highest scores."""
 _THRESHOLD = 0.5
-_PASTED = 1 << 26
-"""Bytes of pasted masks at a time."""
 _GATHERED = 20_000
 """Detections of each rank that are sent at a time."""
 
@@ -79,7 +78,7 @@ class DetectionScores(NamedTuple):
 
 
 def validate_detection(
-    step: Validated, dataset: Coco, config: DetectConfig, world: World, run: RunPaths | None = None, at: int = 0
+    step: Validated, dataset: ImageDataset, config: DetectConfig, world: World, run: RunPaths | None = None, at: int = 0
 ) -> dict[str, float | None]:
     """AP of the current weights, and of their average if there is one, as columns of log.jsonl. Collective.
 
@@ -96,6 +95,7 @@ def validate_detection(
         StopRequested: on every rank, if one is asked to stop meanwhile.
         DataError: on every rank, if an image cannot be read, or there are no objects.
     """
+    assert isinstance(dataset, Coco)
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     data = config.data
     size = data.image_size[0], data.image_size[1]
@@ -194,8 +194,10 @@ def entries_of(
 
     Args:
         found: of :func:`in_original`.
-        category_ids: label -> COCO category id.
+        category_ids: label -> COCO category id. Further labels, of a wider head, are left out.
     """
+    known = found["labels"] < len(category_ids)
+    found = {name: value[known] for name, value in found.items()}
     rows = zip(
         found["boxes"].tolist(),
         found["scores"].tolist(),
@@ -216,39 +218,43 @@ def entries_of(
 
 
 def encoded(masks: Tensor, boxes: Tensor, size: Size) -> Iterator[dict[str, Any]]:
-    """Compressed run lengths of pasted masks; arguments as for :func:`paste`."""
+    """Compressed run lengths of masks in the image, in COCO's format; arguments as for :func:`paste`."""
     from faster_coco_eval.core import mask
 
-    count = max(1, _PASTED // (size[0] * size[1]))
-    for part, places in zip(masks.split(count), boxes.split(count), strict=True):
-        pixels = paste(part, places, size).mT.contiguous().cpu().numpy()  # run lengths go down the columns
-        for each in mask.encode(pixels.transpose(2, 1, 0)):
-            yield {"size": [int(side) for side in each["size"]], "counts": each["counts"].decode()}
+    for top, left, part in paste(masks, boxes, size):
+        runs = _runs(part.cpu().numpy(), top, left, size)
+        counts = mask.frPyObjects({"size": list(size), "counts": runs}, *size)["counts"]
+        yield {"size": list(size), "counts": counts.decode()}
 
 
-def paste(masks: Tensor, boxes: Tensor, size: Size) -> Tensor:
+def _runs(part: npt.NDArray[np.bool_], top: int, left: int, size: Size) -> list[int]:
+    """Lengths of runs of zeros and ones in turn, down the columns of an image whose mask is ``part`` at (top, left)."""
+    columns = np.pad(part.T, ((0, 0), (1, 1)))
+    column, row = np.nonzero(columns[:, 1:] != columns[:, :-1])
+    changes = (left + column) * size[0] + top + row
+    # A run that goes on in the next column has two changes in one place.
+    changes = changes[(np.diff(changes, prepend=-1) != 0) & (np.diff(changes, append=-1) != 0)]
+    runs: list[int] = np.diff(changes, prepend=0, append=size[0] * size[1]).tolist()
+    return runs if runs[-1] else runs[:-1]
+
+
+def paste(masks: Tensor, boxes: Tensor, size: Size) -> Iterator[tuple[int, int, Tensor]]:
     """Masks of boxes as masks of the image, with detectron2's rule: bilinear sampling at the pixels' centres, >= .5.
 
     Args:
         masks: float ``[n, m, m]``, probabilities. boxes: ``[n, 4]`` of positive area in an image of ``size``.
 
-    Returns:
-        uint8 ``[n, H, W]``, 0 and 1.
+    Yields:
+        top, left and bool ``[h, w]``: the part of each mask that is not 0.
     """
-    pasted = torch.zeros(len(masks), *size, dtype=torch.uint8, device=masks.device)
-    for each, box, canvas in zip(masks.float(), boxes.tolist(), pasted, strict=True):
+    for each, box in zip(masks.float(), boxes.tolist(), strict=True):
         left, right = _pixels(box[0], box[2], size[1])
         top, bottom = _pixels(box[1], box[3], size[0])
-        grid = torch.stack(
-            torch.broadcast_tensors(
-                _places(left, right, box[0], box[2], masks.device)[None, :],
-                _places(top, bottom, box[1], box[3], masks.device)[:, None],
-            ),
-            dim=-1,
-        )
+        x = _places(left, right, box[0], box[2], masks.device)
+        y = _places(top, bottom, box[1], box[3], masks.device)
+        grid = torch.stack(torch.broadcast_tensors(x[None, :], y[:, None]), dim=-1)
         sampled = F.grid_sample(each[None, None], grid[None], align_corners=False)
-        canvas[top:bottom, left:right] = sampled[0, 0] >= _THRESHOLD
-    return pasted
+        yield top, left, sampled[0, 0] >= _THRESHOLD
 
 
 def _pixels(low: float, high: float, side: int) -> tuple[int, int]:

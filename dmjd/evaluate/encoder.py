@@ -22,6 +22,7 @@ from dmjd.builders.weights import read_file as read_weights_file
 from dmjd.compose import from_yaml_of_run, to_yaml
 from dmjd.config import (
     DataConfig,
+    DenseDataConfig,
     DownstreamConfig,
     EvaluationConfig,
     FinetuneConfig,
@@ -139,6 +140,7 @@ class FrozenEncoder:
     def _images(self, dataset: ImageDataset, pooling: str, batch_size: int, workers: int | None) -> dict[str, Any]:
         workers = loader_workers(len(dataset), batch_size) if workers is None else workers
         data = self.data
+        self.report_norm()
         return {
             "encoder": self.encoder,
             "loader": evaluation_loader(dataset, batch_size, self.size, workers, data.crop_pct, data.timeout),
@@ -148,6 +150,11 @@ class FrozenEncoder:
             "device": self.device,
             "total": len(dataset),
         }
+
+    def report_norm(self) -> None:
+        """Log that features have a norm that was not trained, of a run of segmentation or detection."""
+        if self.objective is not None:
+            logger.info("%s has no final norm: its features get one of weight 1 and bias 0", self.path)
 
     def cost(self, images: int) -> int:
         """Multiply-adds of ``images`` forward passes, estimated as parameters x tokens."""
@@ -206,6 +213,8 @@ def load_encoder(config: ImagesConfig) -> FrozenEncoder:
             classifier, objective = objective.model, None
             if isinstance(classifier.fc_norm, nn.LayerNorm):
                 encoder.fc_norm = classifier.fc_norm
+        else:
+            _complete_encoder(encoder)
     else:
         assert isinstance(trained, PretrainConfig)
         encoder = _of_run(path, trained, weights) if file is None else _of_file(file, trained)
@@ -272,6 +281,16 @@ def trainings_before(run: RunPaths, config: TrainConfig) -> Iterator[tuple[Path,
         except (ConfigError, OSError):  # of another version
             return
         yield path, config
+
+
+def _complete_encoder(encoder: Encoder) -> None:
+    """Give the encoder of a model of feature maps what its features need: a final norm, which such models leave out, of
+    weight 1 and bias 0; and with attention on a grid no place for a class token."""
+    encoder.norm = layer_norm(encoder.embed_dim).to(next(encoder.parameters()).device).requires_grad_(False)
+    if encoder.on_grid and encoder.num_prefix_tokens:
+        if (table := getattr(encoder, "pos_embed", None)) is not None:
+            encoder.pos_embed = nn.Parameter(table[:, encoder.num_prefix_tokens :], requires_grad=False)
+        encoder.num_prefix_tokens = 0
 
 
 def _averages_all(trained: TrainConfig) -> bool:
@@ -367,7 +386,11 @@ OF_DATA_SET = ("root", "pad", "check", "samples", "cache", "cache_gib", "val_per
 def _evaluation_data(path: Path, trained: TrainConfig, config: ImagesConfig) -> DataConfig:
     """The data of pre-training with the keys that are given, on which the encoder can run."""
     other = config.data
-    data = trained.data if other is None else _with_given(trained.data, other, config.data_keys)
+    own = trained.data
+    named = other is not None and (config.data_keys is None or "name" in config.data_keys)
+    if isinstance(own, DenseDataConfig) and named:  # another data set, without annotations
+        own = DataConfig(**{item.name: getattr(own, item.name) for item in fields(DataConfig)})
+    data = own if other is None else _with_given(own, other, config.data_keys)
     if other is None and data.name == "auto" and path.is_dir():
         raise ConfigError(
             f"{path} stores data=auto without the name of the data set; add data=fashion_mnist or data=digits"

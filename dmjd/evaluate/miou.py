@@ -59,6 +59,7 @@ def run(context: Context[MiouConfig]) -> Scores:
 
     from dmjd.builders.segment import check_test
     from dmjd.config import SegmentDataConfig
+    from dmjd.data.dense.ade20k import Ade20k
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.segmentation import MapTesting, evaluate_segmentation
     from dmjd.evaluate.validation import check_same_classes
@@ -73,6 +74,7 @@ def run(context: Context[MiouConfig]) -> Scores:
     test = replace(trained.test, **given)
     check_test(replace(trained, data=data, test=test))
     dataset = context.dataset("test")
+    assert isinstance(dataset, Ade20k)
     check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
 
     def logits(images: Tensor) -> Tensor:

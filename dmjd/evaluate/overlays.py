@@ -62,20 +62,21 @@ def palette(count: int) -> NDArray[np.uint8]:
 def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]) -> Picture:
     """``image``, uint8 ``[H, W, C]``, under the classes of a map, or the masks, boxes and names of objects.
 
-    Pixels without a class stay as they are. Objects are drawn from the lowest score to the highest.
+    Pixels without one of the classes stay as they are. Objects are drawn from the lowest score to the highest.
     """
     colours = palette(len(names))
     picture = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image.copy()
     if isinstance(found, np.ndarray):
-        known = found != _IGNORED
+        known = found < len(names)  # a wider head may predict more
         picture[known] = _blend(picture[known], colours[found[known]])
         return picture
-    order = np.arange(len(found.labels))
+    order = list(range(len(found.labels)))
     if found.scores is not None:
-        order = np.argsort(found.scores, kind="stable")
-    for number in order if found.masks is not None else ():
-        mask = found.masks[number]  # type: ignore[index]
-        picture[mask] = _blend(picture[mask], colours[found.labels[number]])
+        order = np.argsort(found.scores, kind="stable").tolist()
+    if found.masks is not None:
+        for number in order:
+            mask = found.masks[number]
+            picture[mask] = _blend(picture[mask], colours[found.labels[number]])
     drawn = Image.fromarray(picture)
     draw = ImageDraw.Draw(drawn)
     for number in order:
@@ -123,7 +124,7 @@ def predictions_picture(
     rows = list(zip(images, truths, predictions, strict=True))
     maps = [each for each in (*truths, *predictions) if isinstance(each, np.ndarray)]
     present = np.unique(np.concatenate([np.unique(each) for each in maps])) if maps else np.array([], int)
-    legend = [int(label) for label in present if label != _IGNORED][:_LEGEND]
+    legend = [int(label) for label in present if label < len(names)][:_LEGEND]
     content = b""
     for cell in _CELLS:
         content = _png(_sheet(rows, legend, names, cell))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dmjd.config import SegmentDataConfig, SegmentTestConfig
 from dmjd.data.batch import Batch
-from dmjd.data.dataset import Pixels, Size, evenly
+from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Size, evenly
+from dmjd.data.dense.ade20k import Ade20k
 from dmjd.data.dense.segmentation import resized_size, test_image
 from dmjd.data.loader import BatchLoader, check_shared_memory
 from dmjd.data.substitution import Substitution
@@ -29,8 +30,6 @@ from dmjd.runs.paths import RunPaths
 
 if TYPE_CHECKING:
     from dmjd.config import SegmentConfig
-    from dmjd.data.dense.ade20k import Ade20k
-    from dmjd.data.dense.annotated import AnnotatedImage
 
 IGNORED = 255
 """Value of pixels without a class."""
@@ -217,7 +216,12 @@ class Validated(Protocol):
 
 
 def validate_segmentation(
-    step: Validated, dataset: Ade20k, config: SegmentConfig, world: World, run: RunPaths | None = None, at: int = 0
+    step: Validated,
+    dataset: ImageDataset,
+    config: SegmentConfig,
+    world: World,
+    run: RunPaths | None = None,
+    at: int = 0,
 ) -> dict[str, float | None]:
     """Scores of the current weights, and of their average if there is one, as columns of log.jsonl. Collective.
 
@@ -234,6 +238,7 @@ def validate_segmentation(
         StopRequested: on every rank, if one is asked to stop meanwhile.
         DataError: on every rank, if an image cannot be read, or no pixel has a class.
     """
+    assert isinstance(dataset, Ade20k)
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     testing = MapTesting.of(config.test, config.data, config.backbone.patch_size)
     names = class_names(dataset)
@@ -244,7 +249,8 @@ def validate_segmentation(
             step.logits, dataset, testing, micro_batch, config.workers, config.data.timeout, world, shown
         )
         if shown and run is not None:
-            picture = predictions_picture(*zip(*examples, strict=True), names)
+            images, truths, shown_maps = ([each[part] for each in examples] for part in range(3))
+            picture = predictions_picture(images, truths, shown_maps, names)
             write_validation(run, at, picture, names, {"iou": found.iou, "accuracy": found.accuracy})
         return {f"{prefix}{name}": getattr(found, name) for name in ("miou", "aacc", "macc")}
 
@@ -427,14 +433,14 @@ class ScaledImages:
         return scaled_image(opened, self._resizes[scale], index)._replace(maps=maps), ()
 
 
-def scaled_image(opened: AnnotatedImage, resize: tuple[int, int], number: int = 0) -> Batch:
+def scaled_image(opened: OpenImage, resize: tuple[int, int], number: int = 0) -> Batch:
     """A batch of :class:`ScaledImages` without annotation."""
     pixels = torch.from_numpy(test_image(opened, resize))[None]
     return Batch(pixels, torch.tensor([number]), torch.tensor(opened.size))
 
 
 def predict_map(
-    logits: Logits, opened: AnnotatedImage, testing: MapTesting, batch_size: int, device: torch.device
+    logits: Logits, opened: OpenImage, testing: MapTesting, batch_size: int, device: torch.device
 ) -> Tensor:
     """The class of each pixel of one image, uint8 ``[H, W]`` in its original size, on the device."""
     scaled = (scaled_image(opened, resize) for resize in testing.resizes)

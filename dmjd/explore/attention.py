@@ -15,7 +15,10 @@ from dmjd.models.masked_image_model import Encoder
 
 
 def attention_of(encoder: Encoder) -> nn.Module | None:
-    """The attention module of the last block; None if that does not attend over the whole image, as in Swin."""
+    """The attention module of the last block; None if that does not attend over the whole image, as in Swin, or over a
+    map of tokens (:mod:`dmjd.models.dense.grid_attention`)."""
+    if encoder.on_grid:
+        return None
     module = getattr(list(encoder.blocks)[-1], "attn", None)
     return module if isinstance(module, (Attention, beit.Attention)) else None
 

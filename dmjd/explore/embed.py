@@ -158,6 +158,7 @@ def _load(config: EmbedConfig) -> dict[str, FrozenEncoder]:
             data_keys=config.data_keys,
         )
         found.append(load_encoder(one))
+        found[-1].report_norm()
     return dict(zip(_names(found, pooling), found, strict=True))
 
 

@@ -219,7 +219,7 @@ class Shown:
         """Image, attention of the last block as the mean of its heads, and of each head."""
         encoder = self._frozen.encoder
         if attention_of(encoder) is None:
-            raise Missing("its last block attends within windows, so there is no map of the whole image")
+            raise Missing("its last block attends within windows or has decomposed relative positions")
         inputs, grid, size = self._finer
         prefix, (height, width), query = encoder.num_prefix_tokens, grid, self._config.query
         rows, marked = slice(0, 1), None
@@ -292,7 +292,7 @@ class Shown:
     @property
     def _trained(self) -> PretrainConfig:
         if not isinstance(self._frozen.trained, PretrainConfig):
-            raise Missing("this is a classifier, without masks and decoder; show its pre-training run")
+            raise Missing("this is a fine-tuned model, without masks and decoder; show its pre-training run")
         model = self._config.model
         described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
         if self._frozen.path.is_file() and not described:

@@ -102,7 +102,9 @@ def predict_dense(frozen: FrozenEncoder, config: PredictConfig) -> Iterator[str]
     kind = "segmentation" if segments else "detection"
     for key in ("labelled", "neighbours", *(["min_score"] if segments else [])):
         if getattr(config, key) is not None:
-            raise ConfigError(f"{key} has no meaning for a {kind} run such as checkpoint={config.checkpoint}; remove it")
+            raise ConfigError(
+                f"{key} has no meaning for a {kind} run such as checkpoint={config.checkpoint}; remove it"
+            )
     task = (_Segmentation if segments else _Detection)(frozen, config)
     folder = _folder(frozen, config)
     parts = _parts(frozen, config)
@@ -259,10 +261,9 @@ class _Views:
 class _Detection(_Task):
     """Detections of the objects of an image."""
 
-    head = ["name", "image_id", "height", "width", "error", "detections", "classes"]
-
     def __init__(self, frozen: FrozenEncoder, config: PredictConfig) -> None:
         super().__init__(frozen, config)
+        self.head = ["name", "image_id", "height", "width", "error", "detections", "classes"]
         assert isinstance(self._model, Detection)
         self._detector = self._model
         own = read_category_ids(frozen.path) or list(range(1, len(frozen.classes) + 1))
@@ -292,7 +293,7 @@ class _Detection(_Task):
                             fault = fault_of(images, index)
                             yield part, Predicted([name, "", "", "", fault], fault=fault)
                             continue
-                        number = getattr(images, "image_id", lambda _: len(known) + 1)(index)  # noqa: B023 -- called here
+                        number = getattr(images, "image_id", lambda _: len(known) + 1)(index)
                         known.append({"id": number, "file_name": name, "height": height, "width": width})
                         kept = self._kept(found)
                         own = entries_of(

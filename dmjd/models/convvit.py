@@ -201,6 +201,8 @@ class ConvViTEncoder(Encoder):
         if maps is not None:
             last = x if self.on_grid else x.unflatten(1, self.grid_of(images))
             return [stage.permute(0, 3, 1, 2) for stage in (stage1, stage2, last)]
+        if self.on_grid:
+            x = x.flatten(1, 2)
         if views is not None and self.stage1_output_decode is not None and self.stage2_output_decode is not None:
             x = x + self.stage1_output_decode(stage1).flatten(1, -2) + self.stage2_output_decode(stage2).flatten(1, -2)
         return self.norm(x)

@@ -176,7 +176,9 @@ class ViTEncoder(Encoder):
             if maps is not None and index in maps:
                 tokens = x if self.on_grid else x[:, self.num_prefix_tokens :].unflatten(1, grid)
                 outputs[index] = tokens.permute(0, 3, 1, 2)
-        return self.norm(x) if maps is None else [outputs[index] for index in maps]
+        if maps is not None:
+            return [outputs[index] for index in maps]
+        return self.norm(x.flatten(1, 2) if self.on_grid else x)
 
     def _positions(self, grid: tuple[int, int], device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """The class token with its position ``[1, 1, D]``, and the positions of patches ``[N, D]``; None for none."""

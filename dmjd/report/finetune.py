@@ -127,7 +127,7 @@ def _shown(row: Mapping[str, Any], key: str) -> str:
 
 
 def peak(config: Mapping[str, Any]) -> str:
-    """", peak learning rate 0.0005 x 1024 / 256 = 0.002"; empty if it is not known."""
+    """ ", peak learning rate 0.0005 x 1024 / 256 = 0.002"; empty if it is not known."""
     base, batch = look_up(config, ("optim", "base_lr")), config.get("batch_size")
     if not (isinstance(base, int | float) and isinstance(batch, int)):
         return ""

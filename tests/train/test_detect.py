@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.cluster.plan import Plan
 from dmjd.compose import compose
 from dmjd.parallel import store
 from dmjd.runs.checkpoint import newest

@@ -30,7 +30,6 @@ from dmjd.evaluate.detection import (
     encoded,
     entries_of,
     in_original,
-    paste,
     score_detections,
     write_results,
 )
@@ -196,28 +195,31 @@ def pasted(mask: Any, box: Sequence[float], size: tuple[int, int]) -> Any:
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
 def test_masks_are_pasted_as_in_detectron2() -> None:
-    size, masks = (23, 31), torch.rand(6, 28, 28, generator=torch.Generator().manual_seed(0))
-    masks[0] = 1
-    corners = [
+    size, masks = (23, 31), torch.rand(8, 28, 28, generator=torch.Generator().manual_seed(0))
+    masks[0] = masks[-1] = 1
+    masks[-2] = 0
+    corners: list[list[float]] = [
         [0, 0, 31, 23],
         [3.3, 4.7, 20.1, 9.9],
         [10, 10, 10.4, 22.5],
         [29.5, 21, 31, 23],
         [0, 5, 2, 6],
         [7, 0, 9, 23],
+        [3, 3, 9, 9],
+        [-1, 0, 31, 24],
     ]
     boxes = torch.tensor(corners, dtype=torch.float32)
-    found = paste(masks, boxes, size)
-    assert found.dtype == torch.uint8
-    for each, mask, box in zip(found.numpy(), masks.numpy(), corners, strict=True):
-        expected = pasted(mask, box, size)
+    found = list(encoded(masks, boxes, size))
+    for each, mask, box in zip(found, masks.numpy(), corners, strict=True):
+        pixels, expected = decode(each), pasted(mask, box, size)
         clear = abs(expected - 0.5) > 1e-4
-        assert (each[clear] == (expected >= 0.5)[clear]).all()
+        assert (pixels[clear] == (expected >= 0.5)[clear]).all()
         assert clear.mean() > 0.99
-    assert found[0].all()
-    for each, run_lengths in zip(found.numpy(), encoded(masks, boxes, size), strict=True):
-        assert (decode(run_lengths) == each).all()
-        assert run_lengths["size"] == [23, 31]
+        again = encode(np.asfortranarray(pixels))
+        assert each == {"size": [23, 31], "counts": again["counts"].decode()}, "in the form of COCO's code"
+    assert decode(found[0]).all()
+    assert found[0]["counts"] == found[-1]["counts"]
+    assert not decode(found[-2]).any()
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -239,6 +241,8 @@ def test_boxes_are_mapped_to_the_original_image() -> None:
     assert second["category_id"] == 4
     assert second["score"] == pytest.approx(0.8)
     assert decode(second["segmentation"]).sum() == 32 * 12
+    wider = placed | {"labels": torch.tensor([4, 1, 2])}
+    assert [each["category_id"] for each in entries_of(wider, (48, 128), 5, CATEGORIES)] == [4, 9]
     nothing = {name: value[:0] for name, value in found.items()}
     assert entries_of(in_original(nothing, (24, 32), (48, 128)), (48, 128), 5, CATEGORIES) == []
 

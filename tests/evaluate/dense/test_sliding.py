@@ -184,7 +184,7 @@ def test_scores_of_any_number_of_processes_with_equally_many_calls(size: int, mo
     sets = [Maps() for _ in range(size)]
     found = in_worlds(
         size,
-        lambda w: evaluate_segmentation(models[w.rank], sets[w.rank], test, 3, 0, 1.0, w),  # type: ignore[arg-type]
+        lambda w: evaluate_segmentation(models[w.rank], sets[w.rank], test, 3, 0, 1.0, w),
     )
     matrix = ConfusionMatrix(CLASSES, CPU)
     for number in range(len(data)):
