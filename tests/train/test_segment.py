@@ -212,6 +212,12 @@ def test_the_encoder_of_a_run_is_used_by_other_commands(
     code, _, err = dmjd("finetune", str(undisturbed), *arguments, *tiny)
     assert code == 0, err
     assert "beginning from" in err
+    folder = ("data=folder", f"data.root={image_folder}", "data.image_size=32", "data.check=none", "device=cpu")
+    code, out, err = dmjd("knn", str(undisturbed), *folder)
+    assert code == 0, err
+    assert "knn: k-nearest-neighbour top-1" in out
+    code, _, err = dmjd("finetune", str(undisturbed), "recipe=none", f"run={tmp_path}/nothing")
+    assert (code, err) == (2, "error: data.name=folder needs data.root, the folder of images\n")
     code, out, err = dmjd("detect", str(undisturbed), f"data.root={scenes}", "--cfg")
     assert code == 0, err
     assert "embed_dim: 32" in out
@@ -235,3 +241,16 @@ def test_preflight_takes_the_first_step(words: Words, tmp_path: Path, dmjd: Comm
     assert code == 0, err
     assert "ok     compilation" in out
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["none", "block"])
+def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(
+    compiled: str, words: Words, undisturbed: Path, tmp_path: Path
+) -> None:
+    options = ("engine.device=cuda", "engine.precision=fp32", f"engine.compile={compiled}", "epochs=1")
+    run = loop.segment(compose("segment", words(tmp_path / "run", *options))).path
+    for one, two in zip(rows(undisturbed), rows(run), strict=False):
+        if "loss" in two:
+            assert two["loss"] == pytest.approx(one["loss"], rel=2e-2)
+    assert any("val_miou" in row for row in rows(run))
