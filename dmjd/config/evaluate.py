@@ -77,22 +77,25 @@ class EvaluationConfig(ImagesConfig):
 
 @dataclass
 class ExportConfig(EncoderConfig):
-    """Export an encoder for timm, ONNX or Hugging Face.
+    """Export an encoder or a whole model for timm, ONNX, torch.export or Hugging Face.
 
     format: timm: .safetensors file for timm.create_model. onnx: .onnx file with a dynamic batch (needs the extra
-        dmjd[onnx]). huggingface: folder for transformers' ViTModel (ViT with a class token). huggingface_mae: folder
-        for ViTMAEForPreTraining, with the decoder (target pixels and square images).
-    output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-....
+        dmjd[onnx]). torch_export: .pt2 file for torch.export.load, likewise. Of segmentation and detection runs these
+        two hold the whole model, for images of data.image_size; of detection for one image. huggingface: folder for
+        transformers' ViTModel (ViT with a class token). huggingface_mae: folder for ViTMAEForPreTraining, with the
+        decoder (target pixels and square images).
+    output: Output file or folder. Default: RUN/export/encoder-..., of a fine-tuning RUN/export/classifier-..., of a
+        whole model segmentation-... or detection-....
     weights: auto: of a fine-tuning with ema_decay the exponential moving average, else those of the last step. trained:
         weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
         initialisation. ema: exponential moving average. student: the student of a file with a teacher.
-    dtype: Data type of the exported tensors. onnx: fp32 only.
+    dtype: Data type of the exported tensors. onnx, torch_export: fp32 only.
     data: For a file of weights: image_size, channels, mean and std of the export, of which only the keys that are given
         differ from the file's.
     data_keys: The keys of data that are given; set by the command line. null: all of them.
     """
 
-    format: str = choice("timm", "onnx", "huggingface", "huggingface_mae")
+    format: str = choice("timm", "onnx", "torch_export", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
     weights: str = choice("auto", "trained", "untrained", "ema", "student")
     data: DataConfig | None = None

@@ -1,4 +1,5 @@
-"""``dmjd export``: the encoder or classifier of a checkpoint for timm, ONNX or Hugging Face, verified against ours."""
+"""``dmjd export``: encoder, classifier or whole model of a checkpoint for timm, ONNX, torch.export or Hugging Face,
+verified against ours."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +27,7 @@ from dmjd.config import EvaluationConfig, ExportConfig, FinetuneConfig, HeadConf
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.evaluate.features import pool_features
-from dmjd.evaluate.onnx_model import Features, Logits, check_onnx, write_onnx
+from dmjd.evaluate.onnx_model import Features, Logits, Outputs, check_onnx, write_onnx, write_program
 from dmjd.evaluate.output import check_output
 from dmjd.evaluate.registry import BASELINES
 from dmjd.files import obstacle, printable, read_file, standing_place
@@ -38,8 +40,11 @@ logger = logging.getLogger("dmjd")
 
 FOLDER = "export"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SUFFIXES = {"timm": ".safetensors", "onnx": ".onnx", "huggingface": "", "huggingface_mae": ""}
+SUFFIXES = {"timm": ".safetensors", "onnx": ".onnx", "torch_export": ".pt2", "huggingface": "", "huggingface_mae": ""}
 """``format`` -> suffix of the file; empty for a folder."""
+
+_GRAPHS = ("onnx", "torch_export")
+"""Formats that hold computations, not weights by name."""
 
 TOLERANCE = 1e-5
 """Largest difference of two features, relative to the largest feature."""
@@ -56,9 +61,10 @@ class Exported(NamedTuple):
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Input of the writers. state: of timm's model ``call``. card: content of the sidecar, without the line."""
+    """Input of the writers. form: ``format``. state: of timm's model ``call``. card: the sidecar, without the line."""
 
     frozen: FrozenEncoder
+    form: str
     call: TimmCall
     state: dict[str, Tensor]
     card: dict[str, Any]
@@ -66,11 +72,12 @@ class _Encoder:
 
 def export(config: ExportConfig) -> Exported:
     """Write the encoder of ``config.checkpoint`` in ``config.format``, with all that is needed to load it; of a
-    fine-tuned run with its classifier, whose classes the sidecar names.
+    fine-tuned run with its classifier, whose classes the sidecar names. onnx and torch_export have the whole model of a
+    segmentation or detection (:mod:`dmjd.evaluate.export_dense`).
 
     timm: a .safetensors file; :func:`sidecar` and the file's header under ``dmjd`` hold ``architecture`` and
     ``arguments`` of ``timm.create_model(architecture, checkpoint_path=file, **arguments)``, and the whole line as
-    ``load``. onnx: a file for onnxruntime, and the sidecar. huggingface, huggingface_mae: a folder for transformers. An
+    ``load``. onnx, torch_export: a file, and the sidecar. huggingface, huggingface_mae: a folder for transformers. An
     existing file is replaced atomically, an existing folder of an earlier export as a whole.
 
     Returns:
@@ -87,13 +94,15 @@ def export(config: ExportConfig) -> Exported:
         check_output(Path(config.output), [suffix] if suffix else [], Path(config.checkpoint))
     if config.format == "onnx":
         check_onnx()
-        if config.dtype != "fp32":
-            raise ConfigError(f"dtype={config.dtype}: format=onnx writes float32; remove dtype")
+    if config.format in _GRAPHS and config.dtype != "fp32":
+        raise ConfigError(f"dtype={config.dtype}: format={config.format} writes float32; remove dtype")
     if config.format == "huggingface_mae" and config.weights not in ("auto", "trained"):
         raise ConfigError(f"weights={config.weights}: format=huggingface_mae needs weights=trained, with the decoder")
     made = _encoder(config)
     frozen = made.frozen
     kind = "mae" if config.format == "huggingface_mae" else "encoder" if frozen.classifier is None else "classifier"
+    if frozen.objective is not None and config.format in _GRAPHS:
+        kind = {"segment": "segmentation", "detect": "detection"}[frozen.trained.command]
     name = f"{kind}-{frozen.weights}-step{frozen.step:08d}-{config.dtype}{suffix or '-huggingface'}"
     path = frozen.run.path / FOLDER / name if config.output is None else Path(config.output)
     _check_place(path, suffix, frozen.run.path if config.output is None else path.parent)
@@ -151,6 +160,11 @@ def _encoder(config: ExportConfig) -> _Encoder:
             raise ConfigError(
                 f"format=huggingface_mae needs a run, and {frozen.path} is a file; use format=huggingface"
             )
+    if frozen.encoder.on_grid and config.format not in _GRAPHS and trained.backbone.name != "swin":
+        raise ConfigError(
+            f"format={config.format} has no windows and decomposed relative positions, which the encoder of "
+            f"{config.checkpoint} has (attention.*); format=torch_export and format=onnx write its whole model"
+        )
     _module(frozen).to(DTYPES[config.dtype])
     encoder = frozen.encoder
     weights, of_head, classes = encoder.state_dict(), None, 0
@@ -175,19 +189,22 @@ def _encoder(config: ExportConfig) -> _Encoder:
     }
     if classifier is not None:
         card["classes"] = frozen.class_labels
-    return _Encoder(frozen, call, state, card)
+    if frozen.objective is not None and config.format in _GRAPHS:
+        card["classes"] = list(frozen.classes)
+        del card["pooling"]
+    return _Encoder(frozen, config.format, call, state, card)
 
 
 def _call(form: str, frozen: FrozenEncoder, head: HeadConfig | None, classes: int) -> TimmCall:
-    """timm's model, which an ONNX file of a classifier need not have."""
+    """timm's model, which a graph of a classifier need not have."""
     backbone, data = frozen.trained.backbone, frozen.trained.data
-    if form == "onnx" and head is not None:
+    if form in _GRAPHS and head is not None:
         head = replace(head, norm="encoder")
     return timm_call(backbone, data, head, classes)
 
 
 def _module(frozen: FrozenEncoder) -> nn.Module:
-    return frozen.encoder if frozen.classifier is None else frozen.classifier
+    return frozen.objective or frozen.classifier or frozen.encoder
 
 
 def _check_place(path: Path, suffix: str, parent: Path) -> None:
@@ -216,22 +233,53 @@ def _write_timm(made: _Encoder, draft: Path, path: Path) -> str:
 
 
 def _write_onnx(made: _Encoder, draft: Path, path: Path) -> str:
-    frozen = made.frozen
-    channels, height, width = shape = _shape(made)
-    outputs = Features(frozen.encoder) if frozen.classifier is None else Logits(frozen.classifier)
-    card = {key: value for key, value in made.card.items() if key not in ("architecture", "arguments")}
-    names = ["pooled", "patch_tokens"] if frozen.classifier is None else ["logits"]
-    card |= {"input": {"images": ["batch", channels, height, width]}, "load": _onnx_line(path.name, names)}
-    _sample(made)
-    write_onnx(outputs, shape, draft, card)
+    outputs = _outputs(made)
+    names, feeds = list(outputs.outputs), ", ".join(f"{name!r}: {name}" for name in outputs.inputs)
+
+    def line(file: str) -> str:
+        run = f"{_assigned(names)} = session.run({names!r}, {{{feeds}}})"
+        return f"import onnxruntime; session = onnxruntime.InferenceSession({file!r}); {run}"
+
+    card = _graph_card(made, outputs, line(path.name))
+    write_onnx(outputs, _shape(made), draft, card)
     sidecar(draft).write_text(json.dumps(card, indent=1))
-    return _onnx_line(str(path), names)
+    return line(str(path))
 
 
-def _onnx_line(path: str, names: list[str]) -> str:
-    found = ", ".join(names) if len(names) > 1 else f"({names[0]},)"
-    run = f"{found} = session.run({names!r}, {{'images': images}})"
-    return f"import onnxruntime; session = onnxruntime.InferenceSession({path!r}); {run}"
+def _write_program(made: _Encoder, draft: Path, path: Path) -> str:
+    outputs = _outputs(made)
+
+    def line(file: str) -> str:
+        run = f"{_assigned(outputs.outputs)} = model({', '.join(outputs.inputs)})"
+        return f"import {', '.join(('torch', *outputs.needs))}; model = torch.export.load({file!r}).module(); {run}"
+
+    card = _graph_card(made, outputs, line(path.name))
+    write_program(outputs, _shape(made), draft, card)
+    sidecar(draft).write_text(json.dumps(card, indent=1))
+    return line(str(path))
+
+
+def _outputs(made: _Encoder) -> Outputs:
+    """What a graph computes. Raises UserError if the features of an encoder or a classifier are not finite."""
+    frozen = made.frozen
+    if frozen.objective is not None:
+        from dmjd.evaluate.export_dense import whole_model  # imports torchvision and transformers
+
+        return whole_model(frozen.objective, made.form)
+    _sample(made)
+    return Features(frozen.encoder) if frozen.classifier is None else Logits(frozen.classifier)
+
+
+def _graph_card(made: _Encoder, outputs: Outputs, line: str) -> dict[str, Any]:
+    """The sidecar of a graph."""
+    card = {key: value for key, value in made.card.items() if key not in ("architecture", "arguments")}
+    batch = 1 if outputs.traced in outputs.batches else "batch"
+    inputs = {"images": [batch, *_shape(made)], **{name: [batch, 2] for name in outputs.inputs if name == "sizes"}}
+    return card | {"input": inputs, "outputs": list(outputs.outputs), "load": line}
+
+
+def _assigned(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) > 1 else f"({names[0]},)"
 
 
 def _write_huggingface(made: _Encoder, draft: Path, path: Path) -> str:
@@ -278,6 +326,7 @@ def _transformers_line(model: str, path: str) -> str:
 _WRITERS = {
     "timm": _write_timm,
     "onnx": _write_onnx,
+    "torch_export": _write_program,
     "huggingface": _write_huggingface,
     "huggingface_mae": _write_mae,
 }
@@ -303,6 +352,9 @@ def _model_card(made: _Encoder, line: str, use: str) -> str:
         method = re.sub(r"[^\w .+-]", "", trained.method.name)
         title, tags = f"{method}, pre-trained", "masked-image-modeling, self-supervised-learning"
         first = ("method", f"{method}, target {trained.target.name}, {trained.mask.views} view(s)")
+    elif frozen.classifier is None:
+        title, tags = f"Encoder of dmjd {trained.command}, fine-tuned", "image-feature-extraction"
+        first = ("classes", str(len(frozen.classes)))
     else:
         title, tags = f"Classifier of {len(frozen.class_labels)} classes, fine-tuned", "image-classification"
         first = ("classes", str(len(frozen.class_labels)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -105,14 +106,16 @@ def pool(maps: Sequence[Tensor], strides: Sequence[float], boxes: Tensor, side: 
     """
     level = levels(boxes, strides[0], len(maps)).unsqueeze(-1)
     images = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype).repeat_interleave(boxes.shape[1])
-    pooled = []
-    for index, (each, stride) in enumerate(zip(maps, strides, strict=True)):
+
+    def of_level(index: int, each: Tensor, stride: float) -> Tensor:
         # A box without area has no samples and pools zeros. So all levels have fixed shapes, and the host waits for
         # no list of the boxes of a level.
         here = torch.where(level == index, boxes, 0).flatten(0, 1)
         rois = torch.cat((images.unsqueeze(1), here), dim=1)
-        pooled.append(roi_align(each, rois, side, spatial_scale=1 / stride, aligned=True))
-    return sum(pooled[1:], pooled[0]).contiguous(memory_format=torch.channels_last)
+        return roi_align(each, rois, side, spatial_scale=1 / stride, aligned=True)
+
+    pooled = (of_level(index, *each) for index, each in enumerate(zip(maps, strides, strict=True)))
+    return reduce(Tensor.add_, pooled).contiguous(memory_format=torch.channels_last)
 
 
 def crop_masks(masks: Tensor, index: Tensor, boxes: Tensor, side: int) -> Tensor:
