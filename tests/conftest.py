@@ -132,6 +132,42 @@ def scenes(tmp_path_factory: pytest.TempPathFactory, write_scenes: Callable[...,
     return write_scenes(tmp_path_factory.mktemp("scenes"), 12, 6, size=(80, 96))
 
 
+TINY_DENSE = (
+    *("init=null", "backbone.embed_dim=32", "backbone.depth=4", "backbone.num_heads=2", "workers=0", "epochs=1"),
+    *("engine.device=cpu", "batch_size=4", "data.image_size=[64,64]", "head.channels=16", "keep_checkpoints=1"),
+)
+
+
+@pytest.fixture(scope="session")
+def segmented_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of ``dmjd segment`` on :func:`scenes`, whose head has two classes more. Only to be read, or to be
+    predicted with."""
+    pytest.importorskip("transformers")
+    from dmjd.compose import compose
+    from dmjd.train import loop
+
+    words = ("data.resize=[64,256]", "head.auxiliary_channels=8", "test.stride=[48,48]", "head.num_classes=13")
+    run = tmp_path_factory.mktemp("segmented") / "run"
+    return loop.segment(compose("segment", [*TINY_DENSE, *words, f"data.root={scenes}", f"run={run}"])).path
+
+
+@pytest.fixture(scope="session")
+def detected_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of ``dmjd detect``, with the classes of the data."""
+    pytest.importorskip("torchvision")
+    pytest.importorskip("faster_coco_eval")
+    from dmjd.compose import compose
+    from dmjd.train import loop
+
+    words = (
+        *("head.box_convs=1", "head.box_width=16", "head.mask_convs=1", "head.samples=16", "head.proposals=16"),
+        *("head.proposals_before=16", "head.detections=10", "head.min_score=0.01"),
+        *("attention.window=2", "attention.relative_positions=decomposed"),
+    )
+    run = tmp_path_factory.mktemp("detected") / "run"
+    return loop.detect(compose("detect", [*TINY_DENSE, *words, f"data.root={scenes}", f"run={run}"])).path
+
+
 @pytest.fixture(autouse=True)
 def own_root_logger() -> Iterator[None]:
     """Remove the command line's handler from the root logger: it writes to a stream that the test's capture closes."""

@@ -14,13 +14,11 @@ import pytest
 import torch
 from PIL import Image
 
-from dmjd.compose import compose
 from dmjd.config import EvaluationConfig
 from dmjd.data.dataset import InMemory
 from dmjd.data.dense import detection
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.ops.images import normalise
-from dmjd.train import loop
 
 pytest.importorskip("transformers")
 pytest.importorskip("torchvision")
@@ -28,27 +26,6 @@ mask = pytest.importorskip("faster_coco_eval.core.mask")
 
 Command = Callable[..., tuple[int, str, str]]
 CPU = ("device=cpu", "workers=0")
-TINY = (
-    *("init=null", "backbone.embed_dim=32", "backbone.depth=4", "backbone.num_heads=2", "workers=0", "epochs=1"),
-    *("engine.device=cpu", "batch_size=4", "data.image_size=[64,64]", "head.channels=16", "keep_checkpoints=1"),
-)
-SEGMENT = ("data.resize=[64,256]", "head.auxiliary_channels=8", "test.stride=[48,48]", "head.num_classes=13")
-DETECT = (
-    *("head.box_convs=1", "head.box_width=16", "head.mask_convs=1", "head.samples=16", "head.proposals=16"),
-    *("head.proposals_before=16", "head.detections=10", "head.min_score=0.01"),
-)
-
-
-@pytest.fixture(scope="module")
-def segmented(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("segmented") / "run"
-    return loop.segment(compose("segment", [*TINY, *SEGMENT, f"data.root={scenes}", f"run={run}"])).path
-
-
-@pytest.fixture(scope="module")
-def detected(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("detected") / "run"
-    return loop.detect(compose("detect", [*TINY, *DETECT, f"data.root={scenes}", f"run={run}"])).path
 
 
 @pytest.fixture
@@ -85,18 +62,18 @@ def padded(image: np.ndarray[Any, Any], size: tuple[int, int], frozen: FrozenEnc
     return normalise(canvas[None], tuple(frozen.data.mean), tuple(frozen.data.std))
 
 
-def test_maps_are_what_the_model_predicts(segmented: Path, scenes: Path, dmjd: Command) -> None:
+def test_maps_are_what_the_model_predicts(segmented_once: Path, scenes: Path, dmjd: Command) -> None:
     """Whole images of 64 pixels are not resized: the map is the class of the greatest logit at each pixel."""
-    folder = segmented.parent / "squares"
+    folder = segmented_once.parent / "squares"
     folder.mkdir(exist_ok=True)
     for number, path in enumerate(sorted((scenes / "val2017").iterdir())[:2]):
         with Image.open(path) as image:
             image.crop((0, 0, 64 + 16 * number, 64)).save(folder / f"{number}.png")
-    code, out, error = dmjd("predict", str(segmented), str(folder), *CPU, "test.mode=whole", "weights=trained")
+    code, out, error = dmjd("predict", str(segmented_once), str(folder), *CPU, "test.mode=whole", "weights=trained")
     assert code == 0, error
     written = Path(out.splitlines()[-1])
-    assert written.parent == segmented / "predictions"
-    frozen = model_of(segmented)
+    assert written.parent == segmented_once / "predictions"
+    frozen = model_of(segmented_once)
     model = frozen.objective
     assert model is not None
     names = (scenes / "objectInfo150.txt").read_text().splitlines()[1:]
@@ -127,11 +104,11 @@ def test_maps_are_what_the_model_predicts(segmented: Path, scenes: Path, dmjd: C
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_maps_of_any_folder(
-    workers: int, segmented: Path, odd_images: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
+    workers: int, segmented_once: Path, odd_images: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(odd_images.parent)
     code, out, error = dmjd(
-        "predict", str(segmented), odd_images.name, "device=cpu", f"workers={workers}", "overlays=true",
+        "predict", str(segmented_once), odd_images.name, "device=cpu", f"workers={workers}", "overlays=true",
         "test.scales=[0.5,1]", "test.flip=true", "output=found",
     )  # fmt: skip
     assert code == 0, error
@@ -151,12 +128,12 @@ def test_maps_of_any_folder(
         assert (int(rows[4]["width"]), int(rows[4]["height"])) == image.size == (41, 150)
 
 
-def test_detections_are_what_the_model_detects(detected: Path, scenes: Path, dmjd: Command) -> None:
+def test_detections_are_what_the_model_detects(detected_once: Path, scenes: Path, dmjd: Command) -> None:
     """Of the validation images, with the image and category ids of their annotation file."""
-    code, out, error = dmjd("predict", str(detected), *CPU, "batch_size=2")
+    code, out, error = dmjd("predict", str(detected_once), *CPU, "batch_size=2")
     assert code == 0, error
     written = Path(out.splitlines()[-1])
-    assert written == detected / "predictions" / f"trained-step{2:08d}"
+    assert written == detected_once / "predictions" / f"trained-step{2:08d}"
     truth = json.loads((scenes / "annotations" / "instances_val2017.json").read_text())
     described = json.loads((written / "images.json").read_text())
     assert [(each["id"], each["name"]) for each in described["categories"]] == [
@@ -164,7 +141,7 @@ def test_detections_are_what_the_model_detects(detected: Path, scenes: Path, dmj
     ]
     assert [each | {"file_name": f"val2017/{each['file_name']}"} for each in truth["images"]] == described["images"]
     entries = json.loads((written / "detections.json").read_text())
-    frozen, ids = model_of(detected), [each["id"] for each in truth["categories"]]
+    frozen, ids = model_of(detected_once), [each["id"] for each in truth["categories"]]
     model: Any = frozen.objective
     for image in truth["images"]:
         height, width = image["height"], image["width"]
@@ -193,9 +170,9 @@ def test_detections_are_what_the_model_detects(detected: Path, scenes: Path, dmj
     )
 
 
-def test_detections_of_any_folder(detected: Path, odd_images: Path, dmjd: Command) -> None:
+def test_detections_of_any_folder(detected_once: Path, odd_images: Path, dmjd: Command) -> None:
     out = odd_images.parent / "found"
-    words = ("predict", str(detected), str(odd_images), *CPU, f"output={out}", "overlays=true")
+    words = ("predict", str(detected_once), str(odd_images), *CPU, f"output={out}", "overlays=true")
     assert dmjd(*words)[0] == 0
     rows = rows_of(out)
     assert [row["name"] for row in rows] == NAMES
@@ -226,13 +203,15 @@ def test_detections_of_any_folder(detected: Path, odd_images: Path, dmjd: Comman
         (["{tmp}/own/a.png", "output={tmp}/own"], "a.png is in {tmp}/own, which is replaced"),
     ],
 )
-def test_errors_are_one_line(words: list[str], message: str, segmented: Path, tmp_path: Path, dmjd: Command) -> None:
+def test_errors_are_one_line(
+    words: list[str], message: str, segmented_once: Path, tmp_path: Path, dmjd: Command
+) -> None:
     for name in ("other", "own"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (8, 8)).save(tmp_path / name / "a.png")
     (tmp_path / "own" / "predictions.csv").write_text("")
     given = [word.replace("{tmp}", str(tmp_path)) for word in words]
-    code, _, error = dmjd("predict", str(segmented), *sorted(given, key=lambda word: "=" in word), *CPU)
+    code, _, error = dmjd("predict", str(segmented_once), *sorted(given, key=lambda word: "=" in word), *CPU)
     assert code != 0
     assert message.replace("{tmp}", str(tmp_path)) in error
     assert error.count("\n") == 1
@@ -240,13 +219,13 @@ def test_errors_are_one_line(words: list[str], message: str, segmented: Path, tm
 
 
 def test_an_interrupted_prediction_leaves_nothing(
-    segmented: Path, odd_images: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
+    segmented_once: Path, odd_images: Path, dmjd: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = odd_images.parent / "found"
     monkeypatch.setattr(
         Image.Image, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device", "x"))
     )
-    code, _, error = dmjd("predict", str(segmented), str(odd_images), *CPU, f"output={out}")
+    code, _, error = dmjd("predict", str(segmented_once), str(odd_images), *CPU, f"output={out}")
     assert code != 0
     assert "cannot write x: No space left on device" in error
     assert sorted(path.name for path in odd_images.parent.iterdir()) == [odd_images.name]
