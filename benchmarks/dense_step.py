@@ -73,7 +73,10 @@ TINY = {
     "swin": ("backbone.embed_dim=64", "backbone.windows.depths=[1,1,2,1]", "backbone.windows.num_heads=[1,1,2,2]"),
 }
 TINY_COMMAND = {
-    "segment": ("data.image_size=[64,64]", "head.maps=null", "head.channels=16", "head.auxiliary_channels=16"),
+    "segment": (
+        *("data.image_size=[64,64]", "test.mode=slide", "test.stride=[32,32]"),
+        *("head.maps=null", "head.channels=16", "head.auxiliary_channels=16"),
+    ),
     "detect": (
         *("data.image_size=[64,64]", "head.channels=16", "head.box_width=32"),
         *("head.proposals_before=50", "head.proposals=20", "head.samples=16"),
@@ -365,7 +368,8 @@ def count_maps(module: nn.Module, maps: Callable[[Tensor], Sequence[Tensor]], si
 
 def convvit_ways(name: str, side: int, images: int, device: str, tiny: bool) -> Iterator[tuple[str, Any]]:
     """Way -> function that measures it."""
-    keys = [f"backbone={name}", f"data.image_size=[{side},{side}]", "init=null", *(TINY["convvit"] if tiny else ())]
+    more = TINY["convvit"] if tiny else ()
+    keys = [f"backbone={name}", f"data.image_size=[{side},{side}]", "init=null", "test.mode=whole", *more]
     config = compose("segment", keys)
 
     def every_token(encoder: Any, x: Tensor) -> Sequence[Tensor]:
