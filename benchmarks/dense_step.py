@@ -470,8 +470,8 @@ def clean() -> None:
 
 def report(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     if "largest" in row:
-        text = f"{row['part']:28} losses of two trainings differ by {row['first']:.1e} at the first of {row['steps']} steps"
-        print(f"{text} and by at most {row['largest']:.1e}", flush=True)
+        text = f"losses of two trainings of {row['steps']} steps differ by {row['first']:.1e} at the first step"
+        print(f"{row['part']:34} {text} and by at most {row['largest']:.1e}", flush=True)
         return
     text = f"{row['part']:28} {row['way']:34} {row['step_ms']:8.1f} ms {row['images_per_second']:7.1f} images/s"
     if row["peak_gib"] is not None:
