@@ -50,7 +50,7 @@ $(TORCH):
 	@touch $@
 
 $(INSTALLED): $(TORCH) pyproject.toml setup.py
-	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable '.[train,eval,scale,clip,explore,dev]'
+	@DMJD_EXT=off DMJD_CUDA=off DMJD_JPEG=off DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --no-build-isolation --editable '.[train,eval,scale,clip,explore,dense,dev]'
 	@touch $@
 
 # The compiler's command lines are kept in a log, which is shown when something fails.

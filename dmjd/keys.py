@@ -23,7 +23,7 @@ def groups() -> dict[str, list[str]]:
 
 def groups_of(command: str) -> dict[str, list[str]]:
     """The groups that ``command`` takes, with their options."""
-    schema = SCHEMAS[command]
+    schema: Any = SCHEMAS[command]
     names = {field.name for field in fields(schema)}
     if issubclass(schema, PretrainConfig) or takes_files(schema):
         names |= set(DESCRIBING)

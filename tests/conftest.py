@@ -132,7 +132,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory, write_scenes: Callable[...,
     return write_scenes(tmp_path_factory.mktemp("scenes"), 12, 6, size=(80, 96))
 
 
-TINY = (
+TINY_DENSE = (
     *("init=null", "backbone.embed_dim=32", "backbone.depth=4", "backbone.num_heads=2", "workers=0", "epochs=1"),
     *("engine.device=cpu", "batch_size=4", "data.image_size=[64,64]", "head.channels=16", "keep_checkpoints=1"),
 )
@@ -148,7 +148,7 @@ def segmented_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
     words = ("data.resize=[64,256]", "head.auxiliary_channels=8", "test.stride=[48,48]", "head.num_classes=13")
     run = tmp_path_factory.mktemp("segmented") / "run"
-    return loop.segment(compose("segment", [*TINY, *words, f"data.root={scenes}", f"run={run}"])).path
+    return loop.segment(compose("segment", [*TINY_DENSE, *words, f"data.root={scenes}", f"run={run}"])).path
 
 
 @pytest.fixture(scope="session")
@@ -165,7 +165,7 @@ def detected_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         *("attention.window=2", "attention.relative_positions=decomposed"),
     )
     run = tmp_path_factory.mktemp("detected") / "run"
-    return loop.detect(compose("detect", [*TINY, *words, f"data.root={scenes}", f"run={run}"])).path
+    return loop.detect(compose("detect", [*TINY_DENSE, *words, f"data.root={scenes}", f"run={run}"])).path
 
 
 @pytest.fixture(autouse=True)

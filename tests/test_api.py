@@ -194,6 +194,23 @@ def test_a_fine_tuning_is_the_command_s(monkeypatch: pytest.MonkeyPatch) -> None
         dmjd.finetune(None, preset=None, epocs=3)
 
 
+@pytest.mark.parametrize(("command", "preset"), [("segment", "ade20k_mae_vit_base"), ("detect", "coco_vitdet_base")])
+def test_a_segmentation_or_detection_is_the_command_s(
+    command: str, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Any] = []
+    monkeypatch.setattr("dmjd.api._run_child", lambda *arguments: ran.append(arguments))
+    monkeypatch.setattr("dmjd.api.Run", Path)
+    train = getattr(dmjd, command)
+    train("runs/a", "scenes", "runs/b", preset=preset, epochs=3)
+    words = ["init=runs/a", f"preset={preset}", "data.root=scenes", "run=runs/b", "epochs=3"]
+    assert ran == [([command, *words], Path("runs/b"))]
+    train(None, {"root": "scenes", "image_size": 64})
+    assert ran[1][0] == [command, "init=null", "data.root=scenes", "data.image_size=64"]
+    with pytest.raises(ConfigError, match=r"preset=mae_vit_base|mae_vit_base"):
+        train(None, "scenes", preset="mae_vit_base")
+
+
 def test_an_unknown_key_is_the_command_s_error() -> None:
     with pytest.raises(ConfigError, match="epochz is not a key; did you mean epochs"):
         dmjd.pretrain("digits", experiment="demo", epochz=3)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
 from dmjd.ops import Domain, keyed_bits, keyed_uniform
 from dmjd.ops.images import horizontal_flip
+
+_FLIP = cast(Domain, int(Domain.FLIP))
+"""A plain integer: torch.compile before 2.12 cannot compare members of an enumeration."""
 
 _LUMA = (0.2989, 0.587, 0.114)
 ORDERS = 6
@@ -59,7 +64,7 @@ _COLOURS = 1
 
 def flip_by_coin(images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
     """uint8 ``[B, H, W, C]``, each flipped with probability 1/2; a pure function of ``key`` and the sample id."""
-    coin = keyed_bits(sample_ids, 1, key=key, domain=Domain.FLIP).squeeze(1) & 1
+    coin = keyed_bits(sample_ids, 1, key=key, domain=_FLIP).squeeze(1) & 1
     return horizontal_flip(images, coin.bool())
 
 
@@ -68,6 +73,6 @@ def jitter_colours(images: Tensor, sample_ids: Tensor, key: Tensor, strength: fl
 
     BEiT jitters the whole image before the crop, which differs in the mean grey of a change of contrast alone.
     """
-    uniform = keyed_uniform(sample_ids, 4, key=key, domain=Domain.FLIP, lane=_COLOURS)
+    uniform = keyed_uniform(sample_ids, 4, key=key, domain=_FLIP, lane=_COLOURS)
     order = (uniform[:, 3] * ORDERS).long()
     return colour_jitter(images, 1 + strength * (2 * uniform[:, :3] - 1), order)

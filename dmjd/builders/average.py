@@ -60,9 +60,10 @@ class EmaTeacher:
         average = {name.removeprefix(ENCODER): value for name, value in ema.averages.items()}
         for name, parameter in self._encoder.named_parameters():
             parameter.data = average[name]
-        for block in self._encoder.blocks:
+        self.blocks = list(self._encoder.blocks)
+        for block in self.blocks:
             recompute(block, enable=False)  # there is no backward pass
-        for block in list(self._encoder.blocks)[-layers:]:
+        for block in self.blocks[-layers:]:
             block.register_forward_hook(lambda module, inputs, output: self._outputs.append(output))
 
     def __call__(self, images: Tensor) -> list[Tensor]:

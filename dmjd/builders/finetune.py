@@ -16,7 +16,7 @@ from dmjd.builders.layer_decay import group_table, set_layers
 from dmjd.builders.mixing import Mixing, check_augment
 from dmjd.builders.model import build_classification, materialised
 from dmjd.builders.preparation import draw_branch_scales, draw_dropout
-from dmjd.builders.step import DownstreamStep
+from dmjd.builders.step import DownstreamStep, compiles
 from dmjd.builders.weights import load_classifier
 from dmjd.config import FinetuneConfig, check_batch
 from dmjd.data.batch import Batch
@@ -116,7 +116,7 @@ def build_finetune_step(
     return FinetuneStep(
         config=config,
         engine=engine,
-        prepare=_preparation(config, outputs, objective),
+        prepare=_preparation(config, outputs, objective, compiles(config.engine, engine.device)),
         ema=ema,
         parameters=(parameters[0], parameters[1]),
         began_from=began_from,
@@ -156,10 +156,12 @@ def _objective(config: FinetuneConfig, classes: int) -> Classification:
     return objective
 
 
-def _preparation(config: FinetuneConfig, classes: int, objective: Classification) -> ClassifierPreparation:
+def _preparation(
+    config: FinetuneConfig, classes: int, objective: Classification, compiled: bool
+) -> ClassifierPreparation:
     encoder = objective.model.encoder
     return ClassifierPreparation(
-        Mixing(config.augment, config.data, classes, config.seed),
+        Mixing(config.augment, config.data, classes, config.seed, compiled),
         config.seed,
         len(encoder.blocks),
         config.backbone.drop_path,

@@ -7,9 +7,10 @@ domains of masks, which fine-tuning does not draw: ``MASK`` for mixing, ``RECTAN
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dmjd.builders.augment import flip_by_coin, jitter_colours
+from dmjd.builders.preparation import one_graph
 from dmjd.config import AugmentConfig, DataConfig, FinetuneConfig
 from dmjd.data.augment import check_policy
 from dmjd.data.batch import Batch
@@ -26,6 +28,9 @@ from dmjd.ops.images import normalise
 
 AREA, ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
 """Random erasing: area of all rectangles of an image, as a fraction; height / width; attempts to fit one."""
+
+_RECTANGLE = cast(Domain, int(Domain.RECTANGLE))
+"""A plain integer, as in :mod:`dmjd.builders.augment`."""
 
 _NOISE = 1
 """Lane of ``Domain.RECTANGLE`` for the noise; lane 0 draws the rectangles."""
@@ -68,6 +73,8 @@ class Mixing:
     data: DataConfig
     num_classes: int
     seed: int
+    compiled: bool = False
+    """Whether images are one graph of torch.compile; in eager mode they take about thirty passes over memory."""
 
     def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Images and targets of ``batch``, whose labels are in ``range(num_classes)``.
@@ -75,18 +82,27 @@ class Mixing:
         Returns:
             float32 ``[B, C, H, W]``, and float32 ``[B, num_classes]``, whose rows have the sum 1.
         """
-        augment, data, ids = self.augment, self.data, batch.sample_ids
-        key = make_key(self.seed, epoch)
-        crops = flip_by_coin(batch.images, ids, key) if data.flip else batch.images
-        if data.jitter:
-            crops = jitter_colours(crops, ids, key, data.jitter)
-        images = normalise(crops, data.mean, data.std)
-        if augment.erase_prob:
-            images = erase(images, ids, key, augment.erase_prob, augment.erase_count)
+        augment, ids, key = self.augment, batch.sample_ids, make_key(self.seed, epoch)
         targets = smoothed(batch.labels, self.num_classes, augment.smoothing)
+        shares = None
         if augment.mixup or augment.cutmix:
-            return mix_pairs(images, targets, ids, key, augment)
-        return images, targets
+            shares, share = draw_shares(ids, key, augment, batch.images.shape[1:3])
+            targets = _blend(targets, share[:, None, None])
+        images = one_graph(_images) if self.compiled else _images
+        return images(self, batch.images, ids, key, shares), targets
+
+
+def _images(mixing: Mixing, crops: Tensor, sample_ids: Tensor, key: Tensor, shares: Tensor | None) -> Tensor:
+    """The images of ``mixing``, with ``shares`` of :func:`draw_shares`."""
+    augment, data = mixing.augment, mixing.data
+    if data.flip:
+        crops = flip_by_coin(crops, sample_ids, key)
+    if data.jitter:
+        crops = jitter_colours(crops, sample_ids, key, data.jitter)
+    images = normalise(crops, data.mean, data.std)
+    if augment.erase_prob:
+        images = erase(images, sample_ids, key, augment.erase_prob, augment.erase_count)
+    return images if shares is None else _blend(images, shares[:, None, None])
 
 
 def smoothed(labels: Tensor, num_classes: int, smoothing: float) -> Tensor:
@@ -109,7 +125,7 @@ def erase(images: Tensor, sample_ids: Tensor, key: Tensor, prob: float, count: i
         A new tensor.
     """
     height, width = images.shape[-2:]
-    uniform = keyed_uniform(sample_ids, 2 + count * (2 * ATTEMPTS + 2), key=key, domain=Domain.RECTANGLE)
+    uniform = keyed_uniform(sample_ids, 2 + count * (2 * ATTEMPTS + 2), key=key, domain=_RECTANGLE)
     number = 1 + (uniform[:, 1] * count).floor()
     place = uniform[:, 2:].unflatten(1, (count, 2 * ATTEMPTS + 2))
     share, shape, corner = place.split((ATTEMPTS, ATTEMPTS, 2), dim=2)
@@ -132,7 +148,7 @@ def pixel_noise(sample_ids: Tensor, key: Tensor, like: Tensor) -> Tensor:
     count = math.prod(like.shape[1:])
     halves = []
     for part in sample_ids.split(_NOISE_IMAGES):
-        bits = keyed_bits(part, -(-count // 2), key=key, domain=Domain.RECTANGLE, lane=_NOISE)
+        bits = keyed_bits(part, -(-count // 2), key=key, domain=_RECTANGLE, lane=_NOISE)
         first, second = (((half.float() + 0.5) / 65536) for half in (bits >> 16, bits & 0xFFFF))
         radius, angle = (-2 * first.log()).sqrt(), math.tau * second
         halves.append(torch.cat((radius * angle.cos(), radius * angle.sin()), dim=1)[:, :count])
@@ -147,19 +163,14 @@ def box_mask(top: Tensor, bottom: Tensor, left: Tensor, right: Tensor, size: tup
     return inside_rows[..., :, None] & inside_columns[..., None, :]
 
 
-def mix_pairs(
-    images: Tensor, targets: Tensor, sample_ids: Tensor, key: Tensor, augment: AugmentConfig
-) -> tuple[Tensor, Tensor]:
-    """Mix each image with the other of its pair: mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), as in timm.
-
-    Args:
-        images: float ``[B, C, H, W]``, B even.
-        targets: float ``[B, classes]``.
+def draw_shares(sample_ids: Tensor, key: Tensor, augment: AugmentConfig, size: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Draw mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019) of each pair, as in timm.
 
     Returns:
-        New tensors of the same shapes.
+        The share of its own pixels that an image of ``size`` (H, W) keeps, the other's being the rest, float32
+        ``[B / 2, H, W]``; and of its own target, float32 ``[B / 2]``.
     """
-    height, width = images.shape[-2:]
+    height, width = size
     uniform = keyed_uniform(sample_ids[::2], 5, key=key, domain=Domain.MASK)
     mixed, switch, chance, u_row, u_column = uniform.unbind(1)
     lam, cut = _draw_lambda(augment, chance, switch)
@@ -169,8 +180,7 @@ def mix_pairs(
     left, right = _span(u_column, ratio, width)
     lam = torch.where(cut, 1 - (bottom - top) * (right - left) / (height * width), lam)
     outside = ~box_mask(top, bottom, left, right, (height, width))
-    own = torch.where(cut[:, None, None], outside.to(lam.dtype), lam[:, None, None]).to(images.dtype)
-    return _blend(images, own[:, None, None]), _blend(targets, lam.to(targets.dtype)[:, None, None])
+    return torch.where(cut[:, None, None], outside.to(lam.dtype), lam[:, None, None]).float(), lam.float()
 
 
 def _blend(values: Tensor, own: Tensor) -> Tensor:

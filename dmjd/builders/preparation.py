@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from dmjd.masking import MaskedViews, MaskSpec
 from dmjd.ops import Domain, keyed_uniform, make_key
 from dmjd.ops.images import normalise
 from dmjd.targets import Tokenizer
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Prepared(NamedTuple):
@@ -44,6 +48,8 @@ class Preparation:
     Targets are made from the crop in 0..255, which HOG is defined on, or from the second crop if the batch has one.
 
     depth: blocks of the encoder. drop_path: rate of the last block. jitter: strength of colour jitter.
+    compiled: run flip, jitter and normalisation as one graph of torch.compile, since in eager mode each is several
+        passes over the images. compiled_target: likewise the target.
     """
 
     mask_spec: MaskSpec
@@ -56,23 +62,46 @@ class Preparation:
     depth: int = 0
     drop_path: float = 0.0
     jitter: float = 0.0
+    compiled: bool = False
+    compiled_target: bool = False
 
     def __call__(self, batch: Batch, epoch: int) -> Prepared:
         key = make_key(self.seed, epoch)
-        crops = self._augment(batch.images, batch.sample_ids, key)
-        read = crops if not batch.second.numel() else self._augment(batch.second, batch.sample_ids, key)
+        augment = one_graph(_augmented) if self.compiled else _augmented
+        crops, read, images = augment(self, batch.images, batch.second, batch.sample_ids, key)
         masked_views = self.mask_spec.draw(batch.sample_ids, self.grid, seed=self.seed, epoch=epoch)
-        targets = self.tokenizer(read)
+        targets = (one_graph(_targets) if self.compiled_target else _targets)(self.tokenizer, read)
         scales = None
         if self.drop_path:
             views = self.mask_spec.views
             scales = draw_branch_scales(batch.sample_ids, key, views=views, depth=self.depth, rate=self.drop_path)
-        return Prepared(crops, normalise(crops, self.mean, self.std), masked_views, targets, scales)
+        return Prepared(crops, images, masked_views, targets, scales)
 
-    def _augment(self, images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
+    def augment(self, images: Tensor, sample_ids: Tensor, key: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, C]``, flipped and jittered."""
         if self.flip:
             images = flip_by_coin(images, sample_ids, key)
         return jitter_colours(images, sample_ids, key, self.jitter) if self.jitter else images
+
+
+@cache
+def one_graph(function: _Function) -> _Function:
+    """``function`` under torch.compile, as one graph per shape of its tensors."""
+    compiled: _Function = torch.compile(function, fullgraph=True, dynamic=False)  # type: ignore[assignment]
+    return compiled
+
+
+def _augmented(
+    prepare: Preparation, images: Tensor, second: Tensor, sample_ids: Tensor, key: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Crops, the crops that the target reads, and the normalised crops."""
+    crops = prepare.augment(images, sample_ids, key)
+    read = prepare.augment(second, sample_ids, key) if second.numel() else crops
+    return crops, read, normalise(crops, prepare.mean, prepare.std)
+
+
+def _targets(tokenizer: Tokenizer, images: Tensor) -> Tensor:
+    return tokenizer(images)
 
 
 def draw_dropout(sample_ids: Tensor, key: Tensor, *, width: int, rate: float) -> Tensor:

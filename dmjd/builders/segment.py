@@ -159,7 +159,7 @@ def check_test(config: SegmentConfig) -> None:
     test, window = config.test, config.data.image_size
     if not test.scales:
         raise ConfigError("test.scales must hold at least one number, got []")
-    if test.mode == "slide" and (test.stride[0] > window[0] or test.stride[1] > window[1]):
+    if test.mode == "slide" and test.stride and (test.stride[0] > window[0] or test.stride[1] > window[1]):
         raise ConfigError(
             f"test.stride={test.stride} exceeds data.image_size={window}, the size of the windows, so pixels between "
             "windows would have no class; set a smaller one"

@@ -23,7 +23,7 @@ from dmjd.builders.layer_decay import Group
 from dmjd.builders.model import materialised
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
-from dmjd.config import DownstreamConfig, PretrainConfig, TrainConfig, check_batch
+from dmjd.config import DownstreamConfig, EngineConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
@@ -31,7 +31,7 @@ from dmjd.models.objective import Losses, Objective, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import Engine, StepResult
 from dmjd.parallel.world import World, alone
-from dmjd.targets import TeacherTarget, Tokenizer
+from dmjd.targets import TARGETS, TeacherTarget, Tokenizer
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -260,8 +260,13 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay, ENCODER)
     if ema is not None and isinstance(tokenizer, TeacherTarget):
         tokenizer.teacher = EmaTeacher(encoder, ema, config.target.layers)
-    prepare = _preparation(config, tokenizer, len(encoder.blocks))
+    prepare = _preparation(config, tokenizer, len(encoder.blocks), compiles(config.engine, engine.device))
     return Step(config, engine, prepare, ema, (parameters[0], parameters[1]), began_from)
+
+
+def compiles(engine: EngineConfig, device: torch.device) -> bool:
+    """Whether to compile what a step computes besides the model: on the CPU compilation takes longer than it saves."""
+    return engine.compile != "none" and device.type == "cuda"
 
 
 def objective_and_inputs(config: PretrainConfig, images: int) -> tuple[Objective, Prepared]:
@@ -287,8 +292,11 @@ def flops_per_image(config: PretrainConfig) -> int:
         return count_flops(objective, prepared.inputs)
 
 
-def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Preparation:
-    grid, data = token_grid(config), config.data
+def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int, compiled: bool = False) -> Preparation:
+    grid, data, target = token_grid(config), config.data, TARGETS[config.target.name]
+    if compiled and target.blocks is not None:
+        for block in target.blocks(tokenizer):
+            block.forward = torch.compile(block.forward, dynamic=False)  # the forward: a teacher's hooks stay outside
     return Preparation(
         build_mask_spec(config.mask, grid),
         grid,
@@ -300,6 +308,8 @@ def _preparation(config: PretrainConfig, tokenizer: Tokenizer, depth: int) -> Pr
         depth=depth,
         drop_path=config.backbone.drop_path,
         jitter=data.jitter,
+        compiled=compiled,
+        compiled_target=compiled and target.one_graph,
     )
 
 

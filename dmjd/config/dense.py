@@ -179,13 +179,13 @@ class SegmentTestConfig:
     """How an image is tested.
 
     mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
-    stride: Height and width of the steps between windows.
+    stride: Height and width of the steps between windows, in pixels. null: two thirds of a window, 341 of 512.
     scales: Factors of data.resize; logits of all of them are averaged.
     flip: Also average over the mirrored image.
     """
 
     mode: str = choice("slide", "whole")
-    stride: list[int] = size(341, 341, least=1)
+    stride: list[int] | None = size(least=1)
     scales: list[float] = numbers(1.0, above=0, most=100)
     flip: bool = False
 

@@ -103,7 +103,7 @@ def run(context: Context[MiouConfig]) -> Scores:
         "std": data.std,
         "resize": data.resize,
         "mode": test.mode,
-        **({"window": list(testing.window), "stride": test.stride} if testing.slide else {}),
+        **({"window": list(testing.window), "stride": list(testing.stride)} if testing.slide else {}),
         "scales": test.scales,
         "flip": test.flip,
         **frozen.differs,

@@ -121,10 +121,11 @@ class MapTesting:
     def of(cls, test: SegmentTestConfig, data: SegmentDataConfig, multiple: int) -> MapTesting:
         """MapTesting of a model whose images have sides that are multiples of ``multiple``."""
         short, longest = data.resize
+        stride = test.stride or [max(2 * side // 3, 1) for side in data.image_size]
         return cls(
             slide=test.mode == "slide",
             window=(data.image_size[0], data.image_size[1]),
-            stride=(test.stride[0], test.stride[1]),
+            stride=(stride[0], stride[1]),
             resizes=[(int(short * scale), int(longest * scale)) for scale in test.scales],
             flip=test.flip,
             multiple=multiple,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from dmjd import __version__
-from dmjd.config import DataConfig, EvaluationConfig, FinetuneConfig, PretrainConfig
+from dmjd.config import DataConfig, DownstreamConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, choices, number, path, positive, recorded
 from dmjd.errors import BadFeatures, BadImage, ConfigError, DataError, Interrupted, NoSplit
 from dmjd.explore.embeddings import EMBEDDINGS, FORMATS, plain_name, write_parts
@@ -441,7 +441,7 @@ def _settings(config: EmbedConfig, encoders: Mapping[str, FrozenEncoder], images
             "dim": frozen.encoder.embed_dim,
             **preparation(frozen, how),
         }
-        if isinstance(frozen.trained, FinetuneConfig) and frozen.weights != "untrained":
+        if isinstance(frozen.trained, DownstreamConfig) and frozen.weights != "untrained":
             described[name]["finetuned"] = True
     return {"encoders": described, "data": images.source, "split": config.split, "dmjd": __version__}
 

@@ -11,6 +11,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn import functional as F
 
+from dmjd.models.mlp import Gelu
 from dmjd.ops.short_attention import short_attention_packed
 
 
@@ -25,10 +26,10 @@ class ShortAttention(Attention):
 
 
 class ShortBlock(Block):
-    """timm's block with :class:`ShortAttention`."""
+    """timm's block with :class:`ShortAttention` and :class:`~dmjd.models.mlp.Gelu`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **{"attn_layer": ShortAttention, **options})
+        super().__init__(*arguments, **{"attn_layer": ShortAttention, "act_layer": Gelu, **options})
 
 
 class ShortBeitAttention(beit.Attention):

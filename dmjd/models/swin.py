@@ -11,6 +11,7 @@ from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from torch import Tensor, nn
 
 from dmjd.models.masked_image_model import Encoder, token_grid
+from dmjd.models.mlp import Gelu
 from dmjd.ops.views import Views
 
 EMBED_SIDE = 4
@@ -90,7 +91,9 @@ class SwinEncoder(SwinTransformer, Encoder):
             drop_path_rate=0.0,
         )
         for block in self.blocks:
-            block.__class__ = SwinBlock  # timm's stage takes no class; the parameters are drawn already
+            block.__class__ = SwinBlock  # timm's stage takes no classes; the parameters are drawn already
+            mlp: Any = block.mlp
+            mlp.act = Gelu()
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out
         self.image_size = image_size
         self.grid = grid

@@ -8,9 +8,11 @@ import torch
 from timm.layers import PatchEmbed, resample_abs_pos_embed
 from timm.models import beit
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dmjd.models.attention import ShortBeitAttention, ShortBlock
 from dmjd.models.masked_image_model import Encoder, token_grid
+from dmjd.models.mlp import Gelu
 from dmjd.models.norm import layer_norm
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
@@ -41,7 +43,7 @@ class BeitBlock(beit.Block):
     """timm's block of BEiT (queries and values have a bias, keys have none; layer scale), scaled likewise."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+        super().__init__(*arguments, **{"act_layer": Gelu, **options})
         self.attn.__class__ = ShortBeitAttention  # timm's block takes no class; the parameters are drawn already
 
     def forward(self, x: Tensor, branch_scale: Tensor | None = None, attention_bias: Tensor | None = None) -> Tensor:
@@ -57,6 +59,34 @@ class BeitBlock(beit.Block):
             attention, mlp = attention * self.gamma_1, mlp * self.gamma_2
         x = x + attention * self.attn(self.norm1(x), shared_rel_pos_bias=attention_bias)
         return x + mlp * self.mlp(self.norm2(x))
+
+
+class LinearPatchEmbed(PatchEmbed):
+    """timm's patch embedding, on CUDA as a matrix product.
+
+    cuDNN's convolution transposes images and gradients and takes several times as long. The CPU keeps the convolution,
+    and with it the bits of earlier runs.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """``[B, C, H, W] -> [B, N, D]``."""
+        if images.is_cuda:
+            return self.product(images)
+        tokens: Tensor = super().forward(images)
+        return tokens
+
+    def product(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
+        """:meth:`forward`, or with ``visible [K, B, V]`` of the N patches these alone, ``[K*B, V, D]``."""
+        patches = images
+        for axis, side in ((3, self.patch_size[1]), (2, self.patch_size[0])):
+            patches = patches.unflatten(axis, (-1, side))  # at last [B, C, h, p, w, p]
+        patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        if visible is not None:
+            # Not gather_tokens: torch.compile reads the visible patches straight from the images. These have no
+            # gradient, whose sums would need a fixed order.
+            ids = visible.unsqueeze(-1).expand(-1, -1, -1, patches.shape[2])
+            patches = patches.expand(visible.shape[0], -1, -1, -1).gather(2, ids).flatten(0, 1)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 class ViTEncoder(Encoder):
@@ -112,7 +142,7 @@ class ViTEncoder(Encoder):
         self.patch_size = patch_size
         self.grid = token_grid(*image_size, patch_size)
         self.num_prefix_tokens = int(class_token)
-        self.patch_embed = PatchEmbed(
+        self.patch_embed = LinearPatchEmbed(
             img_size=image_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, strict_img_size=False
         )
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim)) if class_token else None
@@ -153,14 +183,18 @@ class ViTEncoder(Encoder):
     ) -> Tensor | list[Tensor]:
         """See :class:`~dmjd.models.masked_image_model.Encoder`; ``maps`` are blocks, for its ``feature_maps``."""
         grid = self.grid_of(images, views)
-        x = self.patch_embed(images)
         cls_token, positions = self._positions(grid, images.device)
         if views is None:
+            x = self.patch_embed(images)
             x = x if positions is None else x + positions
         elif self.mask_token is None:
             assert positions is not None, "relative positions come with mask tokens"
-            x = gather_tokens(x + positions, views.visible)
+            if images.is_cuda and not positions.requires_grad:
+                x = self.patch_embed.product(images, views.visible) + positions[views.visible.flatten(0, 1)]
+            else:
+                x = gather_tokens(self.patch_embed(images) + positions, views.visible)
         else:
+            x = self.patch_embed(images)
             x = torch.where(views.mask.unsqueeze(-1), self.mask_token.to(x.dtype), x).flatten(0, 1)
             x = x if positions is None else x + positions
         if self.on_grid:

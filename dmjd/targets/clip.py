@@ -202,6 +202,7 @@ register(
         colour=True,
         second_size=True,
         dim=lambda config: config.target.dim,
+        blocks=lambda target: target.tower.transformer.resblocks,
         parameters=_parameters,
     ),
 )

@@ -100,4 +100,4 @@ def _build(config: PretrainConfig) -> PixelTarget:
     return PixelTarget(config.backbone.patch_size, data.channels, mean, std, target.norm, target.unbiased)
 
 
-register("pixels", TargetSpec(_build, norms=("patch", "none")))
+register("pixels", TargetSpec(_build, norms=("patch", "none"), one_graph=True))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmjd.config import PretrainConfig
 from dmjd.ops.images import normalise
 from dmjd.targets.features import NORMS, normalise_features, render_features
 from dmjd.targets.tokenizer import TargetSpec, register
 
-Teacher = Callable[[Tensor], Sequence[Tensor]]
-"""float ``[B, C, H, W]``, normalised -> what its last blocks give for the patches, ``[B, N, dim]`` each."""
+
+class Teacher(Protocol):
+    """float ``[B, C, H, W]``, normalised -> what its last blocks give for the patches, ``[B, N, dim]`` each."""
+
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        """Of its network."""
+
+    def __call__(self, images: Tensor) -> Sequence[Tensor]: ...
 
 
 @dataclass
@@ -54,4 +62,4 @@ def _build(config: PretrainConfig) -> TeacherTarget:
     return TeacherTarget(backbone.embed_dim, backbone.patch_size, mean, std, config.target.norm)
 
 
-register("teacher", TargetSpec(_build, norms=NORMS, average=True))
+register("teacher", TargetSpec(_build, norms=NORMS, blocks=lambda target: target.teacher.blocks, average=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmjd.config import PretrainConfig
 from dmjd.config.model import TARGETS as NAMES
@@ -57,6 +57,8 @@ class TargetSpec:
     second_size: whether it may read the crop at ``data.second_size``; others read the student's crop.
     input_patch: pixels of its input per token side, where that is known without its weights.
     dim: :attr:`Tokenizer.dim` without weights; None if ``build`` reads none.
+    one_graph: whether torch.compile makes one graph of the tokenizer, as the run does where it compiles the model.
+    blocks: of the tokenizer's network, to be compiled one by one likewise; None without a network.
     average: whether it computes with the run's own average of the encoder (``ema_decay``).
     parameters: of the frozen network that it keeps on the GPU, without reading them; 0 for none.
     """
@@ -68,6 +70,8 @@ class TargetSpec:
     second_size: bool = False
     input_patch: int | None = None
     dim: Callable[[PretrainConfig], int] | None = None
+    one_graph: bool = False
+    blocks: Callable[[Any], Iterable[nn.Module]] | None = None
     average: bool = False
     parameters: Callable[[PretrainConfig], int] = lambda config: 0
 

@@ -120,9 +120,10 @@ def _backbone(config: DownstreamConfig, stored: TrainConfig, given: set[str]) ->
 
 
 def _data(own: DataConfig, stored: DataConfig, given: set[str], typed: set[str]) -> DataConfig:
-    """``own`` with the values of ``stored`` for the normalisation; in fine-tuning also image size and data set."""
+    """``own`` with the values of ``stored`` for the normalisation; in fine-tuning also image size and data set, unless
+    one of the two has annotations of pixels or objects."""
     taken = {"mean", "std", "channels"}
-    if isinstance(own, DenseDataConfig):
+    if isinstance(own, DenseDataConfig) or isinstance(stored, DenseDataConfig):
         return replace(own, **{key: getattr(stored, key) for key in taken - given})
     taken.add("image_size")
     if "data" in typed and own.name != stored.name:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dmjd.config import TrainConfig
+from dmjd.config import PLANS, TrainConfig
 from dmjd.errors import OutOfMemory
 from dmjd.parallel.apply import MODES
 from dmjd.parallel.world import World
@@ -65,7 +65,7 @@ def _advice(config: TrainConfig, world: World) -> str:
     if stronger:
         remedies.append(f"engine.activation_checkpointing={stronger[0]}")
     tried = f"try {' or '.join(remedies)}" if remedies else "use more GPUs, or an engine that shards"
-    return f"{tried}; dmjd plan says what fits"
+    return f"{tried}; dmjd {PLANS[config.command].replace('_', ' ')} says what fits"
 
 
 def _keep_snapshot(path: Path) -> str:

@@ -52,7 +52,8 @@ class Samples:
 
 def predict(objective: Trainable, prepare: Preparation, batch: Batch, epoch: int) -> Samples:
     """Predict every token of the first images of ``batch``, which is on the device."""
-    prepared = prepare(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
+    eager = replace(prepare, compiled=False, compiled_target=False)  # no compilation for a few images
+    prepared = eager(batch.map(lambda field: field[:SHOWN_IMAGES]), epoch)
     return predict_prepared(objective, prepared, prepare.tokenizer)
 
 

@@ -38,6 +38,6 @@ class Segmenting(Dense[SegmentConfig]):
 
     def _testing(self) -> str:
         test = self._config.test
-        stride = " with steps of {}x{}".format(*test.stride) if test.mode == "slide" else ""
+        stride = " with steps of {}x{}".format(*test.stride) if test.mode == "slide" and test.stride else ""
         flip = ", flipped too" if test.flip else ""
         return f"{test.mode}{stride}, scales {', '.join(f'{scale:g}' for scale in test.scales)}{flip}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Train on every GPU of this host: launchers/torchrun/one_host.sh experiment=... key=value ...
-# DMJD_COMMAND: pretrain (default) or finetune.
+# DMJD_COMMAND: pretrain (default), finetune, segment or detect.
 # Ctrl-C, or TERM or USR1 to this process, makes all ranks save and exit; the same command resumes.
 # PROCESSES: number of processes (default: GPUs). DMJD_PYTHON: Python interpreter.
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on every GPU of several hosts; DMJD_COMMAND is pretrain (default) or finetune. Run the same command on each, at
+# Train on every GPU of several hosts; DMJD_COMMAND is pretrain (default), finetune, segment or detect. Run the same command on each, at
 # about the same time:
 #
 #     HOSTS=4 HEAD=node1 launchers/torchrun/several_hosts.sh experiment=... run=/shared/runs/first

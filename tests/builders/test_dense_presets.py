@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from dmjd.builders.schedules import build_schedule
 from dmjd.completion import words_of
@@ -96,6 +97,26 @@ def test_a_preset_has_the_published_settings(preset: str) -> None:
         assert rates(int(place * 0.999)) == pytest.approx(peak * 0.1 ** (number - 1))
         assert rates(int(place * 1.001)) == pytest.approx(peak * 0.1**number)
     assert rates(total - 1) < 0.011 * peak
+
+
+def test_every_model_can_be_built() -> None:
+    """On the meta device, with the classes of ADE20K and COCO."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("torchvision")
+    from dmjd.builders.tasks import builders_of
+
+    sizes = {}
+    with torch.device("meta"):
+        for name in PUBLISHED:
+            config, classes = composed(name), 150 if name.startswith("ade20k") else 80
+            encoder = builders_of(config).objective(config, classes).model.encoder
+            sizes[name] = sum(each.numel() for each in encoder.parameters())
+    for name, width, depth in (("coco_vitdet_base", 768, 12), ("coco_vitdet_large", 1024, 24)):
+        blocks = depth * (12 * width**2 + 13 * width) + (16 * 16 * 3 + 1) * width
+        tables = 2 * 64 * ((depth - 4) * (2 * 14 - 1) + 4 * (2 * 64 - 1))
+        assert sizes[name] == blocks + tables, "ViTDet without a class token and a final norm"
+    assert sizes["ade20k_simmim_swin_base"] == sizes["coco_simmim_swin_base"]
+    assert sizes["ade20k_dmjd_convvit_base"] > sizes["ade20k_convmae_base"]
 
 
 def test_presets_of_one_shape_differ_as_published() -> None:

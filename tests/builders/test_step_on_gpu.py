@@ -12,6 +12,7 @@ import torch
 from dmjd.builders.step import Step, build_step
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
+from dmjd.ops.images import normalise
 from dmjd.parallel.world import alone
 from dmjd.train.data_pipeline import Uploader
 from dmjd.train.guard import PendingStep
@@ -76,6 +77,22 @@ def test_bfloat16_follows_float32_and_compile_follows_eager() -> None:
 
 
 COLOUR = ("data.channels=3", "data.mean=[.5,.5,.5]", "data.std=[.2,.2,.2]", "data.jitter=.4")
+
+
+def test_a_compiled_preparation_is_that_of_eager_mode() -> None:
+    compiled = build("engine.device=cuda", "engine.compile=block", "target=pixels", *COLOUR).prepare
+    eager = replace(compiled, compiled=False, compiled_target=False)
+    assert compiled.compiled
+    assert compiled.compiled_target
+    batch = random_batch(64, channels=3).to(torch.device("cuda"))
+    for epoch in (3, 4):
+        expected, found = eager(batch, epoch), compiled(batch, epoch)
+        # Jitter rounds down, and products that are added without rounding may be below a whole number.
+        apart = (found.crops.int() - expected.crops.int()).abs()
+        assert apart.max() <= 1
+        assert apart.float().mean() < 1e-3
+        torch.testing.assert_close(found.images, normalise(found.crops, eager.mean, eager.std), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.targets, compiled.tokenizer(found.crops), atol=1e-4, rtol=1e-4)
 
 
 def test_a_step_never_waits_for_the_device(tmp_path: Path) -> None:

@@ -53,11 +53,23 @@ def images(batch: int, size: tuple[int, int] = (64, 64)) -> Tensor:
     return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(batch))
 
 
-def test_a_program_of_a_segmentation_gives_its_logits_without_dmjd(segmented_once: Path, tmp_path: Path) -> None:
+def test_a_program_of_a_segmentation_gives_its_logits(segmented_once: Path, tmp_path: Path) -> None:
     path = exported(segmented_once, tmp_path, "format=torch_export")
     card = json.loads(sidecar(path).read_text())
     assert card["input"] == {"images": ["batch", 3, 64, 64]}
     assert (card["outputs"], len(card["classes"])) == (["logits"], 11)
+    assert card["load"] == "import torch; model = torch.export.load('model.pt2').module(); (logits,) = model(images)"
+    program = torch.export.load(path)
+    assert not [node for node in program.graph.nodes if "dmjd" in str(node.target)], "its ops are torch's"
+    model = model_of(segmented_once).objective
+    assert model is not None
+    with torch.no_grad():
+        torch.testing.assert_close(program.module()(images(5))[0], model(images(5)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.long
+def test_the_line_of_a_program_loads_it_without_dmjd(segmented_once: Path, tmp_path: Path) -> None:
+    card = json.loads(sidecar(exported(segmented_once, tmp_path, "format=torch_export")).read_text())
     frozen = model_of(segmented_once)
     assert frozen.objective is not None
     inputs = images(5)
@@ -83,6 +95,7 @@ def check_detections(found: Sequence[Tensor], model: Any, inputs: Tensor, sizes:
     assert not found[1][count:].any()
 
 
+@pytest.mark.long
 def test_a_program_of_a_detection_gives_its_detections(detected_once: Path, tmp_path: Path) -> None:
     path = exported(detected_once, tmp_path, "format=torch_export")
     card = json.loads(sidecar(path).read_text())
@@ -94,6 +107,16 @@ def test_a_program_of_a_detection_gives_its_detections(detected_once: Path, tmp_
         with torch.no_grad():
             found = program(images(1), sizes)
         check_detections(found, model, images(1), sizes)
+
+
+def test_detections_of_fixed_shapes_are_those_of_the_model(detected_once: Path) -> None:
+    model = model_of(detected_once).objective
+    for form in ("onnx", "torch_export"):
+        assert model is not None
+        for size in ((64, 64), (64, 37), (20, 64)):
+            with torch.no_grad():
+                found = whole_model(model, form)(images(1), torch.tensor([size]))
+            check_detections(found, model, images(1), torch.tensor([size]))
 
 
 def test_fewer_detections_than_places_are_marked() -> None:
@@ -113,6 +136,8 @@ def test_fewer_detections_than_places_are_marked() -> None:
 
 
 def test_another_program_is_no_export(segmented_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.export, "export", lambda *arguments, **options: None)
+    monkeypatch.setattr(torch.export, "save", lambda program, path, **options: path.write_bytes(b""))
     monkeypatch.setattr(torch.export, "load", lambda path: _Off())
     with pytest.raises(UserError, match=r"computes another logits than torch \(relative difference"):
         exported(segmented_once, tmp_path, "format=torch_export")
@@ -164,7 +189,7 @@ def test_what_a_format_cannot_hold_is_one_line(
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_every_backbone_of_a_segmentation_is_exported(backbone: str, form: str, tmp_path: Path) -> None:
     """The writers compare the file at batches 1 and 3."""
-    words = [*TINY, *BACKBONES[backbone], "data.image_size=[64,96]", "data.root=x"]
+    words = [*TINY, *BACKBONES[backbone], "data.image_size=[64,96]", "test.stride=[64,96]", "data.root=x"]
     model = build_segmentation(compose("segment", words), 7).eval()
     write = write_onnx if form == "onnx" else write_program
     write(whole_model(model, form), SHAPE, tmp_path / "model", {})

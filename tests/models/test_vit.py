@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dmjd.masking import MaskSpec
 from dmjd.models.vit import ViTEncoder
+from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
 from dmjd.positions import sincos_positions
 
@@ -211,6 +212,19 @@ def test_views_of_another_batch_or_grid_are_refused(masked_tokens: str, images: 
     # One image would broadcast against three views, and ids of a smaller grid would gather the wrong places.
     with pytest.raises(ValueError, match="do not fit"):
         make_encoder(masked_tokens=masked_tokens)(make_images(images, 3, (16, 16)), draw_views(3, grid))
+
+
+@pytest.mark.parametrize("views", [None, 1, 3])
+def test_the_product_of_patches_is_the_convolution(views: int | None) -> None:
+    encoder, images = make_encoder((8, 12), in_chans=2).double(), make_images(3, 2, (8, 12)).double()
+    visible = None if views is None else draw_views(3, (2, 3), views).visible
+    expected = encoder.patch_embed(images)
+    expected = expected if visible is None else gather_tokens(expected, visible)
+    found = encoder.patch_embed.product(images, visible)
+    torch.testing.assert_close(found, expected)
+    grad = torch.randn_like(expected)
+    leaves = tuple(encoder.patch_embed.parameters())
+    torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(expected, leaves, grad))
 
 
 def test_attention_is_torch_s_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:

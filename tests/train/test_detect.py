@@ -78,7 +78,9 @@ def _root(run: Path) -> str:
     return root
 
 
-@pytest.mark.parametrize(("where", "calls", "step"), [("step", 3, 3), ("validation", 1, 2)])
+@pytest.mark.parametrize(
+    ("where", "calls", "step"), [pytest.param("step", 3, 3, marks=pytest.mark.long), ("validation", 1, 2)]
+)
 def test_a_stopped_run_ends_as_one_that_was_left_alone(
     where: str,
     calls: int,
@@ -137,3 +139,16 @@ def test_two_processes_train_and_validate_as_one(
     for name, value in after.items():
         torch.testing.assert_close(sharded[name], value, rtol=0, atol=1e-4)
     assert max((after[name] - before[name]).abs().max() for name in after) > 1e-3, "the runs did move"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["none", "block"])
+def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(
+    compiled: str, words: Words, undisturbed: Path, tmp_path: Path
+) -> None:
+    options = ("engine.device=cuda", "engine.precision=fp32", f"engine.compile={compiled}", "epochs=1")
+    run = loop.detect(compose("detect", words(tmp_path / "run", *options))).path
+    for one, two in zip(rows(undisturbed), rows(run), strict=False):
+        if "loss" in two:
+            assert two["loss"] == pytest.approx(one["loss"], rel=2e-2)
+    assert any("val_box_ap" in row for row in rows(run))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmjd.cluster.plan import Plan
 from dmjd.compose import compose
 from dmjd.evaluate import evaluate
 from dmjd.parallel import store
@@ -143,9 +144,8 @@ def test_a_skipped_step_leaves_no_trace_in_running_statistics(
     assert not all(torch.equal(before[name], value) for name, value in steps[0].items()), "step 1 was applied"
 
 
-@pytest.mark.parametrize(
-    "engine", ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "hsdp", "zero1", "zero3"))]
-)
+@pytest.mark.long  # tests/parallel compares the steps of every engine
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "hsdp", "zero1", "zero3"])
 def test_two_processes_train_and_validate_as_one(
     engine: str, tmp_path: Path, words: Words, undisturbed: Path, launch_world: Launch
 ) -> None:
@@ -212,9 +212,28 @@ def test_the_encoder_of_a_run_is_used_by_other_commands(
     code, _, err = dmjd("finetune", str(undisturbed), *arguments, *tiny)
     assert code == 0, err
     assert "beginning from" in err
+    folder = ("data=folder", f"data.root={image_folder}", "data.image_size=32", "data.check=none", "device=cpu")
+    code, out, err = dmjd("knn", str(undisturbed), *folder)
+    assert code == 0, err
+    assert "knn: k-nearest-neighbour top-1" in out
+    code, _, err = dmjd("finetune", str(undisturbed), "recipe=none", f"run={tmp_path}/nothing")
+    assert (code, err) == (2, "error: data.name=folder needs data.root, the folder of images\n")
     code, out, err = dmjd("detect", str(undisturbed), f"data.root={scenes}", "--cfg")
     assert code == 0, err
     assert "embed_dim: 32" in out
+
+
+def test_a_plan_is_of_the_model_that_the_run_builds(words: Words, tmp_path: Path, undisturbed: Path) -> None:
+    plan = Plan(compose("plan_segment", [*words(tmp_path / "run"), "images=20", "gpu=h200"]))
+    trained = store.read_model(end_of(undisturbed))
+    assert (plan.classes, plan.images, plan.images_per_gpu) == (150, 20, 4), "no number of classes is read with images="
+    of_class = 32 + 2  # weights and biases of both classifiers
+    assert plan.parameters - (150 - 11) * of_class == sum(value.numel() for value in trained.values())
+    saved = [plan.activations("none").saved(images) for images in (1, 2, 3, 4)]
+    assert saved == sorted(saved)
+    assert saved[2] - saved[1] == pytest.approx(saved[3] - saved[2]), "linear between the traced 1, 2 and 4 images"
+    published = Plan(compose("plan_segment", [word for word in TINY if not word.startswith("init")]))
+    assert (published.images, published.images_from) == (20_210, "ADE20K, as data.root is not set")
 
 
 def test_preflight_takes_the_first_step(words: Words, tmp_path: Path, dmjd: Command) -> None:
@@ -222,3 +241,16 @@ def test_preflight_takes_the_first_step(words: Words, tmp_path: Path, dmjd: Comm
     assert code == 0, err
     assert "ok     compilation" in out
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["none", "block"])
+def test_a_run_on_a_gpu_has_the_losses_of_the_cpu(
+    compiled: str, words: Words, undisturbed: Path, tmp_path: Path
+) -> None:
+    options = ("engine.device=cuda", "engine.precision=fp32", f"engine.compile={compiled}", "epochs=1")
+    run = loop.segment(compose("segment", words(tmp_path / "run", *options))).path
+    for one, two in zip(rows(undisturbed), rows(run), strict=False):
+        if "loss" in two:
+            assert two["loss"] == pytest.approx(one["loss"], rel=2e-2)
+    assert any("val_miou" in row for row in rows(run))

@@ -8,6 +8,15 @@ without any object, and a step takes the same memory for all images.
 
 On a GPU the backward pass of RoIAlign adds with atomics, so its last bits differ between runs. All else here that adds
 into one place adds one value that is not 0.
+
+Differences from detectron2:
+
+- Samples of anchors and proposals are keyed by (seed, epoch, sample id), and losses are means over the images, so
+  neither depends on the batch.
+- Sizes of anchors and of the boxes of a level are multiples of the pyramid's strides. They are the same pixels for
+  patches of 16.
+- An object that overlaps no anchor matches none. detectron2 matches it with all of them.
+- FPN has LayerNorm, where ConvMAE has SyncBN.
 """
 
 from __future__ import annotations

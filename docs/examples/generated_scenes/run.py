@@ -53,18 +53,18 @@ FULL = Sizes(
     pretrain=[
         *_ENCODER,
         *("method.decoder.dim=192", "method.decoder.depth=2", "method.decoder.num_heads=6"),
-        *("data.image_size=[144,144]", "data.crop_scale=[0.5,1.0]", "epochs=120", "batch_size=256"),
-        *("optim.base_lr=1e-3", "optim.warmup_epochs=6"),
+        *("data.image_size=[128,128]", "data.crop_scale=[0.5,1.0]", "epochs=60", "batch_size=256"),
+        *("optim.base_lr=1e-3", "optim.warmup_epochs=3"),
     ],
     segment=[
         *_SCHEDULE,
         *("data.image_size=[192,192]", "data.resize=[192,768]", "test.mode=whole"),
-        *("epochs=8", "val_every=2", "batch_size=32", "head.channels=128", "head.auxiliary_channels=64"),
+        *("epochs=6", "batch_size=32", "head.channels=128", "head.auxiliary_channels=64"),
     ],
     detect=[
         *_SCHEDULE,
         *("data.image_size=[192,192]", "data.scale=[0.5,1.5]"),
-        *("epochs=8", "val_every=2", "batch_size=32", "head.channels=128", "head.box_width=256"),
+        *("epochs=6", "batch_size=32", "head.channels=128", "head.box_width=256"),
         *("head.proposals_before=500", "head.proposals=250", "head.samples=128"),
     ],
 )
