@@ -212,7 +212,8 @@ class SegmentConfig(DownstreamConfig):
 
 @dataclass
 class DetectConfig(DownstreamConfig):
-    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: ViTDet-B on COCO."""
+    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: rates of ViTDet-B on COCO; its
+    preset also has attention in windows."""
 
     run: str = may_change(path("runs/detect", of="a folder"))
     epochs: int = positive(100)
