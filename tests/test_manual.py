@@ -38,8 +38,7 @@ def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: st
     found = shown(page(command, overrides))
     schema = SCHEMAS[command]
     recorded = {item.name for item in fields(schema)} - {item.name for item in keys(schema)}  # by the command line
-    data = schema.__dataclass_fields__.get("data")
-    own = type(config.data) if data is not None and config.data is not None else None
+    own = None if getattr(config, "data", None) is None else type(config.data)
     unused = {f"data.{item.name}" for item in fields(own) if "recorded" in item.metadata} if own else set()
     # The model is described by groups.
     assert found.keys() == leaves(asdict(config)) - {"model"} - recorded - unused
