@@ -26,8 +26,8 @@ class AttentionConfig:
     """Attention of an encoder's ViT blocks over the large grid of a whole image.
 
     window: Side of the windows in tokens. null: attention over the whole grid in every block.
-    global_blocks: Blocks, from 0, that attend over the whole grid although window is set. null: four, evenly spaced
-        (2, 5, 8, 11 of 12 blocks).
+    global_blocks: Blocks, from 0, of convvit within stage 3, that attend over the whole grid although window is set.
+        null: four, evenly spaced (2, 5, 8, 11 of 12 blocks).
     relative_positions: decomposed: learned biases of rows and columns in each block, which begin at 0 (ViTDet). none:
         those of the encoder alone.
     """
@@ -41,8 +41,9 @@ class AttentionConfig:
 class UperNetConfig:
     """UPerNet head, with an auxiliary FCN head in training.
 
-    maps: Blocks of a ViT, from 0, whose outputs the head reads. null: those at 1/3, 1/2, 2/3 and the end, which are 3,
-        5, 7, 11 of 12 blocks. The other backbones give the outputs of their stages.
+    maps: Four blocks of a ViT, from 0 and ascending, whose outputs the head reads; the last is the encoder's last
+        block. null: those at 1/3, 1/2, 2/3 and the end, which are 3, 5, 7, 11 of 12 blocks. The other backbones give
+        the outputs of their stages.
     channels: Width of the head.
     pool_scales: Sides of the pooled grids of the pyramid pooling module.
     dropout: Dropout rate of channels before the classifiers.
@@ -211,7 +212,8 @@ class SegmentConfig(DownstreamConfig):
 
 @dataclass
 class DetectConfig(DownstreamConfig):
-    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: ViTDet-B on COCO."""
+    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: rates of ViTDet-B on COCO; its
+    preset also has attention in windows."""
 
     run: str = may_change(path("runs/detect", of="a folder"))
     epochs: int = positive(100)
