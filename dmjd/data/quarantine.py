@@ -48,8 +48,9 @@ def check_share(bad: Sequence[BadImage], total: int, percent: float) -> None:
 class Quarantine:
     """Lists each bad image once in a JSON-lines file, and raises DataError above a percentage.
 
-    A line has ``kind``, ``name``, ``fault`` (the reason; it continues the name), ``sample_id``, ``substitute`` (a name)
-    and ``step`` (the first that read the image, counted from 1); the last two are null for images that the check at the start found. A tar of a stream also has
+    A line has ``kind``, ``name``, ``fault`` (the reason, which continues the name), ``sample_id``, ``substitute`` (a
+    name) and ``step`` (the first that read the image, counted from 1); the last two are null for images that the check
+    at the start found. A tar of a stream also has
     ``images``, the number that it counts as. Images are identified by name; those listed by earlier launches count.
 
     The processes of a run share the file: each appends whole lines, and also counts the lines of the others.

@@ -19,7 +19,6 @@ from dmjd.data.quarantine import Quarantine, exceeds
 from dmjd.data.substitution import Substitution
 from dmjd.errors import BadImage, DataError, StorageError
 
-
 FAULT = "cannot be read as an image (cut)"
 
 

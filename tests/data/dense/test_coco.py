@@ -271,7 +271,7 @@ def test_a_set_without_objects_has_nothing_to_train_on(root: Path) -> None:
         write(root, values, name)
     with pytest.raises(DataError, match=r"\(objects without a mask: 1\); an object needs .* a segmentation \(polygons"):
         coco(root)
-    with pytest.raises(DataError, match="val2017.json has no usable object .objects without a mask: 1"):
+    with pytest.raises(DataError, match=r"val2017.json has no usable object .objects without a mask: 1"):
         coco(root, "test").require_annotations()
 
 
