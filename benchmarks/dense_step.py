@@ -13,6 +13,7 @@ Parts, in this order (--only takes names and patterns such as "coco_*"):
     convvit_base:1024:4    tokens with every token visible
     ade20k_* coco_*        a training step of each preset: 512 pixels, 16 images, or 1024 pixels, 8 images, halved until
                            they fit
+    repeat:PRESET          20 steps twice from one seed: the largest relative difference of their losses
 
 bfloat16 autocast over float32 parameters on all sides; images, labels and objects are on the device. Rows are written
 after each way, and those that FILE holds of this card and torch are not measured again, except with --again; after
@@ -60,6 +61,8 @@ IMAGES = {"segment": 16, "detect": 8}
 OPS = ("depthwise", "attention")
 BACKBONES = ("vit_base:4", "vit_large:2")
 CONVVITS = ("convvit_base:512:16", "convvit_base:1024:4")
+REPEATS = ("repeat:ade20k_mae_vit_base", "repeat:ade20k_dmjd_convvit_base", "repeat:coco_vitdet_base")
+REPEATED = 20
 COMPILED = {"eager": "none", "blocks compiled": "block", "compiled": "model"}
 WAYS = ("eager", "blocks compiled")
 """Of presets, unless --ways names others."""
@@ -256,11 +259,7 @@ def _preset_row(preset: str, way: str, images: int, device: str, tiny: bool, rec
     engine = [f"engine.compile={COMPILED[way]}", f"engine.activation_checkpointing={recompute}"]
     keys = [*_keys(command, preset), f"batch_size={images}", *engine, *(tiny_keys(command, preset) if tiny else [])]
     config = compose(command, keys)
-    step: Any = builders_of(config).step(config, CLASSES[command], alone(select_device(config.engine.device)))
-    step.engine.module.train()
-    make = {"segment": regions_batch, "detect": objects_batch}[command]
-    size = tuple(config.data.image_size)
-    pool = [make(images, size, CLASSES[command], seed).to(step.engine.device) for seed in range(DIFFERENT)]
+    step, pool = step_and_batches(command, config, images)
 
     def train(index: int) -> None:
         step.forward_backward(pool[index % DIFFERENT], index)
@@ -271,6 +270,30 @@ def _preset_row(preset: str, way: str, images: int, device: str, tiny: bool, rec
         objective, inputs = builders_of(config).objective_and_inputs(config, CLASSES[command], 1)
         row = rates(row, count_flops(objective, inputs.inputs))
     return row | {"keys": keys}
+
+
+def step_and_batches(command: str, config: Any, images: int) -> tuple[Any, list[Batch]]:
+    step: Any = builders_of(config).step(config, CLASSES[command], alone(select_device(config.engine.device)))
+    step.engine.module.train()
+    make = {"segment": regions_batch, "detect": objects_batch}[command]
+    size = tuple(config.data.image_size)
+    return step, [make(images, size, CLASSES[command], seed).to(step.engine.device) for seed in range(DIFFERENT)]
+
+
+def repeat_row(preset: str, tiny: bool) -> dict[str, Any]:
+    """Relative differences of the losses of two trainings from one seed, at the first step and the largest."""
+    command = command_of(preset)
+    keys = [*_keys(command, preset), "batch_size=4", *(tiny_keys(command, preset) if tiny else [])]
+    losses = []
+    for _ in range(2):
+        clean()
+        step, pool = step_and_batches(command, compose(command, keys), 4)
+        for index in range(REPEATED):
+            losses.append(step.forward_backward(pool[index % DIFFERENT], index)["loss"].double())
+            step.update(1e-4)
+    first, second = torch.stack(losses).view(2, REPEATED)
+    differences = ((first - second).abs() / first).tolist()
+    return {"steps": REPEATED, "first": differences[0], "largest": max(differences)}
 
 
 # The backbone beside detectron2's
@@ -422,11 +445,15 @@ def plan(record: Record) -> None:
 def ways_of(part: str, options: Any, device: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Way of a part -> function that measures it."""
     name, *numbers = part.split(":")
-    sizes = [int(number) for number in numbers]
+    sizes = [int(number) for number in numbers if number.isdigit()]
     if part in BACKBONES:
-        yield from backbone_ways(name, *sizes, options.detectron2, device, options.tiny)
+        for way, measured in backbone_ways(name, *sizes, options.detectron2, device, options.tiny):
+            if "compiled" not in way or options.ways != ["eager"]:
+                yield way, measured
     elif part in CONVVITS:
         yield from convvit_ways(name, *((64, 1) if options.tiny else sizes), device, options.tiny)
+    elif part in REPEATS:
+        yield "eager", partial(repeat_row, part.partition(":")[2], options.tiny)
     else:
         images = 2 if options.tiny else options.images or IMAGES[command_of(part)]
         for way in options.ways:
@@ -442,6 +469,10 @@ def clean() -> None:
 
 
 def report(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    if "largest" in row:
+        text = f"losses of two trainings of {row['steps']} steps differ by {row['first']:.1e} at the first step"
+        print(f"{row['part']:34} {text} and by at most {row['largest']:.1e}", flush=True)
+        return
     text = f"{row['part']:28} {row['way']:34} {row['step_ms']:8.1f} ms {row['images_per_second']:7.1f} images/s"
     if row["peak_gib"] is not None:
         text += f" {row['peak_gib']:6.2f} GiB"
@@ -457,7 +488,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--detectron2", type=Path, metavar="FOLDER")
     parser.add_argument("--only", nargs="+", metavar="PART")
-    parser.add_argument("--ways", nargs="+", choices=tuple(COMPILED), default=WAYS, help="of presets")
+    parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=tuple(COMPILED),
+        default=[*WAYS],
+        help="of presets; eager alone leaves out all that is compiled",
+    )
     parser.add_argument(
         "--recompute", default="none", metavar="MODE", help="engine.activation_checkpointing of presets"
     )
@@ -477,7 +514,7 @@ def main() -> None:
         plan(Record.read(file))
         return
     record = Record(file, device, options.again)
-    parts = [*OPS, *BACKBONES, *CONVVITS, *presets()]
+    parts = [*OPS, *BACKBONES, *CONVVITS, *presets(), *REPEATS]
     for part in [each for each in parts if not options.only or any(fnmatch(each, one) for one in options.only)]:
         if part in OPS:
             if not any(row["part"] == part for row in record.rows) or options.again:

@@ -14,10 +14,12 @@ except PackageNotFoundError:  # a checkout on PYTHONPATH, never installed
 
 _HOMES = {
     "Run": "dmjd.api",
+    "ap": "dmjd.api",
     "detect": "dmjd.api",
     "finetune": "dmjd.api",
     "knn": "dmjd.api",
     "linprobe": "dmjd.api",
+    "miou": "dmjd.api",
     "pretrain": "dmjd.api",
     "segment": "dmjd.api",
     "validate": "dmjd.api",

@@ -1,8 +1,10 @@
 from dmjd.api import Run as Run
+from dmjd.api import ap as ap
 from dmjd.api import detect as detect
 from dmjd.api import finetune as finetune
 from dmjd.api import knn as knn
 from dmjd.api import linprobe as linprobe
+from dmjd.api import miou as miou
 from dmjd.api import pretrain as pretrain
 from dmjd.api import segment as segment
 from dmjd.api import validate as validate

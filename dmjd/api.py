@@ -249,6 +249,16 @@ def validate(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
     return _evaluate("validate", checkpoint, keys)
 
 
+def miou(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
+    """Mean IoU of a segmentation run: the record of ``dmjd miou``; arguments as for :func:`knn`."""
+    return _evaluate("miou", checkpoint, keys)
+
+
+def ap(checkpoint: str | os.PathLike[str], **keys: Any) -> dict[str, Any]:
+    """Box and mask AP of a detection run: the record of ``dmjd ap``; arguments as for :func:`knn`."""
+    return _evaluate("ap", checkpoint, keys)
+
+
 def _evaluate(name: str, checkpoint: str | os.PathLike[str], keys: dict[str, Any]) -> dict[str, Any]:
     from dmjd.encoder import own_defaults
     from dmjd.evaluate import evaluate

@@ -26,8 +26,8 @@ class AttentionConfig:
     """Attention of an encoder's ViT blocks over the large grid of a whole image.
 
     window: Side of the windows in tokens. null: attention over the whole grid in every block.
-    global_blocks: Blocks, from 0, that attend over the whole grid although window is set. null: four, evenly spaced
-        (2, 5, 8, 11 of 12 blocks).
+    global_blocks: Blocks, from 0, of convvit within stage 3, that attend over the whole grid although window is set.
+        null: four, evenly spaced (2, 5, 8, 11 of 12 blocks).
     relative_positions: decomposed: learned biases of rows and columns in each block, which begin at 0 (ViTDet). none:
         those of the encoder alone.
     """
@@ -41,8 +41,9 @@ class AttentionConfig:
 class UperNetConfig:
     """UPerNet head, with an auxiliary FCN head in training.
 
-    maps: Blocks of a ViT, from 0, whose outputs the head reads. null: those at 1/3, 1/2, 2/3 and the end, which are 3,
-        5, 7, 11 of 12 blocks. The other backbones give the outputs of their stages.
+    maps: Four blocks of a ViT, from 0 and ascending, whose outputs the head reads; the last is the encoder's last
+        block. null: those at 1/3, 1/2, 2/3 and the end, which are 3, 5, 7, 11 of 12 blocks. The other backbones give
+        the outputs of their stages.
     channels: Width of the head.
     pool_scales: Sides of the pooled grids of the pyramid pooling module.
     dropout: Dropout rate of channels before the classifiers.
@@ -71,7 +72,8 @@ class MaskRCNNConfig:
     box_convs: Convolutions of the box head, before one linear layer.
     box_width: Width of that linear layer.
     mask_convs: Convolutions of the mask head.
-    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing.
+    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing. An
+        object that is smaller than the anchors has dozens of equal proposals, so that few hundreds lose objects.
     proposals: Proposals of an image after it.
     samples: Proposals of an image that the heads are trained on, at most a quarter of them on objects.
     detections: Detections of an image, at most.

@@ -15,7 +15,7 @@ from dmjd.cluster.submit import OPTIONS
 from dmjd.compose import compose
 from dmjd.config import SCHEMAS
 from dmjd.evaluate import EVALUATIONS
-from dmjd.keys import command_of_preset, groups, key_of_first
+from dmjd.keys import command_of_preset, groups, key_of_first, keys_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launchers/README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -66,8 +66,10 @@ def test_overrides_in_the_text_compose() -> None:
     found = [text for text in found if not _PLACEHOLDER.search(text)]
     assert len(found) > 20, "the pattern finds no overrides any more"
     for text in found:
-        tuned = (command_of_preset(text.removeprefix("preset=")), ["init=x", text])
-        compose(*(tuned if text.startswith("preset=") else ("pretrain", [text])))
+        key, _, value = text.partition("=")
+        of_key = (command for command in ("pretrain", "segment", "detect") if key in keys_of(command))
+        command = command_of_preset(value) if key == "preset" else next(of_key, "pretrain")
+        compose(command, [text] if command == "pretrain" else ["init=x", text])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

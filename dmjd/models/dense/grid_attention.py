@@ -55,8 +55,12 @@ def attend_on_grid(
         grid: (h, w) tokens of a training image.
 
     Raises:
-        ValueError: if the encoder has no such blocks, has relative positions of its own, or fewer blocks.
+        ValueError: if the encoder has no feature maps, no such blocks, fewer of them, or relative positions of its own.
     """
+    if not hasattr(encoder, "map_widths"):
+        raise ValueError(
+            f"{type(encoder).__name__} has no map_widths: it gives no feature maps, which this command needs"
+        )
     if isinstance(encoder, SwinEncoder):
         if window is not None or relative_positions != "none":
             raise ValueError("Swin has windows and relative positions of its own; leave out window and the latter")

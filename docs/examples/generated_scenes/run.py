@@ -220,7 +220,7 @@ def main() -> None:
     for command in ("pretrain", "segment", "detect"):
         parser.add_argument(f"--{command}", nargs="+", default=[], metavar="KEY=VALUE", help=f"of dmjd {command}")
     parser.add_argument("--at-once", type=int, help="commands side by side; default: 12 a GPU, on a CPU 1")
-    parser.add_argument("--scenes-only", action="store_true", help="write the scenes and end")
+    parser.add_argument("--until", choices=("scenes", "pre-training", "end"), default="end", help="end after this part")
     options = parser.parse_args()
     sizes = TINY if options.tiny else FULL
     given = {name: getattr(options, name) for name in ("images", "val_images", "side") if getattr(options, name)}
@@ -232,9 +232,11 @@ def main() -> None:
     at_once = options.at_once or max(1, 12 * gpus)
     study = Study(options.folder.resolve(), 1 if options.tiny else options.seeds, sizes, options.keys, gpus)
     seconds = {"scenes": study.write_scenes()}
-    if options.scenes_only:
+    if options.until == "scenes":
         return
     seconds["pre-training"] = study.run([*study.pretraining()], at_once)
+    if options.until == "pre-training":
+        return
     seconds["segmentation and detection"] = study.run([*study.dense()], at_once)
     device = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"CPU, {study.cores} cores"
     curves = study.curves()

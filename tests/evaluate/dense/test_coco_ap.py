@@ -247,6 +247,17 @@ def test_boxes_are_mapped_to_the_original_image() -> None:
     assert entries_of(in_original(nothing, (24, 32), (48, 128)), (48, 128), 5, CATEGORIES) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
+def test_masks_of_a_gpu_are_those_of_the_cpu() -> None:
+    masks = torch.rand(50, 28, 28, generator=torch.Generator().manual_seed(0))
+    corners = 100 * torch.rand(50, 4, generator=torch.Generator().manual_seed(1))
+    boxes = torch.cat([corners[:, :2], corners[:, :2] + corners[:, 2:] + 1], 1)
+    found = encoded(masks.cuda(), boxes.cuda(), (200, 300))
+    for one, other in zip(found, encoded(masks, boxes, (200, 300)), strict=True):
+        assert (decode(one) == decode(other)).mean() > 0.999
+
+
 class Perfect:
     """Finds the annotated objects of each image, which it knows by its pixels."""
 

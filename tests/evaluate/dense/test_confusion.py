@@ -87,6 +87,15 @@ def test_counts_beyond_the_integers_of_float32_are_exact() -> None:
     assert int(matrix.counts[0, 0]) == 2**40 + 1
 
 
+@pytest.mark.gpu
+def test_counts_of_a_gpu_are_those_of_the_cpu(maps: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    matrix = ConfusionMatrix(CLASSES, torch.device("cuda"))
+    for predicted, truth in maps:
+        matrix.add(predicted.cuda(), truth.cuda())
+    assert matrix.counts.cpu().equal(matrix_of(maps).counts)
+    assert matrix.scores() == matrix_of(maps).scores()
+
+
 def test_no_pixel_with_a_class_is_an_error() -> None:
     matrix = ConfusionMatrix(2, CPU)
     matrix.add(torch.zeros(3, 3, dtype=torch.uint8), torch.full((3, 3), 255, dtype=torch.uint8))

@@ -90,7 +90,7 @@ class PerPixel:
 
 def neighbourhood(images: Tensor) -> Tensor:
     """Logits that depend on the surroundings of a pixel, the border of the image and left and right."""
-    weight = torch.randn(CLASSES, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(CLASSES, 3, 5, 5, generator=torch.Generator().manual_seed(1)).to(images.device)
     return F.conv2d(images.float().permute(0, 3, 1, 2) / 128 - 1, weight - weight.mean((1, 2, 3), True), padding=2)
 
 
@@ -212,6 +212,19 @@ def test_workers_and_examples() -> None:
         assert (example.truth == data.maps[number]).all()
         expected = predict_map(model, data.open(number), pipeline(), 3, CPU)
         assert (example.prediction == expected.numpy()).all()
+
+
+@pytest.mark.gpu
+def test_maps_of_a_gpu_are_those_of_the_cpu() -> None:
+    data, device = Maps(), torch.device("cuda")
+    for test in (pipeline(flip=True, scales=[0.5, 1.0]), pipeline("whole")):
+        for number in range(len(data)):
+            found = predict_map(neighbourhood, data.open(number), test, 3, device).cpu()
+            expected = predict_map(neighbourhood, data.open(number), test, 3, CPU)
+            assert (found == expected).float().mean() > 0.97, "but for ties within the precision of convolutions"
+        on_gpu, _ = evaluate_segmentation(neighbourhood, data, test, 3, 0, 1.0, alone(device))  # type: ignore[arg-type]
+        on_cpu, _ = evaluate_segmentation(neighbourhood, data, test, 3, 0, 1.0, alone(CPU))  # type: ignore[arg-type]
+        assert on_gpu.miou == pytest.approx(on_cpu.miou, abs=1)
 
 
 def test_a_bad_image_or_a_request_to_stop_at_one_rank_ends_all() -> None:

@@ -191,6 +191,8 @@ def test_padding_takes_part_in_attention_as_in_vitdet() -> None:
 
 
 def test_encoders_without_such_blocks_are_rejected() -> None:
+    with pytest.raises(ValueError, match="Encoder has no map_widths: it gives no feature maps"):
+        attend_on_grid(Encoder(), None, None, "none", (4, 4))
     with pytest.raises(ValueError, match="Swin has windows"):
         attend_on_grid(swin(), 7, None, "none", (2, 2))
     relative_vit = vit(block="beit", masked_tokens="mask_token", positions="relative")
