@@ -38,8 +38,7 @@ def test_every_key_is_there_and_typing_what_is_shown_changes_nothing(command: st
     found = shown(page(command, overrides))
     schema = SCHEMAS[command]
     recorded = {item.name for item in fields(schema)} - {item.name for item in keys(schema)}  # by the command line
-    data = schema.__dataclass_fields__.get("data")
-    own = type(config.data) if data is not None and config.data is not None else None
+    own = None if getattr(config, "data", None) is None else type(config.data)
     unused = {f"data.{item.name}" for item in fields(own) if "recorded" in item.metadata} if own else set()
     # The model is described by groups.
     assert found.keys() == leaves(asdict(config)) - {"model"} - recorded - unused
@@ -119,7 +118,8 @@ def test_conditions_and_optional_sections_are_explained() -> None:
     has_sections = {*PLANS, *PLANS.values(), "export", *WITH_DATA}
     assert {command for command, text in texts.items() if condition in text} == has_sections
     optional = "data: Data set and augmentation. Data of pre-training, of which only the keys that are given differ"
-    assert {command for command, text in texts.items() if optional in text} == WITH_DATA - {"validate", "export"}
+    of_runs = {"validate", "export", "miou", "ap"}
+    assert {command for command, text in texts.items() if optional in text} == WITH_DATA - of_runs
     describing = "Model of a file of weights; not for runs."
     assert {command for command, text in texts.items() if describing in text} == {
         command for command, schema in SCHEMAS.items() if takes_files(schema)

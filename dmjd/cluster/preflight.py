@@ -213,7 +213,7 @@ def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
     """The configuration as the run resolves it, the parameters of its model, and the function that builds its step."""
     builders, classes = builders_of(config), 0
     if isinstance(config, PretrainConfig):
-        world.all_or_none(lambda: build_tokenizer(config))
+        world.all_or_none(partial(build_tokenizer, config))
     else:
         assert isinstance(config, DownstreamConfig)
         resolve, _ = downstream_task(config)

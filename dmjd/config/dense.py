@@ -72,7 +72,8 @@ class MaskRCNNConfig:
     box_convs: Convolutions of the box head, before one linear layer.
     box_width: Width of that linear layer.
     mask_convs: Convolutions of the mask head.
-    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing.
+    proposals_before: Proposals of each level before non-maximum suppression, in training; half of it in testing. An
+        object that is smaller than the anchors has dozens of equal proposals, so that few hundreds lose objects.
     proposals: Proposals of an image after it.
     samples: Proposals of an image that the heads are trained on, at most a quarter of them on objects.
     detections: Detections of an image, at most.
@@ -212,7 +213,8 @@ class SegmentConfig(DownstreamConfig):
 
 @dataclass
 class DetectConfig(DownstreamConfig):
-    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: ViTDet-B on COCO."""
+    """Object detection and instance segmentation: an encoder with Mask R-CNN. Defaults: rates of ViTDet-B on COCO; its
+    preset also has attention in windows."""
 
     run: str = may_change(path("runs/detect", of="a folder"))
     epochs: int = positive(100)

@@ -85,7 +85,7 @@ def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]
         right, bottom = max(x1, x2 - 1), max(y1, y2 - 1)  # x2 and y2 are the pixels after the last
         draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
         score = "" if found.scores is None else f" {found.scores[number]:.2f}"
-        _label(draw, (x1, y1), f"{names[int(found.labels[number])][:_LETTERS]}{score}", colour)
+        _label(draw, (x1, y1), f"{names[int(found.labels[number])][:_LETTERS]}{score}", colour, drawn.width)
     return np.asarray(drawn)
 
 
@@ -94,10 +94,13 @@ def _blend(pixels: NDArray[np.uint8], colours: NDArray[np.uint8]) -> NDArray[np.
     return mixed
 
 
-def _label(draw: ImageDraw.ImageDraw, corner: tuple[float, float], text: str, colour: tuple[int, ...]) -> None:
+def _label(
+    draw: ImageDraw.ImageDraw, corner: tuple[float, float], text: str, colour: tuple[int, ...], width: int
+) -> None:
+    """Write ``text`` above ``corner``, within a picture of ``width``."""
     font = ImageFont.load_default(11)
     left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
-    x, y = corner[0], max(corner[1] - (bottom - top) - 4, 0)
+    x, y = max(min(corner[0], width - (right - left) - 5), 0), max(corner[1] - (bottom - top) - 4, 0)
     draw.rectangle((x, y, x + right - left + 4, y + bottom - top + 4), fill=colour)
     draw.text((x + 2 - left, y + 2 - top), text, fill=_contrast(colour), font=font)
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 IGNORED = 255
 """Value of pixels without a class."""
-_VALUES = 1 << 26
-"""Logits that are resized at a time: 256 MiB of float32."""
+_VALUES = 1 << 24
+"""Logits that are resized at a time: 64 MiB of float32."""
 
 Logits = Callable[[Tensor], Tensor]
 """uint8 ``[B, H, W, C]`` on the device -> float32 ``[B, classes, H, W]``."""
@@ -386,8 +386,11 @@ def _classes(views: Sequence[Tensor], size: Size) -> Tensor:
     parts = []
     for start in range(0, size[0], rows):
         stop = min(start + rows, size[0])
-        chosen = [_resized_rows(view, start, stop, size) for view in views]
-        total = chosen[0] if len(chosen) == 1 else torch.stack([each.softmax(0) for each in chosen]).sum(0)
+        total = _resized_rows(views[0], start, stop, size)
+        if len(views) > 1:
+            total = total.softmax(0)
+        for view in views[1:]:
+            total += _resized_rows(view, start, stop, size).softmax(0)
         parts.append(total.argmax(0).to(torch.uint8))
     return torch.cat(parts)
 

@@ -107,12 +107,10 @@ class Model(nn.Module):
 
     Attributes:
         decoder: the second stack of blocks; None without one.
-        head: the last layer.
     """
 
     encoder: Encoder
     decoder: MAEDecoder | None
-    head: nn.Module
 
 
 class Prediction(NamedTuple):

@@ -79,7 +79,7 @@ def _root(run: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("where", "calls", "step"), [pytest.param("step", 3, 3, marks=pytest.mark.long), ("validation", 1, 2)]
+    ("where", "calls", "step"), [("step", 3, 3), pytest.param("validation", 1, 2, marks=pytest.mark.long)]
 )
 def test_a_stopped_run_ends_as_one_that_was_left_alone(
     where: str,

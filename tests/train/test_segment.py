@@ -229,11 +229,16 @@ def test_a_plan_is_of_the_model_that_the_run_builds(words: Words, tmp_path: Path
     assert (plan.classes, plan.images, plan.images_per_gpu) == (150, 20, 4), "no number of classes is read with images="
     of_class = 32 + 2  # weights and biases of both classifiers
     assert plan.parameters - (150 - 11) * of_class == sum(value.numel() for value in trained.values())
-    saved = [plan.activations("none").saved(images) for images in (1, 2, 3, 4)]
-    assert saved == sorted(saved)
-    assert saved[2] - saved[1] == pytest.approx(saved[3] - saved[2]), "linear between the traced 1, 2 and 4 images"
     published = Plan(compose("plan_segment", [word for word in TINY if not word.startswith("init")]))
     assert (published.images, published.images_from) == (20_210, "ADE20K, as data.root is not set")
+
+
+@pytest.mark.long
+def test_a_plan_traces_micro_batches_of_1_2_and_4_images(words: Words, tmp_path: Path) -> None:
+    plan = Plan(compose("plan_segment", [*words(tmp_path / "run"), "images=20", "gpu=h200"]))
+    saved = [plan.activations("none").saved(images) for images in (1, 2, 3, 4)]
+    assert saved == sorted(saved)
+    assert saved[2] - saved[1] == pytest.approx(saved[3] - saved[2]), "linear between the traced sizes"
 
 
 def test_preflight_takes_the_first_step(words: Words, tmp_path: Path, dmjd: Command) -> None:

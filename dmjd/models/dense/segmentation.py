@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.models.upernet.modeling_upernet import UperNetFCNHead, UperNetHead
 
 from dmjd.models.dense.batch_norm import with_batch_norm
 from dmjd.models.dense.pyramid import LEVELS, ViTPyramid, build_pyramid
+from dmjd.models.dense.upsample import upsample
 from dmjd.models.initialisation import adopt_for_maps
 from dmjd.models.masked_image_model import Encoder, Model
 from dmjd.models.objective import Trainable
@@ -23,6 +25,25 @@ IGNORED = 255
 """Class of pixels that are in no loss and no score."""
 
 _AUXILIARY_LEVEL = 2  # stride 16
+
+
+class UperNet(UperNetHead):  # type: ignore[misc]
+    """transformers' UPerNet head, with :func:`~dmjd.models.dense.upsample.upsample`."""
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        """Maps at strides 4, 8, 16 and 32 -> features at stride 4."""
+        laterals = [layer(x) for layer, x in zip(self.lateral_convs, maps, strict=False)]
+        last = maps[-1]
+        pooled = [upsample(block(last), last.shape[-2:]) for block in self.psp_modules.blocks]
+        laterals.append(self.bottleneck(torch.cat((last, *pooled), dim=1)))
+        for level in range(LEVELS - 1, 0, -1):
+            finer = laterals[level - 1]
+            laterals[level - 1] = finer + upsample(laterals[level], finer.shape[-2:])
+        outputs = [layer(x) for layer, x in zip(self.fpn_convs, laterals, strict=False)]
+        finest = outputs[0].shape[-2:]
+        coarser = [upsample(x, finest) for x in (*outputs[1:], laterals[-1])]
+        features: Tensor = self.fpn_bottleneck(torch.cat((outputs[0], *coarser), dim=1))
+        return self.classifier(features)
 
 
 class Segmenter(Model):
@@ -68,7 +89,7 @@ class Segmenter(Model):
             auxiliary_concat_input=False,
         )
         widths = list(self.pyramid.widths)
-        self.decode_head = with_batch_norm(UperNetHead(settings, widths))
+        self.decode_head = with_batch_norm(UperNet(settings, widths))
         self.auxiliary_head: nn.Module | None = None
         self.auxiliary: nn.Module | None = None
         if auxiliary_channels is not None:
@@ -183,7 +204,7 @@ class Segmentation(Trainable):
 
 def _at(images: Tensor, logits: Tensor) -> Tensor:
     """``logits`` at the size of ``images``, float32."""
-    return F.interpolate(logits.float(), size=images.shape[-2:], mode="bilinear", align_corners=False)
+    return upsample(logits.float().contiguous(), images.shape[-2:])  # cross-entropy copies another layout
 
 
 def _cross_entropy(logits: Tensor, maps: Tensor) -> Tensor:
