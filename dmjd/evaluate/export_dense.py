@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.models.swin_transformer import WindowAttention
@@ -25,7 +26,7 @@ _PROPOSAL_OVERLAP, _DETECTION_OVERLAP = 0.7, 0.5
 
 def whole_model(objective: Trainable, form: str) -> Outputs:
     """The outputs of a model of segmentation or detection for ``format=FORM``."""
-    for module in objective.modules() if form == "onnx" else ():
+    for module in list[Any](objective.modules()) if form == "onnx" else ():
         if isinstance(module, ShortWindowAttention):
             module.__class__ = WindowAttention  # timm's: ours reshapes what ONNX's form of attention has transposed
     if isinstance(objective, Segmentation):

@@ -111,8 +111,8 @@ def test_a_program_of_a_detection_gives_its_detections(detected_once: Path, tmp_
 
 def test_detections_of_fixed_shapes_are_those_of_the_model(detected_once: Path) -> None:
     model = model_of(detected_once).objective
+    assert model is not None
     for form in ("onnx", "torch_export"):
-        assert model is not None
         for size in ((64, 64), (64, 37), (20, 64)):
             with torch.no_grad():
                 found = whole_model(model, form)(images(1), torch.tensor([size]))
