@@ -154,7 +154,7 @@ class _Off:
 def test_the_encoder_of_a_segmentation_is_an_encoder_of_timm(segmented_once: Path, tmp_path: Path) -> None:
     path = exported(segmented_once, tmp_path)
     card = json.loads(sidecar(path).read_text())
-    model = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
+    model: Any = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
     segmentation: Any = model_of(segmented_once).objective
     with torch.no_grad():
         tokens = model.forward_features(images(2))
