@@ -11,12 +11,11 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +55,13 @@ class _ChannelNorm(nn.Module):
         return self.weight[:, None, None] * normalised + self.bias[:, None, None]
 
 
+class _ShapeSpec(NamedTuple):
+    channels: int | None = None
+    height: int | None = None
+    width: int | None = None
+    stride: int | None = None
+
+
 class _Registry:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,14 +93,13 @@ def modules(folder: Path) -> ModuleType:
     source = folder / "detectron2/modeling/backbone"
     if not (source / "vit.py").is_file():
         raise SystemExit(f"{source}/vit.py is missing; --detectron2 names a checkout of facebookresearch/detectron2")
-    shape = namedtuple("ShapeSpec", "channels height width stride", defaults=(None,) * 4)
     for name in ("detectron2", "detectron2.modeling", "detectron2.utils", "fvcore", "fvcore.nn"):
         _module(name, __path__=[])
-    _module("fvcore.nn.weight_init", c2_xavier_fill=_fill, c2_msra_fill=_fill)
-    sys.modules["fvcore"].nn = sys.modules["fvcore.nn"]
-    sys.modules["fvcore.nn"].weight_init = sys.modules["fvcore.nn.weight_init"]
+    weight_init = _module("fvcore.nn.weight_init", c2_xavier_fill=_fill, c2_msra_fill=_fill)
+    vars(sys.modules["fvcore.nn"])["weight_init"] = weight_init
+    vars(sys.modules["fvcore"])["nn"] = sys.modules["fvcore.nn"]
     _module("detectron2.utils.registry", Registry=_Registry)
-    _module("detectron2.layers", Conv2d=_Conv2d, CNNBlockBase=nn.Module, ShapeSpec=shape, get_norm=_get_norm)
+    _module("detectron2.layers", Conv2d=_Conv2d, CNNBlockBase=nn.Module, ShapeSpec=_ShapeSpec, get_norm=_get_norm)
     package = _module(PACKAGE, __path__=[])
     _module(f"{PACKAGE}.resnet", build_resnet_backbone=None)
     with warnings.catch_warnings():

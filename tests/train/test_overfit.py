@@ -150,6 +150,7 @@ def scenes() -> list[Any]:
     return large_scenes(64, least=0.11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "keys", "lr"), [("vit", ["backbone.patch_size=8"], 1e-2), ("convvit", [], 2e-2)])
 def test_upernet_learns_eight_scenes(encoder: str, keys: list[str], lr: float, scenes: list[Any]) -> None:
     batch = batch_of(scenes)
@@ -157,6 +158,7 @@ def test_upernet_learns_eight_scenes(encoder: str, keys: list[str], lr: float, s
     assert miou(step, batch) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoder", "keys", "lr"), [("vit", ["backbone.patch_size=16"], 5e-3), ("convvit", [], 1e-2)])
 def test_mask_rcnn_learns_eight_scenes(encoder: str, keys: list[str], lr: float, scenes: list[Any]) -> None:
     batch = batch_of(scenes)

@@ -40,7 +40,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class _Normalised(torch.autograd.Function):
-    """Saves its input, and no copy of it in float32."""
+    """Saves its input, and no copy of it in float32. Of one process these are PyTorch's kernels."""
 
     @staticmethod
     def forward(
@@ -52,34 +52,42 @@ class _Normalised(torch.autograd.Function):
         reduce: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         channels, wide = x.shape[1], weight.dtype
-        variance, mean = torch.var_mean(x.to(wide), (0, 2, 3), correction=0)
-        count = mean.new_full((1,), x.numel() // channels)
-        if reduce is not None:
+        count = weight.new_full((1,), x.numel() // channels)
+        if reduce is None:
+            y, mean, inverse = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
+            mean, inverse = mean.to(wide), inverse.to(wide)  # they are, but not as fake tensors of the CPU
+            variance = inverse.pow(-2) - eps
+        else:
+            variance, mean = torch.var_mean(x.to(wide), (0, 2, 3), correction=0)
             own = mean.double(), variance.double()  # the difference of squares below cancels in float32
             moments = torch.cat((own[0], own[1] + own[0].square(), torch.ones_like(own[0][:1])))
             sums = reduce(moments * count)
             moments = sums[:-1] / sums[-1:]
             mean, square, count = moments[:channels], moments[channels:], sums[-1:].to(wide)
             mean, variance = mean.to(wide), (square - mean.square()).to(wide)
-        y = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
-        inverse = (variance + eps).rsqrt()
+            y = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+            inverse = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, inverse, count)
-        ctx.reduce = reduce
+        ctx.reduce, ctx.eps = reduce, eps
         ctx.mark_non_differentiable(mean, variance, count)
         return y, mean, variance, count
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, count = ctx.saved_tensors
-        wide = grad.to(mean.dtype)
-        normalised = (x.to(mean.dtype) - _map(mean)) * _map(inverse)
-        grad_bias, grad_weight = wide.sum((0, 2, 3)), (wide * normalised).sum((0, 2, 3))
-        sums = torch.cat((grad_bias, grad_weight))
+        wanted = [ctx.reduce is None, True, True]
+        grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, None, None, mean, inverse, True, ctx.eps, wanted
+        )
         if ctx.reduce is not None:
-            sums = ctx.reduce(sums)
-        of_mean, of_deviation = (_map(part / count) for part in sums.chunk(2))
-        grad_x = (wide - of_mean - normalised * of_deviation) * _map(inverse * weight)
-        return grad_x.to(x.dtype), grad_weight, grad_bias, None, None
+            sums = ctx.reduce(torch.cat((grad_bias, grad_weight)))
+            of_mean, of_deviation = (part / count for part in sums.chunk(2))
+            # weight * inverse * (grad - of_mean - (x - mean) * inverse * of_deviation), in few passes over memory
+            slope = weight * inverse
+            tilt = -slope * inverse * of_deviation
+            grad_x = torch.addcmul(_map(-slope * of_mean - tilt * mean), x, _map(tilt))
+            grad_x = grad_x.addcmul_(grad, _map(slope)).to(x.dtype)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 def _map(channels: Tensor) -> Tensor:

@@ -91,10 +91,13 @@ def test_gradients_by_differences() -> None:
     assert torch.autograd.gradcheck(normalised, tuple(inputs))
 
 
-def test_bf16_maps_have_float32_statistics_and_keep_their_type() -> None:
+@pytest.mark.parametrize("processes", ["one", "several"])
+def test_bf16_maps_have_float32_statistics_and_keep_their_type_and_layout(processes: str) -> None:
     torch.manual_seed(0)
-    x = (torch.randn(2, 4, 32, 32) + 100).to(torch.bfloat16).requires_grad_()
+    x = (torch.randn(2, 4, 32, 32) + 100).to(torch.bfloat16, memory_format=torch.channels_last).requires_grad_()
     layer = BatchNorm2d(4)
+    if processes == "several":
+        layer.reduce = Tensor.clone
     y = layer(x)
     assert (y.dtype, layer.running_mean.dtype) == (torch.bfloat16, torch.float32)
     exact = x.detach().double()
@@ -103,6 +106,7 @@ def test_bf16_maps_have_float32_statistics_and_keep_their_type() -> None:
     y.float().square().sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.bfloat16
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_single_value_for_each_channel_gives_the_bias() -> None:
