@@ -16,6 +16,9 @@ _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 _LONGEST = 4_000
 
+_CURES = {"missing": "restore it", "mask": "correct it", "annotation": "correct the annotations"}
+"""By kind of :class:`BadImage`."""
+
 
 def printable_message(message: str) -> str:
     """``message`` without secrets, with control characters as ``\\x1b``, and at most 4,000 characters of it.
@@ -73,7 +76,7 @@ class BadImage(DataError):
 
     name: its name in the data set.
     kind: missing, unreadable (permission, disk or network), truncated, undecodable, or too small; in shards also empty,
-        magic (bytes of no image) and crc (changed bytes).
+        magic (bytes of no image) and crc (changed bytes); of annotated images also mask and annotation.
     fault: the cause; it continues a line that begins with the name.
     images: number of lost images: 1, or all that follow in a tar that is read as a stream.
     """
@@ -86,7 +89,8 @@ class BadImage(DataError):
         self.images = images
 
     def __str__(self) -> str:
-        return printable_message(f"{self.name} {self.fault}; remove or replace it").replace("\n", "\\n")
+        cure = _CURES.get(self.kind, "remove or replace it")
+        return printable_message(f"{self.name} {self.fault}; {cure}").replace("\n", "\\n")
 
     def copy(self) -> BadImage:
         """A copy without the traceback, whose frames would keep images alive."""

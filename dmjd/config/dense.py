@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dmjd.config.data import DataConfig
@@ -190,6 +191,11 @@ class SegmentTestConfig:
     stride: list[int] | None = size(least=1)
     scales: list[float] = numbers(1.0, above=0, most=100)
     flip: bool = False
+
+
+def window_stride(stride: Sequence[int] | None, window: Sequence[int]) -> list[int]:
+    """Height and width of the steps between windows: ``stride``, by default two thirds of a window."""
+    return list(stride or (max(2 * side // 3, 1) for side in window))
 
 
 @dataclass

@@ -19,6 +19,14 @@ _log = logging.getLogger("dmjd")
 
 _MOST_BYTES = 1 << 26  # of the list, read at once
 
+_CURES = {
+    TOO_SMALL: "lower data.image_size, remove small images, or set data.check=none to enlarge them",
+    "missing": "restore the missing files",
+    "mask": "correct the masks",
+    "annotation": "correct the annotations",
+}
+"""By kind of the first bad image; other kinds are damaged files."""
+
 
 def exceeds(count: int, total: int, percent: float) -> bool:
     """Whether ``count`` is more than ``percent`` % of ``total``, exactly: 69 is not more than 2.3 % of 3000."""
@@ -33,17 +41,16 @@ def check_share(bad: Sequence[BadImage], total: int, percent: float) -> None:
     damaged = [image for image in bad if image.kind != TOO_SMALL]
     first, *others = damaged or bad
     more = f", and {len(others)} more" if others else ""
-    cure = "remove or replace the damaged files"
-    if not damaged:
-        cure = "lower data.image_size, remove small images, or set data.check=none to enlarge them"
+    cure = _CURES.get(first.kind, "remove or replace the damaged files")
     raise DataError(f"{first.name} {first.fault}{more}; {cure}{option}")
 
 
 class Quarantine:
     """Lists each bad image once in a JSON-lines file, and raises DataError above a percentage.
 
-    A line has ``kind``, ``name``, ``sample_id``, ``substitute`` (a name) and ``step`` (the first that read the image,
-    counted from 1); the last two are null for images that the check at the start found. A tar of a stream also has
+    A line has ``kind``, ``name``, ``fault`` (the reason, which continues the name), ``sample_id``, ``substitute`` (a
+    name) and ``step`` (the first that read the image, counted from 1); the last two are null for images that the check
+    at the start found. A tar of a stream also has
     ``images``, the number that it counts as. Images are identified by name; those listed by earlier launches count.
 
     The processes of a run share the file: each appends whole lines, and also counts the lines of the others.
@@ -65,6 +72,7 @@ class Quarantine:
         self._max_bad_percent = max_bad_percent
         self._kinds: dict[str, str] = {}  # by name, in the order of the list
         self._images: dict[str, int] = {}
+        self._faults: dict[str, str] = {}  # lists of earlier versions have none
         self._read = 0  # bytes read, in whole lines
         self._torn = False  # the last line is incomplete: its process was killed
         self._read_new()
@@ -121,7 +129,7 @@ class Quarantine:
             ) from error
         self._torn = False
         for _, bad in new:
-            self._count(bad.name, bad.kind, bad.images)
+            self._count(bad.name, bad.kind, bad.images, bad.fault)
         return [bad for _, bad in new]
 
     def _read_new(self) -> None:
@@ -136,28 +144,37 @@ class Quarantine:
         for line in whole.splitlines():
             try:
                 row = parse_json(line)
-                name, kind, images = row["name"], row["kind"], row.get("images", 1)
+                name, kind, images, fault = row["name"], row["kind"], row.get("images", 1), row.get("fault", "")
                 if isinstance(name, str) and isinstance(kind, str) and type(images) is int and 0 < images < 1 << 53:
-                    self._count(name, kind, images)
+                    self._count(name, kind, images, fault if isinstance(fault, str) else "")
             except (ValueError, TypeError, KeyError):
                 continue  # an incomplete line; its image is listed again when it is read again
 
-    def _count(self, name: str, kind: str, images: int) -> None:
+    def _count(self, name: str, kind: str, images: int, fault: str) -> None:
         self._kinds.setdefault(name, kind)
         self._images.setdefault(name, images)
+        self._faults.setdefault(name, fault)
 
     def _check_limit(self) -> None:
         count = sum(self._images.values())
         if not exceeds(count, self._dataset_size, self._max_bad_percent):
             return
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.counts.most_common())
+        first, fault = next(iter(self._faults.items()))
         raise DataError(
             f"{count} of {self._dataset_size} images are bad ({kinds}), more than "
-            f"data.max_bad_percent={self._max_bad_percent:g} allows, the first of them {next(iter(self._kinds))}; "
+            f"data.max_bad_percent={self._max_bad_percent:g} allows, the first of them {f'{first} {fault}'.rstrip()}; "
             f"repair what {self._path} lists and delete that list, or raise data.max_bad_percent"
         )
 
 
 def _row(bad: BadImage, sample_id: int, substitute: str | None, step: int | None) -> dict[str, Any]:
-    row = {"kind": bad.kind, "name": bad.name, "sample_id": sample_id, "substitute": substitute, "step": step}
+    row = {
+        "kind": bad.kind,
+        "name": bad.name,
+        "fault": bad.fault,
+        "sample_id": sample_id,
+        "substitute": substitute,
+        "step": step,
+    }
     return row if bad.images == 1 else {**row, "images": bad.images}

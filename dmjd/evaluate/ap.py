@@ -64,6 +64,7 @@ def run(context: Context[ApConfig]) -> Scores:
     assert isinstance(model, Detection)
     dataset = context.dataset("test")
     assert isinstance(dataset, Coco)
+    dataset.require_annotations()
     check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
 
     def detect(images: Tensor, sizes: Tensor) -> list[dict[str, Tensor]]:
@@ -121,4 +122,5 @@ EVALUATION = Evaluation(
         for part, meaning in _PARTS.items()
     },
     needs="none",
+    shown=("max_detections", "min_score"),
 )

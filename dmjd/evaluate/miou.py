@@ -75,6 +75,7 @@ def run(context: Context[MiouConfig]) -> Scores:
     check_test(replace(trained, data=data, test=test))
     dataset = context.dataset("test")
     assert isinstance(dataset, Ade20k)
+    dataset.require_annotations()
     check_same_classes(dataset, list(frozen.classes), f"checkpoint={config.checkpoint}")
 
     def logits(images: Tensor) -> Tensor:
@@ -123,4 +124,5 @@ EVALUATION = Evaluation(
         "macc": Column("mAcc", "mean accuracy of the classes"),
     },
     needs="none",
+    shown=("mode", "stride", "scales", "flip"),
 )

@@ -120,6 +120,7 @@ class Evaluation:
     columns: score -> column of the report, the main score first.
     needs: "labels" if the images must have labels.
     script: launchers/slurm/SCRIPT.sbatch is its batch script; it gets the command and its arguments.
+    shown: settings that its lines name.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Evaluation:
     columns: Mapping[str, Column]
     needs: Literal["labels", "none"] = "labels"
     script: str = "evaluate"
+    shown: tuple[str, ...] = ()
 
 
 def references(train: ImageDataset, test: ImageDataset) -> dict[str, float | None]:
@@ -218,10 +220,17 @@ def describe(record: Mapping[str, Any]) -> list[str]:
         if few := settings.get("few_shot"):
             conditions += ["a list of labels" if few == "list" else f"{few:g} % of the labels"]
         conditions += [f"{key.replace('_', ' ')} {settings[key]}" for key in settings if key.startswith("trained_")]
+        conditions += [_condition(key, settings[key]) for key in EVALUATIONS[name].shown if settings.get(key)]
         conditions += seen_notes(settings)
         parts = [", ".join(part) for part in (shown, conditions) if part]
         lines.append(f"{name}: {column.meaning} {value}  ({'; '.join(parts)})")
     return lines
+
+
+def _condition(key: str, value: Any) -> str:
+    """ "flip", "mode slide", "scales 0.5,1": as on the command line."""
+    shown = ",".join(f"{each:g}" for each in value) if isinstance(value, list) else f"{value}"
+    return key.replace("_", " ") + f" {shown}" * (value is not True)
 
 
 def _has_cheap_baseline(

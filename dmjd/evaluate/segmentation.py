@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dmjd.config import SegmentDataConfig, SegmentTestConfig
+from dmjd.config.dense import window_stride
 from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Size, evenly
 from dmjd.data.dense.ade20k import Ade20k
@@ -121,7 +122,7 @@ class MapTesting:
     def of(cls, test: SegmentTestConfig, data: SegmentDataConfig, multiple: int) -> MapTesting:
         """MapTesting of a model whose images have sides that are multiples of ``multiple``."""
         short, longest = data.resize
-        stride = test.stride or [max(2 * side // 3, 1) for side in data.image_size]
+        stride = window_stride(test.stride, data.image_size)
         return cls(
             slide=test.mode == "slide",
             window=(data.image_size[0], data.image_size[1]),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from dmjd.config.dense import window_stride
 from dmjd.errors import DataError
 from dmjd.report.finetune import peak, preset_of, regularisation, validated
 from dmjd.report.format import ABSENT, look_up, plain
@@ -38,7 +39,7 @@ def dense_summary(run: Run) -> str:
         f"Attention: {_attention(run.config)}.",
         f"Head: {_head(run.config)}.",
         f"Augmentation: {_augmentation(value('data'))}.",
-        *([f"Testing: {_testing(value('test'))}."] if segments else []),
+        *([f"Testing: {_testing(value('test'), value('data', 'image_size'))}."] if segments else []),
     ]
     return " ".join([*parts, regularisation(run.config)])
 
@@ -144,11 +145,18 @@ def _head(config: Mapping[str, Any]) -> str:
         parts += [f"dropout {plain(value('dropout'))}"] if value("dropout") else []
     else:
         parts += [
-            f"pyramid {plain(value('pyramid'))}",
-            f"{plain(value('box_convs'))} convolutions for boxes and {plain(value('mask_convs'))} for masks",
+            f"{_pyramid(config)} pyramid",
+            f"convolutions: {plain(value('box_convs'))} for boxes, {plain(value('mask_convs'))} for masks",
             f"{plain(value('proposals'))} proposals",
         ]
     return ", ".join([*parts, *([f"{plain(value('num_classes'))} classes"] if value("num_classes") else [])])
+
+
+def _pyramid(config: Mapping[str, Any]) -> str:
+    """The feature pyramid, of ``auto`` that of the backbone."""
+    named = look_up(config, ("head", "pyramid"))
+    plainly = "simple" if look_up(config, ("backbone", "name")) == "vit" else "FPN"
+    return {"auto": plainly, "fpn": "FPN"}.get(named) or plain(named)
 
 
 def _augmentation(data: Any) -> str:
@@ -163,8 +171,10 @@ def _augmentation(data: Any) -> str:
     return ", ".join([*parts, *(["photometric distortion"] if value("distortion") else [])])
 
 
-def _testing(test: Any) -> str:
+def _testing(test: Any, window: Any) -> str:
     mode, stride, scales = (look_up(test, (key,)) for key in ("mode", "stride", "scales"))
+    if isinstance(window, list):
+        stride = window_stride(stride, window)
     parts = [f"windows with steps of {_by(stride)} pixels" if mode == "slide" else "whole images"]
     parts += [f"scales {plain(scales)}"] if scales and scales != [1.0] else []
     return ", ".join([*parts, *(["flips"] if look_up(test, ("flip",)) else [])])

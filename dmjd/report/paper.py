@@ -123,7 +123,7 @@ def paper_text(run_paths: Sequence[str | Path]) -> str:
     listed: list[str] = []
     for place, column in enumerate(known):
         name, _, conditions = column.title.removesuffix(")").partition(" (")
-        if len(column.title) > _LONG_TITLE:
+        if conditions and len(column.title) > _LONG_TITLE:
             listed.append(f"[{len(listed) + 1}] {name}: {conditions}.")
             known[place] = replace(column, title=f"{name} [{len(listed)}]")
     return "\n".join([Table(known).text(), *listed, *paper.values, *paper.notes])
@@ -402,7 +402,10 @@ def _notes(runs: Sequence[Run], matched: Sequence[Published]) -> list[str]:
 
 
 def paper_section(paper: PaperTable) -> list[str]:
-    """HTML of the table with its notes and, in a fold, the single values."""
+    """HTML of the table with its notes and, in a fold, the single values; empty without a published row and without
+    a note, since the table of scores has the rest."""
+    if not paper.notes and len(paper.table.columns[0].cells) == paper.own:
+        return []
     meanings = [f"{title}: {text}" for title, text in paper.table.meanings]
     return [
         heading("Scores and published rows"),

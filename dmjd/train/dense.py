@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from dmjd.builders.tasks import builders_of, classes_of
 from dmjd.config import DenseDataConfig, DetectConfig, SegmentConfig, check_batch
 from dmjd.data.build import build_dataset, training_transform
 from dmjd.data.dataset import ImageDataset
+from dmjd.data.dense.annotated import AnnotatedImages
 from dmjd.errors import ConfigError, DataError, NoSplit
 from dmjd.evaluate import EVALUATIONS
 from dmjd.evaluate.validate import record_training
@@ -23,6 +25,8 @@ from dmjd.parallel.world import World
 from dmjd.runs.folder import RunFolder
 from dmjd.train.downstream import Downstream, complete
 from dmjd.train.initial import with_init
+
+logger = logging.getLogger("dmjd")
 
 C = TypeVar("C", SegmentConfig, DetectConfig)
 
@@ -42,12 +46,16 @@ def resolve_dense(config: C, run: RunFolder, world: World) -> C:
     token_grid(config)
     check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
     train = build_dataset(replace(config.data, check="none"), "train")  # files are checked when the run opens them
+    assert isinstance(train, AnnotatedImages)
+    train.require_annotations()
     if config.batch_size > len(train):
         raise ConfigError(
             f"batch_size={config.batch_size} exceeds the {len(train)} training images of "
             f"data.root={config.data.root}; set a smaller one"
         )
     test_images(replace(config.data, check="none"), train)
+    if isinstance(config, DetectConfig) and config.data.val == config.data.train and world.is_main:
+        logger.warning("data.val=%s is data.train too: validations score the training images", config.data.val)
     classes = config.head.num_classes
     if classes is not None and classes < train.num_classes:
         raise ConfigError(
@@ -57,13 +65,15 @@ def resolve_dense(config: C, run: RunFolder, world: World) -> C:
 
 
 def test_images(data: DenseDataConfig, train: ImageDataset) -> ImageDataset:
-    """The validation images of ``data``. Raises DataError if there are none, or they have other classes than
-    ``train``."""
+    """The validation images of ``data``. Raises DataError if there are none, none of them is annotated, or they have
+    other classes than ``train``."""
     try:
         test = build_dataset(replace(data, max_bad_percent=0.0), "test")
     except NoSplit as error:
         raise DataError(f"{error}; a run validates, so data.root needs validation images") from error
     check_same_classes(test, class_names(train), "the training images")
+    assert isinstance(test, AnnotatedImages)
+    test.require_annotations()
     return test
 
 

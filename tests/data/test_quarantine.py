@@ -19,9 +19,11 @@ from dmjd.data.quarantine import Quarantine, exceeds
 from dmjd.data.substitution import Substitution
 from dmjd.errors import BadImage, DataError, StorageError
 
+FAULT = "cannot be read as an image (cut)"
+
 
 def bad(number: int, kind: str = "truncated") -> BadImage:
-    return BadImage(f"{number}.png", kind, "cannot be read as an image (cut)")
+    return BadImage(f"{number}.png", kind, FAULT)
 
 
 def swap(number: int, kind: str = "truncated") -> Substitution:
@@ -63,8 +65,8 @@ def test_a_line_says_what_was_bad_what_took_its_place_and_when(path: Path) -> No
     held.admit({9: bad(9, "too small")})
     held.add(41, [swap(3, "missing")])
     assert rows(path) == [
-        {"kind": "too small", "name": "9.png", "sample_id": 9, "substitute": None, "step": None},
-        {"kind": "missing", "name": "3.png", "sample_id": 3, "substitute": "1003.png", "step": 42},
+        {"kind": "too small", "name": "9.png", "sample_id": 9, "substitute": None, "step": None, "fault": FAULT},
+        {"kind": "missing", "name": "3.png", "sample_id": 3, "substitute": "1003.png", "step": 42, "fault": FAULT},
     ]
 
 
@@ -76,8 +78,8 @@ def test_an_image_is_listed_counted_and_warned_of_once(path: Path, caplog: pytes
     assert [row["name"] for row in rows(path)] == ["3.png", "4.png"]
     assert held.counts == {"truncated": 1, "missing": 1}
     assert [record.getMessage() for record in caplog.records] == [
-        f"step 1: {name}.png cannot be read as an image (cut); remove or replace it; substituted by {substitute}.png"
-        for name, substitute in ((3, 1003), (4, 1004))
+        f"step 1: {name}.png cannot be read as an image (cut); {cure}; substituted by {substitute}.png"
+        for name, substitute, cure in ((3, 1003, "remove or replace it"), (4, 1004, "restore it"))
     ]
 
 
@@ -103,8 +105,14 @@ def test_distinct_images_beyond_the_rate_stop_the_run(path: Path) -> None:
         held.add(6, [swap(8)])
     assert str(caught.value) == (
         "4 of 300 images are bad (3 truncated, 1 missing), more than data.max_bad_percent=1 allows, the first of them "
-        f"5.png; repair what {path} lists and delete that list, or raise data.max_bad_percent"
+        f"5.png {FAULT}; repair what {path} lists and delete that list, or raise data.max_bad_percent"
     )
+    with pytest.raises(DataError, match=r"the first of them 5\.png cannot be read as an image \(cut\); repair"):
+        Quarantine(path, 300, 1)
+    earlier = [{key: row[key] for key in row if key != "fault"} for row in rows(path)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in earlier))
+    with pytest.raises(DataError, match=r"the first of them 5\.png; repair"):
+        Quarantine(path, 300, 1)
     assert len(rows(path)) == 4  # the one that broke it is on the list
 
 

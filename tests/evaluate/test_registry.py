@@ -20,6 +20,7 @@ from dmjd.config.fields import positive
 from dmjd.data.dataset import ArrayDataset
 from dmjd.errors import DataError
 from dmjd.evaluate import EVALUATIONS, Column, Context, Evaluation, Scores, register
+from dmjd.evaluate.registry import describe
 from dmjd.report.run import read_run
 from dmjd.report.scores import metrics
 from dmjd.resources import configs_dir
@@ -94,6 +95,22 @@ def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
     for label in (3, -1):
         with pytest.raises(DataError, match=f"/x: the test images must have labels 0 to 2, and .* has {label}"):
             context("labels", 3, [0, label]).dataset("test")
+
+
+def test_a_line_names_how_maps_were_predicted() -> None:
+    settings = {
+        "data": "ade20k in ade, 96x96",
+        "mode": "slide",
+        "stride": [64, 64],
+        "scales": [0.75, 1.0],
+        "flip": True,
+    }
+    record = {"verb": "miou", "weights": "ema", "step": 18, "miou": 3.4, "aacc": 9.0, "macc": 5.0, "settings": settings}
+    assert describe(record)[0] == (
+        "miou: mean IoU 3.40 %  (ema, step 18, ade20k in ade, 96x96, mode slide, stride 64,64, scales 0.75,1, flip)"
+    )
+    whole = record | {"settings": {"data": "ade20k", "mode": "whole", "scales": [1.0], "flip": False}}
+    assert describe(whole)[0].endswith("(ema, step 18, ade20k, mode whole, scales 1)")
 
 
 @pytest.mark.usefixtures("segmentation")

@@ -141,6 +141,7 @@ def test_the_page_of_a_detection(make_dense: MakeRun) -> None:
     ):
         assert sentence in page.text
     assert "Testing:" not in page.text
+    assert "Head: 256 channels, simple pyramid, convolutions: 4 for boxes, 4 for masks, 1000 proposals, 80" in page.text
     assert page.pairs()["Best checkpoint"].startswith("validation box AP 52.00 %, epoch 2 of 4")
     head = page.rows.index(["Class", "AP box, %", "AP mask, %"])
     assert page.rows[head + 1 : head + 3] == [["dog", "60.00", "50.00"], ["cat", "20.00", "-"]]
@@ -178,6 +179,23 @@ def test_scores_stand_beside_the_published_ones(make_dense: MakeRun, make_run: M
     seeds = [make_dense(f"d{seed}", "detect", scores={"box_ap": 50.0 + seed, "mask_ap": 45.0}, seed=seed, init=None)
              for seed in range(2)]  # fmt: skip
     assert "50.50 ± 0.71 (2)/45.00 ± 0.00 (2)" in paper_text(seeds)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_defaults_are_shown_as_resolved(make_dense: MakeRun) -> None:
+    test = {"mode": "slide", "stride": None, "scales": [1.0], "flip": False}
+    page = Page(write_report(make_dense("seg", "segment", init=None, test=test)).read_text())
+    assert "Testing: windows with steps of 341 x 341 pixels." in page.text
+    assert "published rows" not in page.text.replace("All published rows", "")
+    swin = {"backbone": SHARED["backbone"] | {"name": "swin"}, "head": DETECT["head"] | {"pyramid": "auto"}}
+    folder = make_dense("det", "detect", init=None, **swin)
+    assert "Head: 256 channels, FPN pyramid, " in Page(write_report(folder).read_text()).text
+    values = {"box_ap": 31.0, "mask_ap": 30.0}
+    record = {"verb": "ap", "weights": "ema", "step": 40, **values, "settings": {"data": "coco in coco, 1024x1024"}}
+    (folder / "evaluations" / "ap-0.json").write_text(json.dumps(record))
+    text = paper_text([folder])
+    assert "AP box/mask of dmjd ap EMA" in text.splitlines()[0]
+    assert "[1]" not in text
 
 
 @pytest.mark.usefixtures("undrawn")

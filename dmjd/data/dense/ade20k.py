@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from dmjd.data.dataset import OpenImage, Pixels, Size, Split
 from dmjd.data.decode import decode_errors, identify, read_bytes, read_whole
 from dmjd.data.dense.annotated import AnnotatedImage, AnnotatedImages
 from dmjd.data.folder import images_below
+from dmjd.data.quarantine import check_share
 from dmjd.errors import BadImage, DataError, NoSplit
 from dmjd.files import open_regular, read_at_most
 
@@ -71,7 +73,7 @@ class Ade20k(AnnotatedImages):
         first = int(config.reduce_zero_label)
         most = IGNORED - first
         if not 2 <= len(names) <= most:
-            raise DataError(f"{file} has {len(names)} classes; class numbers of 8 bits allow 2 to {most}")
+            raise DataError(f"number of classes in {file} is {len(names)}; class numbers of 8 bits allow 2 to {most}")
         self._file, self._first = file, first
         self._invalid = range(first + len(names), IGNORED)  # values
         self._table = bytes(IGNORED if value in (IGNORED, first - 1) else value - first for value in range(256))
@@ -80,6 +82,20 @@ class Ade20k(AnnotatedImages):
 
     def open(self, index: int) -> SegmentedImage:
         return SegmentedImage(self._open_image(index), self, index)
+
+    def require_annotations(self) -> None:
+        bad = []
+        for index in range(len(self)):
+            try:
+                labelled = (self.classes_of(index, self.size(index)) != IGNORED).any()
+            except BadImage as error:
+                bad.append(error.copy())
+                continue
+            if labelled:
+                return
+        check_share(bad, len(self), self._config.max_bad_percent)
+        unlabelled = f"0 or {IGNORED} (0 is no class with data.reduce_zero_label=true)" if self._first else f"{IGNORED}"
+        raise DataError(f"no pixel of the masks in {self._masks} has a class: all are {unlabelled}; annotate them")
 
     def mask_name(self, index: int) -> str:
         """The path of the mask of an image."""
@@ -92,8 +108,8 @@ class Ade20k(AnnotatedImages):
             BadImage: if the mask cannot be used.
         """
         path = self.mask_name(index)
-        data = read_bytes(path)
-        with decode_errors(path):
+        with _mask_errors(path):
+            data = read_bytes(path)
             image = identify(BytesIO(data), path)
             self._require_mask(index, image, size)
             read_whole(data, image)
@@ -115,7 +131,7 @@ class Ade20k(AnnotatedImages):
             self.classes_of(index, size)
             return
         path = self.mask_name(index)
-        with decode_errors(path), open_regular(path) as file, identify(file, path) as image:
+        with _mask_errors(path), open_regular(path) as file, identify(file, path) as image:
             self._require_mask(index, image, size)
 
     def _require_mask(self, index: int, image: Image.Image, size: Size) -> None:
@@ -145,6 +161,18 @@ class SegmentedImage(AnnotatedImage):
     def classes(self) -> Pixels:
         """The class of each pixel, uint8 ``[H, W]``, 255 for none. Raises BadImage if the mask cannot be used."""
         return self._dataset.classes_of(self._index, self.size)
+
+
+@contextmanager
+def _mask_errors(path: str) -> Iterator[None]:
+    """As :func:`~dmjd.data.decode.decode_errors`, of the mask ``path``."""
+    try:
+        with decode_errors(path):
+            yield
+    except BadImage as error:
+        if error.kind != "missing":
+            raise
+        raise BadImage(path, error.kind, "does not exist (each image needs a mask of its name)") from error
 
 
 def _mask_of(path: str) -> str:

@@ -96,6 +96,10 @@ class AnnotatedImages(ABC):
     def _check_annotations(self, index: int, size: Size, decode: bool) -> None:
         """Check the annotations of an image of ``size``; with ``decode`` all of their content. Raises BadImage."""
 
+    @abstractmethod
+    def require_annotations(self) -> None:
+        """Raise DataError if no image of the data set is annotated. Reads no more than the first annotated image."""
+
     def image(self, index: int) -> Pixels:
         opened = self.open(index)
         return opened.region((0, 0, *opened.size))

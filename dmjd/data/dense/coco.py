@@ -80,12 +80,13 @@ class Coco(AnnotatedImages):
         kept = np.flatnonzero(counts) if split == "train" else np.arange(len(counts))
         if len(kept) < len(counts):
             skipped[EMPTY] = len(counts) - len(kept)
-        if not len(kept):
-            raise DataError(f"annotation file {self.annotation_file} has no usable object; it describes no training")
         self.category_ids = found.category_ids
         self._image_ids = found.image_ids[kept]
         self._spans = np.column_stack((found.first[kept], found.first[kept + 1]))
         self._boxes, self._labels, self._masks = found.boxes, found.labels, found.masks
+        self.skipped = skipped
+        if not len(kept):
+            self.require_annotations()
         self._real = os.path.realpath(folder)
         super().__init__(
             config,
@@ -105,6 +106,15 @@ class Coco(AnnotatedImages):
         first, last = self._spans[index].tolist()
         masks = Masks(self._masks, range(first, last), opened.size)
         return CocoImage(opened, Objects(self._boxes[first:last], self._labels[first:last], masks))
+
+    def require_annotations(self) -> None:
+        if len(self._boxes):
+            return
+        found = ", ".join(f"{kind}: {count}" for kind, count in self.skipped.items() if kind != EMPTY)
+        raise DataError(
+            f"annotation file {self.annotation_file} has no usable object ({found or 'no annotations'}); an object "
+            "needs iscrowd=0, a bbox with an area in its image, and a segmentation (polygons or run lengths)"
+        )
 
     def image_id(self, index: int) -> int:
         """The id of an image in the annotation file."""

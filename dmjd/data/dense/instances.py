@@ -27,6 +27,7 @@ _MOST_NUMBER = 1e9
 _LONGEST_OUTLINE = 500
 """Limit of a polygon's perimeter, in perimeters of its image."""
 _CHUNK = 1 << 22
+_ARRAYS = ("images", "annotations", "categories")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 EMPTY, CROWD = "images without objects", "crowd regions"
@@ -71,7 +72,7 @@ def read_instances(path: Path) -> Instances:
     reader = _Reader()
     try:
         with open_regular(path) as file:
-            for key, item in json_items(file, ("images", "annotations", "categories")):
+            for key, item in json_items(file, _ARRAYS):
                 reader.add(key, item)
         return reader.instances()
     except FileNotFoundError as error:
@@ -81,7 +82,10 @@ def read_instances(path: Path) -> Instances:
     except _Fault as error:
         raise DataError(f"annotation file {path} {error}; correct the file") from error
     except ValueError as error:
-        raise DataError(f"annotation file {path} cannot be read as JSON: {error}; replace it") from error
+        raise DataError(
+            f"annotation file {path} cannot be read: {error}; it has to be a JSON object with the arrays "
+            f"{', '.join(_ARRAYS)}"
+        ) from error
 
 
 class _Fault(ValueError):

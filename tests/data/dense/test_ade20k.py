@@ -180,7 +180,7 @@ BAD = [
     (mask_of_alpha, "header", "annotations/training/0.png has pixels of mode LA"),
     (mask_of_jpeg, "header", "annotations/training/0.png is a JPEG file"),
     (mask_of_text, "header", "annotations/training/0.png cannot be read as an image .not a supported format"),
-    (mask_of_nothing, "header", "annotations/training/0.png cannot be read as an image .No such file"),
+    (mask_of_nothing, "header", "annotations/training/0.png does not exist .each image needs a mask"),
     (mask_of_a_pipe, "header", "annotations/training/0.png cannot be read as an image .a named pipe"),
     (mask_cut_short, "decode", "annotations/training/0.png cannot be read as an image"),
     (image_cut_short, "decode", "images/training/0.jpg cannot be read as an image"),
@@ -214,6 +214,23 @@ def test_zero_label_hint(root: Path) -> None:
         build(root, check="decode", reduce_zero_label=False)
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_masks_without_a_class_are_an_error_before_training(root: Path, zero: bool) -> None:
+    if zero:
+        build(root).require_annotations()
+    for number in range(6):
+        chosen = np.array([0 if zero else 255, 255], dtype=np.uint8)
+        mask = chosen[np.random.default_rng(number).integers(0, 2, SIZE)]
+        Image.fromarray(mask).save(root / f"annotations/training/{number}.png")
+    with pytest.raises(DataError, match=r"no pixel of the masks in .*annotations/training has a class: all are"):
+        build(root, reduce_zero_label=zero).require_annotations()
+    save(root, Image.fromarray(np.full(SIZE, 9, dtype=np.uint8)))
+    with pytest.raises(DataError, match=r"0.png has value 9, .*; correct the masks"):
+        build(root, reduce_zero_label=zero).require_annotations()
+    Image.fromarray(values()).save(root / "annotations/training/5.png")
+    build(root, max_bad_percent=20).require_annotations()
+
+
 def empty(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -226,9 +243,12 @@ def empty(folder: Path) -> None:
         (lambda root: shutil.rmtree(root / "images"), "images/training is not a folder"),
         (lambda root: shutil.rmtree(root / "annotations/training"), "annotations/training is not a folder"),
         (lambda root: (root / "classes.txt").unlink(), "has no objectInfo150.txt and no classes.txt"),
-        (lambda root: (root / "classes.txt").write_text("sky\n"), "classes.txt has 1 classes"),
+        (lambda root: (root / "classes.txt").write_text("sky\n"), "number of classes in .*classes.txt is 1;"),
         (lambda root: (root / "classes.txt").write_text("sky\nroad\nsky\n"), "has the class 'sky' twice"),
-        (lambda root: (root / "classes.txt").write_text("\n".join(map(str, range(255)))), "has 255 classes"),
+        (
+            lambda root: (root / "classes.txt").write_text("\n".join(map(str, range(255)))),
+            "classes.txt is 255; .* 2 to 254",
+        ),
         (lambda root: (root / "classes.txt").write_bytes(b"\xff\xfe\xff"), "classes.txt cannot be read"),
     ],
 )

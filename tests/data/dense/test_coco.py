@@ -260,7 +260,24 @@ def test_a_missing_validation_split_is_no_split(root: Path) -> None:
 
 def test_a_set_without_objects_has_nothing_to_train_on(root: Path) -> None:
     write(root, content() | {"annotations": []})
-    with pytest.raises(DataError, match="no usable object"):
+    with pytest.raises(DataError, match=r"no usable object \(no annotations\)"):
+        coco(root)
+    write(root, content(), "val2017")
+    (root / "val2017").symlink_to("train2017")
+    coco(root, "test").require_annotations()
+    values = content()
+    del values["annotations"][0]["segmentation"]
+    for name in ("train2017", "val2017"):
+        write(root, values, name)
+    with pytest.raises(DataError, match=r"\(objects without a mask: 1\); an object needs .* a segmentation \(polygons"):
+        coco(root)
+    with pytest.raises(DataError, match=r"val2017.json has no usable object .objects without a mask: 1"):
+        coco(root, "test").require_annotations()
+
+
+def test_json_of_another_kind(root: Path) -> None:
+    write(root, {"annotations": [], "categories": []})
+    with pytest.raises(DataError, match="it has no images; it has to be a JSON object with the arrays images, annot"):
         coco(root)
 
 
