@@ -2,6 +2,7 @@
 
     python benchmarks/dense_step.py [--detectron2 FOLDER] [--only PART ...] [--ways WAY ...] [--limit SECONDS]
     python benchmarks/dense_step.py --plan         afterwards, on any machine: `dmjd plan` beside the measured peaks
+    python benchmarks/dense_step.py --table        the rows of docs/dense.md
 
 Parts, in this order (--only takes names and patterns such as "coco_*"):
 
@@ -151,7 +152,7 @@ class OpTable(timing.Table):
     """Rows of dense_ops.py in the record."""
 
     def __init__(self, record: Record, part: str) -> None:
-        super().__init__(part, record.head["device"])
+        super().__init__(part, str(record.head["device"]))
         self.record = record
 
     def add(self, *arguments: Any, **options: Any) -> timing.Row:
@@ -442,18 +443,29 @@ def plan(record: Record) -> None:
         record.write()
 
 
+def table(record: Record) -> None:
+    """Print rows of Markdown: steps of presets and of backbones."""
+    for row in record.rows:
+        if row.get("peak_gib") is None:
+            continue
+        cells = [f"`{row['part']}`", row["way"], str(row["images"]), f"{row['step_ms']:.1f}"]
+        cells += [f"{row['images_per_second']:.1f}", f"{row['mfu_percent']:.1f}", f"{row['peak_gib']:.1f}"]
+        cells.append(f"{row['plan_gib']:.1f}" if "plan_gib" in row else "")
+        print(f"| {' | '.join(cells)} |")
+
+
 def ways_of(part: str, options: Any, device: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Way of a part -> function that measures it."""
     name, *numbers = part.split(":")
-    sizes = [int(number) for number in numbers if number.isdigit()]
     if part in BACKBONES:
-        for way, measured in backbone_ways(name, *sizes, options.detectron2, device, options.tiny):
+        for way, measured in backbone_ways(name, int(numbers[0]), options.detectron2, device, options.tiny):
             if "compiled" not in way or options.ways != ["eager"]:
                 yield way, measured
     elif part in CONVVITS:
-        yield from convvit_ways(name, *((64, 1) if options.tiny else sizes), device, options.tiny)
+        side, images = (64, 1) if options.tiny else (int(numbers[0]), int(numbers[1]))
+        yield from convvit_ways(name, side, images, device, options.tiny)
     elif part in REPEATS:
-        yield "eager", partial(repeat_row, part.partition(":")[2], options.tiny)
+        yield "eager", partial(repeat_row, numbers[0], options.tiny)
     else:
         images = 2 if options.tiny else options.images or IMAGES[command_of(part)]
         for way in options.ways:
@@ -503,15 +515,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/dense_step_CARD.json")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert options.tiny or options.plan or device == "cuda", "there is no GPU; --tiny tries all parts on a CPU"
+    assert options.tiny or options.plan or options.table or device == "cuda", (
+        "there is no GPU; --tiny tries all parts on a CPU"
+    )
     card = timing.device_name(device).lower().replace("nvidia ", "").split()[0] if device == "cuda" else "h200"
     file = options.json or Path(f"benchmarks/results/dense_step_{card}.json")
-    if options.plan:
-        plan(Record.read(file))
+    if options.plan or options.table:
+        (plan if options.plan else table)(Record.read(file))
         return
     record = Record(file, device, options.again)
     parts = [*OPS, *BACKBONES, *CONVVITS, *presets(), *REPEATS]

@@ -26,9 +26,9 @@ _PROPOSAL_OVERLAP, _DETECTION_OVERLAP = 0.7, 0.5
 
 def whole_model(objective: Trainable, form: str) -> Outputs:
     """The outputs of a model of segmentation or detection for ``format=FORM``."""
-    for module in list[Any](objective.modules()) if form == "onnx" else ():
-        if isinstance(module, ShortWindowAttention):
-            module.__class__ = WindowAttention  # timm's: ours reshapes what ONNX's form of attention has transposed
+    of_swin: list[Any] = [each for each in objective.modules() if isinstance(each, ShortWindowAttention)]
+    for attention in of_swin if form == "onnx" else ():
+        attention.__class__ = WindowAttention  # timm's: ours reshapes what ONNX's form of attention has transposed
     if isinstance(objective, Segmentation):
         return SegmentationLogits(objective)
     assert isinstance(objective, Detection)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dmjd.builders.segment import SegmentStep, build_segment_step
 from dmjd.config import BackboneConfig, EngineConfig, SegmentConfig, WindowsConfig
 from dmjd.data.batch import Batch
 from dmjd.models.dense.grid_attention import attention_on_map
+from dmjd.models.dense.upsample import upsample
 
 pytestmark = pytest.mark.gpu
 
@@ -124,3 +127,23 @@ def _with_whole_bias(qkv: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     bias = (bias + torch.einsum("bnhwd,wkd->bnhwk", grid, of_columns).unsqueeze(-2)).flatten(-2).flatten(2, 3)
     scores = (q * depth**-0.5) @ k.transpose(-1, -2) + bias
     return (scores.softmax(-1) @ v).transpose(1, 2).unflatten(1, (h, w))
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_upsampling_are_exact_and_repeat_themselves(layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 16, 16, device="cuda").contiguous(memory_format=layout)
+    weight = torch.randn(2, 64, 128, 128, device="cuda").contiguous(memory_format=layout)
+
+    def gradient(dtype: torch.dtype, function: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
+        inputs = x.to(dtype).requires_grad_()
+        return torch.autograd.grad(function(inputs, (128, 128)), inputs, weight.to(dtype))[0]
+
+    def pytorchs(inputs: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(inputs, list(size), mode="bilinear", align_corners=False)
+
+    exact = gradient(torch.float64, pytorchs)
+    found = [(gradient(torch.bfloat16, each) - exact).abs().mean().item() for each in (upsample, pytorchs)]
+    assert found[0] <= 1.5 * found[1]
+    assert torch.equal(gradient(torch.bfloat16, upsample), gradient(torch.bfloat16, upsample))
+    torch.testing.assert_close(gradient(torch.float32, upsample).double(), exact, rtol=1e-3, atol=1e-3)

@@ -154,12 +154,11 @@ class _Off:
 def test_the_encoder_of_a_segmentation_is_an_encoder_of_timm(segmented_once: Path, tmp_path: Path) -> None:
     path = exported(segmented_once, tmp_path)
     card = json.loads(sidecar(path).read_text())
-    model = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
-    frozen = model_of(segmented_once)
-    assert frozen.objective is not None
+    model: Any = timm.create_model(card["architecture"], checkpoint_path=str(path), **card["arguments"]).eval()
+    segmentation: Any = model_of(segmented_once).objective
     with torch.no_grad():
         tokens = model.forward_features(images(2))
-        (*_, last) = frozen.objective.model.encoder.feature_maps(images(2), None, (3,))
+        (last,) = segmentation.model.encoder.feature_maps(images(2), None, (3,))
     found = tokens[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
     expected = torch.nn.functional.layer_norm(last.permute(0, 2, 3, 1), (32,), eps=1e-6).permute(0, 3, 1, 2)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
