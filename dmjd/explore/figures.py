@@ -302,7 +302,7 @@ class Shown:
                 "a file of weights does not describe masks and target; of masked image modelling with a decoder, add "
                 "experiment=NAME, such as mae_vit_base"
             )
-        return self._frozen.trained
+        return trained
 
     @property
     def _seed(self) -> int:

@@ -302,8 +302,12 @@ class _Detection(_Task):
                         entries.extend(own)
                         self._overlay(folder, part, index, objects_of(own, labels, SHOWN_SCORE))
                         amounts = Counter(self._names[labels[entry["category_id"]]] for entry in own)
-                        row = [name, number, height, width, "", len(own), self.shares(amounts)]
-                        yield part, Predicted(row, amounts, f"{len(own)} detections: {self.shares(amounts)}")
+                        shares, plural = self.shares(amounts), "s" * (len(own) != 1)
+                        row = [name, number, height, width, "", len(own), shares]
+                        yield (
+                            part,
+                            Predicted(row, amounts, f"{len(own)} detection{plural}: {shares}".removesuffix(": ")),
+                        )
             entries.close()
         categories = [{"id": each, "name": name} for each, name in zip(self._categories, self._names, strict=True)]
         described = {"images": known, "annotations": [], "categories": categories}

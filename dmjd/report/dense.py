@@ -35,7 +35,7 @@ def dense_summary(run: Run) -> str:
     what = f"{'Segmentation with UPerNet' if segments else 'Detection with Mask R-CNN'} on"
     parts = [
         f"{what} {identity(run.config).backbone}{f' with the preset {preset}' if preset else ''}: "
-        f"{plain(value('epochs'))} epochs, batch {plain(value('batch_size'))}{peak(run.config)}.",
+        f"{_count(value('epochs'), 'epoch')}, batch {plain(value('batch_size'))}{peak(run.config)}.",
         f"Attention: {_attention(run.config)}.",
         f"Head: {_head(run.config)}.",
         f"Augmentation: {_augmentation(value('data'))}.",
@@ -149,7 +149,13 @@ def _head(config: Mapping[str, Any]) -> str:
             f"convolutions: {plain(value('box_convs'))} for boxes, {plain(value('mask_convs'))} for masks",
             f"{plain(value('proposals'))} proposals",
         ]
-    return ", ".join([*parts, *([f"{plain(value('num_classes'))} classes"] if value("num_classes") else [])])
+    return ", ".join([*parts, *([_count(value("num_classes"), "class")] if value("num_classes") else [])])
+
+
+def _count(number: Any, noun: str) -> str:
+    """ "1 class", "2 classes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{plain(number)} {noun}{plural if number != 1 else ''}"
 
 
 def _pyramid(config: Mapping[str, Any]) -> str:

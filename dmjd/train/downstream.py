@@ -88,8 +88,8 @@ class Downstream(ABC, Generic[C]):
             stored = read_classes(path)
             if stored != names:
                 raise DataError(
-                    f"run={run.path} was started with {len(stored)} classes ({_few(stored)}), and data.root now has "
-                    f"{len(names)} ({_few(names)}); restore its classes, or name another folder"
+                    f"run={run.path} was started with {count(len(stored), 'class')} ({_few(stored)}), and data.root "
+                    f"now has {len(names)} ({_few(names)}); restore its classes, or name another folder"
                 )
 
     def details(self) -> Iterator[tuple[str, str]]:

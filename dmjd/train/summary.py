@@ -38,8 +38,9 @@ def start_lines(config: TrainConfig, data: DataPipeline, task: Task, world: Worl
 
 
 def count(number: int, noun: str) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
+    """ "1 step", "2 steps", "2 classes"."""
+    plural = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _line(title: str, text: str) -> str:
@@ -51,7 +52,7 @@ def _images(config: TrainConfig, data: DataPipeline) -> str:
     if isinstance(source, TarStream):
         classes = ""
     elif source.num_classes:
-        classes = f" in {source.num_classes} classes"
+        classes = f" in {count(source.num_classes, 'class')}"
     unreadable = f", {len(source.bad)} unreadable" if source.bad else ""
     added = f", without {data.added} added since the first start" if data.added else ""
     height, width = config.data.image_size
