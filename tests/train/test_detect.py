@@ -108,11 +108,11 @@ setattr(module, name, fault)
 """
     run, arguments = tmp_path / "run", ["detect", *words(tmp_path / "run")]
     first = launch(arguments, fault)
-    first.join(60)
+    first.join(120)
     assert first.exitcode == 0
     assert (reason(run)["reason"], reason(run)["step"]) == ("signal", step)
     second = launch(arguments)
-    second.join(60)
+    second.join(120)
     assert second.exitcode == 0
     assert_same_run(undisturbed, run, "guard", "best")
 
