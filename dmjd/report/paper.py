@@ -28,9 +28,9 @@ SCORES = {
     "linprobe": "LP",
     "knn": "kNN",
     "segment": "mIoU",
-    "miou": "mIoU of dmjd miou",
+    "miou": "mIoU, dmjd miou",
     "detect": "AP box/mask",
-    "ap": "AP box/mask of dmjd ap",
+    "ap": "AP, dmjd ap",
 }
 """Evaluation -> its column in the paper's order."""
 _OTHER_IMAGES = ("segment", "miou", "detect", "ap")
@@ -123,7 +123,7 @@ def paper_text(run_paths: Sequence[str | Path]) -> str:
     listed: list[str] = []
     for place, column in enumerate(known):
         name, _, conditions = column.title.removesuffix(")").partition(" (")
-        if len(column.title) > _LONG_TITLE:
+        if conditions and len(column.title) > _LONG_TITLE:
             listed.append(f"[{len(listed) + 1}] {name}: {conditions}.")
             known[place] = replace(column, title=f"{name} [{len(listed)}]")
     return "\n".join([Table(known).text(), *listed, *paper.values, *paper.notes])
