@@ -166,7 +166,8 @@ def attention(table: timing.Table, device: str, tiny: bool, folder: Path | None)
 
 def _plain(device: str) -> Ways:
     def ours(qkv: Tensor) -> Tensor:
-        return short_attention(*qkv.unbind(2))
+        q, k, v = qkv.unbind(2)
+        return short_attention(q, k, v)
 
     return {**{way: _by(backend, _sdpa) for way, backend in _backends(device).items()}, "short_attention": ours}
 

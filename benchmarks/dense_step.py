@@ -152,7 +152,7 @@ class OpTable(timing.Table):
     """Rows of dense_ops.py in the record."""
 
     def __init__(self, record: Record, part: str) -> None:
-        super().__init__(part, record.head["device"])
+        super().__init__(part, str(record.head["device"]))
         self.record = record
 
     def add(self, *arguments: Any, **options: Any) -> timing.Row:
@@ -457,15 +457,15 @@ def table(record: Record) -> None:
 def ways_of(part: str, options: Any, device: str) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Way of a part -> function that measures it."""
     name, *numbers = part.split(":")
-    sizes = [int(number) for number in numbers if number.isdigit()]
     if part in BACKBONES:
-        for way, measured in backbone_ways(name, *sizes, options.detectron2, device, options.tiny):
+        for way, measured in backbone_ways(name, int(numbers[0]), options.detectron2, device, options.tiny):
             if "compiled" not in way or options.ways != ["eager"]:
                 yield way, measured
     elif part in CONVVITS:
-        yield from convvit_ways(name, *((64, 1) if options.tiny else sizes), device, options.tiny)
+        side, images = (64, 1) if options.tiny else (int(numbers[0]), int(numbers[1]))
+        yield from convvit_ways(name, side, images, device, options.tiny)
     elif part in REPEATS:
-        yield "eager", partial(repeat_row, part.partition(":")[2], options.tiny)
+        yield "eager", partial(repeat_row, numbers[0], options.tiny)
     else:
         images = 2 if options.tiny else options.images or IMAGES[command_of(part)]
         for way in options.ways:

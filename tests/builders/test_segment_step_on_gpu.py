@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,12 +135,12 @@ def test_gradients_of_upsampling_are_exact_and_repeat_themselves(layout: torch.m
     x = torch.randn(2, 64, 16, 16, device="cuda").contiguous(memory_format=layout)
     weight = torch.randn(2, 64, 128, 128, device="cuda").contiguous(memory_format=layout)
 
-    def gradient(dtype: torch.dtype, function: Callable[[Tensor, tuple[int, int]], Tensor]) -> Tensor:
+    def gradient(dtype: torch.dtype, function: Callable[[Tensor, Sequence[int]], Tensor]) -> Tensor:
         inputs = x.to(dtype).requires_grad_()
         return torch.autograd.grad(function(inputs, (128, 128)), inputs, weight.to(dtype))[0]
 
-    def pytorchs(inputs: Tensor, size: tuple[int, int]) -> Tensor:
-        return F.interpolate(inputs, size, mode="bilinear", align_corners=False)
+    def pytorchs(inputs: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(inputs, list(size), mode="bilinear", align_corners=False)
 
     exact = gradient(torch.float64, pytorchs)
     found = [(gradient(torch.bfloat16, each) - exact).abs().mean().item() for each in (upsample, pytorchs)]

@@ -28,6 +28,7 @@ _FOLDERS = ("csrc", "dmjd", "configs", "docs", "launchers", "benchmarks", "packa
 _PACKAGES = "|".join(path.parent.name for path in ROOT.glob("dmjd/*/__init__.py"))
 _MADE = ("dmjd/configs", "*.so")
 """Files that pages name and that a build makes."""
+PLANS = [name for name in SCHEMAS if name.partition("_")[0] == "plan"]
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
@@ -43,7 +44,8 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
             command = typed[1] if typed[0] == "dmjd" else "pretrain"
             command, typed = (typed[2], typed[3:]) if command == "submit" else (command, typed)
             command = "pretrain" if command in ("preflight", "demo") else command
-            command = "plan_finetune" if typed[:3] == ["dmjd", "plan", "finetune"] else command
+            planned = "_".join(typed[1:3])  # plan finetune, plan segment, plan detect
+            command = planned if planned in SCHEMAS else command
             yield command, [text for text in typed if re.match(r"[a-z_.]+=", text) and not _PLACEHOLDER.search(text)]
 
 
@@ -51,11 +53,11 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def test_commands_compose(page: Path) -> None:
     of_jobs = {*OPTIONS, "warm"}
     for command, overrides in commands(page.read_text()):
-        assert command in {*COMMANDS, *EVALUATIONS, "plan_finetune"}, command
+        assert command in {*COMMANDS, *EVALUATIONS, *PLANS}, command
         if command in SCHEMAS:
             of_command = {"convert": ("input=a.pth", "output=b.pth"), "finetune": ("init=x",)}
             required = of_command.get(command, (f"{key_of_first(command)}=x",))
-            needed = () if command in ("pretrain", "plan", "plan_finetune") else required
+            needed = () if command in ("pretrain", *PLANS) else required
             compose(command, [*needed, *(text for text in overrides if text.partition("=")[0] not in of_jobs)])
 
 

@@ -133,7 +133,7 @@ def aps(step: Any, scenes: Sequence[Any], batch: Batch) -> dict[str, float]:
         "annotations": annotations,
         "categories": [{"id": each, "name": str(each)} for each in categories],
     }
-    scores = {}
+    scores: dict[str, float] = {}
     with contextlib.redirect_stdout(io.StringIO()):
         truth.createIndex()
         for name, kind in (("box", "bbox"), ("mask", "segm")):

@@ -27,10 +27,10 @@ IGNORED = 255
 _AUXILIARY_LEVEL = 2  # stride 16
 
 
-class UperNet(UperNetHead):  # type: ignore[misc]
+class UperNet(UperNetHead):
     """transformers' UPerNet head, with :func:`~dmjd.models.dense.upsample.upsample`."""
 
-    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:  # type: ignore[override]
         """Maps at strides 4, 8, 16 and 32 -> features at stride 4."""
         laterals = [layer(x) for layer, x in zip(self.lateral_convs, maps, strict=False)]
         last = maps[-1]

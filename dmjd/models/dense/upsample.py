@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def upsample(x: Tensor, size: tuple[int, int]) -> Tensor:
+def upsample(x: Tensor, size: Sequence[int]) -> Tensor:
     """``F.interpolate(x, size, mode="bilinear", align_corners=False)`` of ``[B, C, h, w]``.
 
     PyTorch's CUDA kernel for the gradient adds with atomics: the many pixels of a map at the images' resolution that
@@ -17,16 +18,16 @@ def upsample(x: Tensor, size: tuple[int, int]) -> Tensor:
     so the gradient is the product with the transposed weights of rows and of columns.
     """
     if x.is_meta or not x.requires_grad:  # in a count of FLOPs these products are none of the model's
-        return F.interpolate(x, size, mode="bilinear", align_corners=False)
+        return F.interpolate(x, list(size), mode="bilinear", align_corners=False)
     result: Tensor = _Upsampled.apply(x, size)
     return result
 
 
 class _Upsampled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, size: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, size: Sequence[int]) -> Tensor:
         ctx.size = x.shape[-2:]
-        return F.interpolate(x, size, mode="bilinear", align_corners=False)
+        return F.interpolate(x, list(size), mode="bilinear", align_corners=False)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
