@@ -19,7 +19,12 @@ def token_grid(config: TrainConfig) -> tuple[int, int]:
     height, width = image_size(config)
     patch = config.backbone.patch_size
     if height % patch or width % patch:
-        raise ConfigError(f"data.image_size {height}x{width} is not divisible by backbone.patch_size={patch}")
+        near = [max(round(side / patch), 1) * patch for side in (height, width)]
+        nearest = f"{near[0]}" if near[0] == near[1] else f"[{near[0]},{near[1]}]"
+        raise ConfigError(
+            f"data.image_size {height}x{width} is not divisible by backbone.patch_size={patch}; the nearest size is "
+            f"data.image_size={nearest}"
+        )
     return height // patch, width // patch
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -154,12 +154,18 @@ class FrozenEncoder:
     def report_norm(self) -> None:
         """Log that features have a norm that was not trained, of a run of segmentation or detection."""
         if self.objective is not None:
-            logger.info("%s has no final norm: its features get one of weight 1 and bias 0", self.path)
+            _report_norm(self.path)
 
     def cost(self, images: int) -> int:
         """Multiply-adds of ``images`` forward passes, estimated as parameters x tokens."""
         height, width = self.encoder.grid_of(torch.empty(1, self.data.channels, *self.size, device="meta"))
         return images * height * width * sum(each.numel() for each in self.encoder.parameters())
+
+
+@cache
+def _report_norm(path: Path) -> None:
+    """Once, although an evaluation encodes several sets of images."""
+    logger.info("%s has no final norm: its features get one of weight 1 and bias 0", path)
 
 
 def image_source(data: DataConfig) -> str:

@@ -291,8 +291,10 @@ class Shown:
 
     @property
     def _trained(self) -> PretrainConfig:
-        if not isinstance(self._frozen.trained, PretrainConfig):
-            raise Missing("this is a fine-tuned model, without masks and decoder; show its pre-training run")
+        trained = self._frozen.trained
+        if not isinstance(trained, PretrainConfig):
+            kind = {"segment": "segmentation model", "detect": "detection model"}.get(trained.command, "classifier")
+            raise Missing(f"this is a {kind}, without masks and decoder; show its pre-training run")
         model = self._config.model
         described = model is not None and any(name.startswith("experiment=") for name in model.typed or ())
         if self._frozen.path.is_file() and not described:

@@ -482,7 +482,7 @@ def test_grey_images_are_not_for_an_encoder_of_colours(tmp_path: Path, words: li
 
 def test_images_of_a_size_that_the_encoder_cannot_read_are_refused(tmp_path: Path, image_folder: Path) -> None:
     path = stored(tmp_path / "swin.pth", a_swin_of_simmim()[1])
-    with pytest.raises(ConfigError, match=r"data.image_size 48x64 is not divisible by backbone.patch_size=32"):
+    with pytest.raises(ConfigError, match=r"data.image_size 48x64 is not divisible by backbone.patch_size=32; .*=64$"):
         encoder_of(path, *described("simmim_swin"), "data=folder", "data.image_size=[48,64]")
 
 

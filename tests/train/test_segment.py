@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dmjd.cluster.plan import Plan
@@ -175,12 +176,16 @@ def test_two_processes_train_and_validate_as_one(
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "size": (["data.image_size=60"], r"data.image_size 60x60 is not divisible by backbone.patch_size=16"),
+    "size": (
+        ["data.image_size=60"],
+        "not divisible by backbone.patch_size=16; the nearest size is data.image_size=64",
+    ),
     "batch": (["batch_size=16"], r"batch_size=16 exceeds the 12 training images of data.root="),
     "micro-batches": (["engine.grad_accum_steps=3"], "batch_size=4 is not divisible by engine.grad_accum_steps=3"),
     "classes": (["head.num_classes=5"], "head.num_classes=5 is less than the 11 classes of the data"),
     "no folder": (["data.root=missing"], "data.root=missing is not a folder"),
     "no validation": (["data.root={bare}"], "validation"),
+    "no labels": (["data.root={bare}"], "bare/annotations/validation has a class: all are 0 or 255"),
     "preset": (["preset=mae_vit_base"], "preset=mae_vit_base"),
     "data set": (["data=digits"], "data"),
 }
@@ -193,6 +198,11 @@ def test_bad_input_is_one_line_before_a_folder_is_written(
     more, part = BAD[case]
     if case == "no validation":
         shutil.copytree(scenes, tmp_path / "bare", ignore=shutil.ignore_patterns("validation"))
+    if case == "no labels":
+        shutil.copytree(scenes, tmp_path / "bare")
+        for mask in (tmp_path / "bare" / "annotations" / "validation").iterdir():
+            with Image.open(mask) as image:
+                Image.new("L", image.size, 255).save(mask)
     more = [each.format(bare=tmp_path / "bare") for each in more]
     keys = {each.partition("=")[0] for each in more}
     kept = [each for each in words(tmp_path / "run") if each.partition("=")[0] not in keys]
