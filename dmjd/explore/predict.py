@@ -73,7 +73,7 @@ class PredictConfig(ImagesConfig):
     neighbours: Number of neighbours that vote. null: as dmjd knn.
     temperature: Softmax temperature of the neighbours' cosine similarities.
     pooling: Image feature of the votes. mean: mean of the patch tokens. cls: cls token.
-    batch_size: Images per forward pass; of a segmentation windows.
+    batch_size: Images per forward pass; of a segmentation windows, at most 8; of a detection at most 4 images.
     overlays: (segmentation, detection) Also write each image under its prediction, as JPEG.
     min_score: (detection) Lowest score of the detections. null: head.min_score of the run.
     test: (segmentation) Testing of the images.

@@ -59,6 +59,7 @@ from dmjd.runs.classes import read_category_ids
 ROWS, CLASS_TABLE, MAPS, OVERLAYS = "predictions.csv", "classes.csv", "maps", "overlays"
 DETECTIONS, IMAGES = "detections.json", "images.json"
 _JPEG_QUALITY = 90
+_MOST_WINDOWS, _MOST_IMAGES = 8, 4  # per forward pass: more take memory and no less time
 
 
 class Part(NamedTuple):
@@ -217,7 +218,7 @@ class _Segmentation(_Task):
                     yield part, Predicted([part.names[index], "", "", "", fault], fault=fault)
                     continue
                 windows = testing.calls((height, width))
-                size = min(self._config.batch_size, windows) if testing.slide else 1
+                size = min(self._config.batch_size, windows, _MOST_WINDOWS) if testing.slide else 1
                 ((_, classes, _),) = predictions(self._logits, batches, testing, size, -(-windows // size), world)
                 found = classes.cpu().numpy()
                 picture = Image.fromarray(found + np.uint8(self._first))
@@ -278,7 +279,7 @@ class _Detection(_Task):
         with open(folder / DETECTIONS, "w", encoding="utf-8") as file:
             entries = _JsonList(file)
             for part in parts:
-                images, batch_size = part.images, min(self._config.batch_size, len(part.images))
+                images, batch_size = part.images, min(self._config.batch_size, len(part.images), _MOST_IMAGES)
                 count = -(-len(images) // batch_size)
                 nbytes = Batch.nbytes(batch_size, [size], images.channels)
                 for (batch,) in self._loaded(_Squares(images, batch_size, size), count, 1, nbytes, len(images)):

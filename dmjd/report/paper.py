@@ -28,9 +28,9 @@ SCORES = {
     "linprobe": "LP",
     "knn": "kNN",
     "segment": "mIoU",
-    "miou": "mIoU of dmjd miou",
+    "miou": "mIoU, dmjd miou",
     "detect": "AP box/mask",
-    "ap": "AP box/mask of dmjd ap",
+    "ap": "AP, dmjd ap",
 }
 """Evaluation -> its column in the paper's order."""
 _OTHER_IMAGES = ("segment", "miou", "detect", "ap")

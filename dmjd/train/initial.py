@@ -63,7 +63,8 @@ def with_init(config: Config, path: Path) -> Config:
         config.data, stored.data, {key.removeprefix("data.") for key in given if key.startswith("data.")}, typed
     )
     if "backbone" in of_preset - typed:
-        _check_size(presets[-1], config.backbone, config.init, stored.backbone)
+        other = ", or preset=own_photos" if isinstance(config, FinetuneConfig) else ""
+        _check_size(presets[-1], config.backbone, config.init, stored.backbone, other)
     if data.channels != stored.data.channels:
         raise ConfigError(
             f"data.channels={data.channels}, but the encoder of init={config.init} reads {stored.data.channels}; "
@@ -89,12 +90,15 @@ def _stored_in(path: Path, config: DownstreamConfig, typed: set[str]) -> TrainCo
     return stored
 
 
-def _check_size(preset: str, own: BackboneConfig, init: str | None, stored: BackboneConfig) -> None:
-    """Raise ConfigError if the settings of ``preset`` are for another architecture, and warn for another size."""
+def _check_size(preset: str, own: BackboneConfig, init: str | None, stored: BackboneConfig, other: str) -> None:
+    """Raise ConfigError if the settings of ``preset`` are for another architecture, and warn for another size.
+
+    other: preset for all architectures, as the end of the error.
+    """
     if own.name != stored.name:
         raise ConfigError(
             f"preset={preset} is for backbone.name={own.name}, and the encoder of init={init} is {stored.name}; choose "
-            f"a preset for {stored.name}, or preset=own_photos"
+            f"a preset for {stored.name}{other}"
         )
     sizes = [f"embed_dim={each.embed_dim} depth={each.depth}" for each in (own, stored)]
     if sizes[0] != sizes[1]:
