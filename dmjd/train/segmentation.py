@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from dmjd.builders.segment import SegmentStep, build_segment_step
@@ -12,9 +13,13 @@ from dmjd.parallel.world import World
 from dmjd.runs.folder import RunFolder
 from dmjd.train.dense import Dense, resolve_dense
 
+logger = logging.getLogger("dmjd")
+
 
 def resolve(config: SegmentConfig, run: RunFolder, world: World) -> SegmentConfig:
     """As :func:`~dmjd.train.dense.resolve_dense`."""
+    if config.test.mode == "whole" and "test.stride" in (config.typed or ()) and world.is_main:
+        logger.warning("test.stride is ignored with test.mode=whole")
     return resolve_dense(config, run, world)
 
 
