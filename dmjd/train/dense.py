@@ -31,7 +31,7 @@ logger = logging.getLogger("dmjd")
 C = TypeVar("C", SegmentConfig, DetectConfig)
 
 
-def resolve_dense(config: C, run: RunFolder, world: World) -> C:
+def resolve(config: C, run: RunFolder, world: World) -> C:
     """``config`` with the backbone of ``config.init`` and the number of classes of the data.
 
     Raises:

@@ -9,17 +9,11 @@ from dmjd.builders.tasks import classes_of
 from dmjd.config import SegmentConfig
 from dmjd.evaluate.segmentation import validate_segmentation
 from dmjd.parallel.world import World
-from dmjd.runs.folder import RunFolder
-from dmjd.train.dense import Dense, resolve_dense
-
-
-def resolve(config: SegmentConfig, run: RunFolder, world: World) -> SegmentConfig:
-    """As :func:`~dmjd.train.dense.resolve_dense`."""
-    return resolve_dense(config, run, world)
+from dmjd.train.dense import Dense
 
 
 class Segmenting(Dense[SegmentConfig]):
-    """Segmentation; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`resolve`.
+    """Segmentation; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`~dmjd.train.dense.resolve`.
 
     Args:
         initial: weights of the encoder to begin with.
