@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmjd.builders.average import Ema
 from dmjd.builders.data import check_data, image_size, token_grid
-from dmjd.builders.layer_decay import group_table, set_layers
+from dmjd.builders.layer_decay import set_layers
 from dmjd.builders.model import build_encoder, materialised
 from dmjd.builders.preparation import draw_branch_scales
-from dmjd.builders.step import DownstreamStep
+from dmjd.builders.step import DownstreamStep, checked_world, downstream_parts
 from dmjd.builders.weights import load_encoder_part
-from dmjd.config import DetectConfig, check_batch
+from dmjd.config import DetectConfig
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError, config_section
 from dmjd.models.dense.detection import Detection, Limits, MaskRCNN
 from dmjd.models.dense.grid_attention import attend_on_grid
 from dmjd.ops import make_key
 from dmjd.ops.images import normalise
-from dmjd.parallel.build import build_engine, select_device
-from dmjd.parallel.world import World, alone
+from dmjd.parallel.world import World
 
 OBJECTS = 32
 """Objects of an image in :func:`detection_and_inputs`. Memory and FLOPs of a step hardly depend on it."""
@@ -104,21 +103,12 @@ def build_detect_step(
     Raises:
         UserError: for parts that do not fit each other, and for weights that do not fit the encoder.
     """
-    world = alone(select_device(config.engine.device)) if world is None else world
-    parts = config.engine.grad_accum_steps
-    check_batch(config.batch_size, parts, world.size)
+    world = checked_world(config, world)
     objective = build_detection(config, num_classes)
     set_layers(objective, config.optim.layer_decay, config.freeze)
-    parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
-    began_from = ""
-    if initial is not None:
-        began_from = world.all_or_none(lambda: load_encoder_part(objective, initial, config.weights))
-    groups = group_table(objective, config.optim)
-    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
+    load = None if initial is None else partial(load_encoder_part, objective, initial, config.weights)
     data = config.data
     return DetectStep(
-        config=config,
-        engine=engine,
         prepare=DetectionPreparation(
             tuple(data.mean),
             tuple(data.std),
@@ -126,10 +116,7 @@ def build_detect_step(
             len(objective.model.encoder.blocks),
             config.backbone.drop_path,
         ),
-        ema=None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay),
-        parameters=(parameters[0], parameters[1]),
-        began_from=began_from,
-        groups=groups,
+        **downstream_parts(objective, config, world, load),
     )
 
 

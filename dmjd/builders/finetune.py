@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmjd.builders.average import Ema
 from dmjd.builders.data import check_data, image_size, token_grid
-from dmjd.builders.layer_decay import group_table, set_layers
+from dmjd.builders.layer_decay import set_layers
 from dmjd.builders.mixing import Mixing, check_augment
 from dmjd.builders.model import build_classification, materialised
 from dmjd.builders.preparation import draw_branch_scales, draw_dropout
-from dmjd.builders.step import DownstreamStep, compiles
+from dmjd.builders.step import DownstreamStep, checked_world, compiles, downstream_parts
 from dmjd.builders.weights import load_classifier
-from dmjd.config import FinetuneConfig, check_batch
+from dmjd.config import FinetuneConfig
 from dmjd.data.batch import Batch
 from dmjd.errors import ConfigError
 from dmjd.models.classifier import Classification
 from dmjd.ops import make_key
 from dmjd.ops.images import normalise
-from dmjd.parallel.build import build_engine, select_device
-from dmjd.parallel.world import World, alone
+from dmjd.parallel.world import World
 
 
 class ClassifierInputs(NamedTuple):
@@ -100,28 +99,14 @@ def build_finetune_step(
     Raises:
         UserError: for parts that do not fit each other, and for weights that do not fit the model.
     """
-    world = alone(select_device(config.engine.device)) if world is None else world
-    parts = config.engine.grad_accum_steps
-    check_batch(config.batch_size, parts, world.size)
+    world = checked_world(config, world)
     check_augment(config, world.size)
     outputs = head_classes(config, num_classes)
     objective = _objective(config, outputs)
-    parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
-    began_from = ""
-    if initial is not None:
-        began_from = world.all_or_none(lambda: load_classifier(objective, initial, config.weights, classes))
-    groups = group_table(objective, config.optim)
-    engine = build_engine(objective, config.engine, config.optim, world, config.batch_size // (parts * world.size))
-    ema = None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay)
-    return FinetuneStep(
-        config=config,
-        engine=engine,
-        prepare=_preparation(config, outputs, objective, compiles(config.engine, engine.device)),
-        ema=ema,
-        parameters=(parameters[0], parameters[1]),
-        began_from=began_from,
-        groups=groups,
-    )
+    load = None if initial is None else partial(load_classifier, objective, initial, config.weights, classes)
+    parts = downstream_parts(objective, config, world, load)
+    compiled = compiles(config.engine, parts["engine"].device)
+    return FinetuneStep(prepare=_preparation(config, outputs, objective, compiled), **parts)
 
 
 def head_classes(config: FinetuneConfig, found: int) -> int:

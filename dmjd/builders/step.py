@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dmjd.builders import build_mask_spec, build_objective, build_tokenizer, check_target, target_dim, token_grid
 from dmjd.builders.average import ENCODER, Ema, EmaTeacher
 from dmjd.builders.data import image_size
-from dmjd.builders.layer_decay import Group
+from dmjd.builders.layer_decay import Group, group_table
 from dmjd.builders.model import materialised
 from dmjd.builders.preparation import Preparation, Prepared
 from dmjd.builders.weights import load_weights
@@ -27,7 +27,7 @@ from dmjd.config import DownstreamConfig, EngineConfig, PretrainConfig, TrainCon
 from dmjd.data.batch import Batch
 from dmjd.masking import measured_rates
 from dmjd.models.flops import count_flops
-from dmjd.models.objective import Losses, Objective, mean_losses
+from dmjd.models.objective import Losses, Objective, Trainable, mean_losses
 from dmjd.parallel.build import build_engine, select_device
 from dmjd.parallel.engine import Engine, StepResult
 from dmjd.parallel.world import World, alone
@@ -228,6 +228,37 @@ class DownstreamStep(TrainStep[D]):
                 each.swap()
 
 
+def checked_world(config: TrainConfig, world: World | None) -> World:
+    """``world``, or one process on ``engine.device``. Raises ConfigError if the batch cannot be divided among it."""
+    world = alone(select_device(config.engine.device)) if world is None else world
+    check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
+    return world
+
+
+def downstream_parts(
+    objective: Trainable, config: DownstreamConfig, world: World, load: Callable[[], str] | None
+) -> dict[str, Any]:
+    """Engine, average and groups of ``objective``: the fields of a :class:`DownstreamStep` but for ``prepare``.
+    Collective where the engine is.
+
+    Args:
+        load: reads the initial weights into ``objective`` and describes them.
+    """
+    parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))
+    began_from = "" if load is None else world.all_or_none(load)
+    groups = group_table(objective, config.optim)
+    micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
+    engine = build_engine(objective, config.engine, config.optim, world, micro_batch)
+    return {
+        "config": config,
+        "engine": engine,
+        "ema": None if config.ema_decay is None else Ema(engine.local_shards(), config.ema_decay),
+        "parameters": parameters,
+        "began_from": began_from,
+        "groups": groups,
+    }
+
+
 def trapped(loss: Tensor) -> Tensor:
     """``loss``, with a gradient that is not finite where the loss is not: engines check gradients alone.
 
@@ -247,10 +278,8 @@ def build_step(config: PretrainConfig, world: World | None = None, initial: Path
     Raises:
         UserError: for parts that do not fit each other, and for weights that do not fit the model.
     """
-    world = alone(select_device(config.engine.device)) if world is None else world
     build_mask_spec(config.mask, token_grid(config))  # a wrong mask is found before weights of a target are read
-    parts = config.engine.grad_accum_steps
-    check_batch(config.batch_size, parts, world.size)
+    world, parts = checked_world(config, world), config.engine.grad_accum_steps
     tokenizer = build_tokenizer(config)
     objective = build_objective(config, tokenizer.dim)
     parameters = tuple(sum(p.numel() for p in part.parameters()) for part in (objective.model.encoder, objective))

@@ -48,6 +48,8 @@ def _page(run: Run) -> str:
     started, device = (plain(launches[0].get(key)) for key in ("started", "device"))
     again = f", launched {len(launches)} times" if len(launches) > 1 else ""
     latest = [(key.replace("_", " "), plain(value)) for key, value in run.provenance.items() if key != "launches"]
+    dense = run.config.get("command") in ("segment", "detect")
+    paper = paper_table([run])  # of segmentation and detection the table of scores has the same without published rows
     configuration = f'<pre tabindex="0">{escape(run.config_text)}</pre>'
     return document(
         run.name,
@@ -58,7 +60,7 @@ def _page(run: Run) -> str:
         pairs("Summary", _summary(run)),
         heading("Scores"),
         _scores(run),
-        *paper_section(paper_table([run])),
+        *(paper_section(paper) if paper.has_published or not dense else []),
         *_charts(run),
         *class_section(run),
         *group_table(run),

@@ -60,6 +60,11 @@ class PaperTable:
     notes: list[str]
     values: list[str]
 
+    @property
+    def has_published(self) -> bool:
+        """Whether there is a published row, or a note."""
+        return bool(self.notes) or len(self.table.columns[0].cells) > self.own
+
 
 class Head(NamedTuple):
     """A column of scores.
@@ -402,10 +407,7 @@ def _notes(runs: Sequence[Run], matched: Sequence[Published]) -> list[str]:
 
 
 def paper_section(paper: PaperTable) -> list[str]:
-    """HTML of the table with its notes and, in a fold, the single values; empty without a published row and without
-    a note, since the table of scores has the rest."""
-    if not paper.notes and len(paper.table.columns[0].cells) == paper.own:
-        return []
+    """HTML of the table with its notes and, in a fold, the single values."""
     meanings = [f"{title}: {text}" for title, text in paper.table.meanings]
     return [
         heading("Scores and published rows"),

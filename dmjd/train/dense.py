@@ -31,7 +31,7 @@ logger = logging.getLogger("dmjd")
 C = TypeVar("C", SegmentConfig, DetectConfig)
 
 
-def resolve_dense(config: C, run: RunFolder, world: World) -> C:
+def resolve(config: C, run: RunFolder, world: World) -> C:
     """``config`` with the backbone of ``config.init`` and the number of classes of the data.
 
     Raises:
@@ -54,8 +54,10 @@ def resolve_dense(config: C, run: RunFolder, world: World) -> C:
             f"data.root={config.data.root}; set a smaller one"
         )
     test_images(replace(config.data, check="none"), train)
-    if isinstance(config, DetectConfig) and config.data.val == config.data.train and world.is_main:
+    if isinstance(config, DetectConfig) and config.data.val == config.data.train:
         logger.warning("data.val=%s is data.train too: validations score the training images", config.data.val)
+    if isinstance(config, SegmentConfig) and config.test.mode == "whole" and "test.stride" in (config.typed or ()):
+        logger.warning("test.stride is ignored with test.mode=whole")
     classes = config.head.num_classes
     if classes is not None and classes < train.num_classes:
         raise ConfigError(

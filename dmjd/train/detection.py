@@ -12,17 +12,11 @@ from dmjd.data.dense.coco import Coco
 from dmjd.evaluate.detection import validate_detection
 from dmjd.parallel.world import World
 from dmjd.runs.classes import CATEGORY_IDS, pack_category_ids
-from dmjd.runs.folder import RunFolder
-from dmjd.train.dense import Dense, resolve_dense
-
-
-def resolve(config: DetectConfig, run: RunFolder, world: World) -> DetectConfig:
-    """As :func:`~dmjd.train.dense.resolve_dense`."""
-    return resolve_dense(config, run, world)
+from dmjd.train.dense import Dense
 
 
 class Detecting(Dense[DetectConfig]):
-    """Detection; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`resolve`.
+    """Detection; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`~dmjd.train.dense.resolve`.
 
     Args:
         initial: weights of the encoder to begin with.

@@ -82,14 +82,14 @@ def downstream_task(config: DownstreamConfig) -> tuple[Resolve, Build]:
     installed."""
     if isinstance(config, SegmentConfig):
         _check_installed("segment", "transformers")
-        from dmjd.train import segmentation
+        from dmjd.train import dense, segmentation
 
-        return segmentation.resolve, segmentation.Segmenting
+        return dense.resolve, segmentation.Segmenting
     if isinstance(config, DetectConfig):
         _check_installed("detect", "torchvision", "faster_coco_eval")
-        from dmjd.train import detection
+        from dmjd.train import dense, detection
 
-        return detection.resolve, detection.Detecting
+        return dense.resolve, detection.Detecting
     from dmjd.train import finetuning
 
     return finetuning.resolve, finetuning.Finetuning

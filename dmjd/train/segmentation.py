@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from dmjd.builders.segment import SegmentStep, build_segment_step
@@ -10,21 +9,11 @@ from dmjd.builders.tasks import classes_of
 from dmjd.config import SegmentConfig
 from dmjd.evaluate.segmentation import validate_segmentation
 from dmjd.parallel.world import World
-from dmjd.runs.folder import RunFolder
-from dmjd.train.dense import Dense, resolve_dense
-
-logger = logging.getLogger("dmjd")
-
-
-def resolve(config: SegmentConfig, run: RunFolder, world: World) -> SegmentConfig:
-    """As :func:`~dmjd.train.dense.resolve_dense`."""
-    if config.test.mode == "whole" and "test.stride" in (config.typed or ()) and world.is_main:
-        logger.warning("test.stride is ignored with test.mode=whole")
-    return resolve_dense(config, run, world)
+from dmjd.train.dense import Dense
 
 
 class Segmenting(Dense[SegmentConfig]):
-    """Segmentation; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`resolve`.
+    """Segmentation; see :class:`~dmjd.train.task.Task`. ``config`` comes from :func:`~dmjd.train.dense.resolve`.
 
     Args:
         initial: weights of the encoder to begin with.

@@ -194,7 +194,7 @@ def test_defaults_are_shown_as_resolved(make_dense: MakeRun) -> None:
     record = {"verb": "ap", "weights": "ema", "step": 40, **values, "settings": {"data": "coco in coco, 1024x1024"}}
     (folder / "evaluations" / "ap-0.json").write_text(json.dumps(record))
     text = paper_text([folder])
-    assert "AP box/mask of dmjd ap EMA" in text.splitlines()[0]
+    assert "AP, dmjd ap EMA" in text.splitlines()[0]
     assert "[1]" not in text
 
 
