@@ -64,6 +64,14 @@ MOST_USED = {
     "plan_finetune": (*_OF_PLANS, "head.num_classes", "freeze", "ema_decay", "engine.precision", "engine.compile"),
     "plan_segment": (*_OF_PLANS, "head.num_classes", "head.channels", "freeze", "ema_decay", "engine.precision"),
     "plan_detect": (*_OF_PLANS, "head.num_classes", "attention.window", "freeze", "ema_decay", "engine.precision"),
+    "miou": (
+        *("checkpoint", "which", "weights", "data.root", "test.mode", "test.stride", "test.scales"),
+        *("test.flip", "batch_size", "workers", "device", "output"),
+    ),
+    "ap": (
+        *("checkpoint", "which", "weights", "data.root", "data.val", "results", "batch_size", "workers", "device"),
+        "output",
+    ),
 }
 """Command -> the keys of its short help. Of other commands these are all keys that are in no section."""
 
@@ -307,7 +315,7 @@ def _used(schema: type, key: str, now: Any, width: int) -> Iterator[str]:
     for section in sections:
         inner = dataclass_of(get_type_hints(schema)[section])
         assert inner is not None
-        schema, now = inner, now[section]
+        schema, now = inner, now[section] or _defaults(inner)
     (item,) = (item for item in fields(schema) if item.name == name)
     kind = _type(item, get_type_hints(schema)[name])
     yield from _entry(key, now[name], kind, meanings(schema)[name], width)

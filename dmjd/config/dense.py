@@ -151,7 +151,7 @@ class DetectDataConfig(DenseDataConfig):
     root: Folder of the data set.
     name: coco: root/train2017/*.jpg and root/annotations/instances_train2017.json, likewise val2017.
     train: Name of the training images: of their folder, and of annotations/instances_NAME.json.
-    val: Name of the validation images, likewise.
+    val: Name of the validation images, as for train.
     image_size: Height and width in pixels to which images are resized without distortion, and padded at the bottom and
         the right.
     scale: Range of the random factor of that size in training; larger images are cropped, smaller ones padded.
@@ -183,7 +183,7 @@ class SegmentTestConfig:
 
     mode: slide: overlapping windows of data.image_size, whose logits are averaged. whole: the resized image at once.
     stride: Height and width of the steps between windows, in pixels. null: two thirds of a window, 341 of 512.
-    scales: Factors of data.resize; logits of all of them are averaged.
+    scales: Factors of data.resize; with several, or with flip, the probabilities of all of them are averaged.
     flip: Also average over the mirrored image.
     """
 

@@ -15,8 +15,8 @@ class EncoderConfig:
 
     checkpoint: Run folder (its newest checkpoint), a checkpoint folder, or a file of weights of dmjd or of another
         code base.
-    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, with the highest validation
-        score.
+    which: Checkpoint of a run folder. newest: of the most steps. best: of a fine-tuning, segmentation or detection,
+        with the highest validation score.
     model: Model of a file of weights; not for runs. By default it follows from the file's tensors. experiment=NAME or
         backbone=NAME set it, backbone.KEY=VALUE single values.
     output: Output path. Default: beside the checkpoint.

@@ -184,8 +184,12 @@ def training_crop(config: DataConfig, augment: AugmentConfig | None = None) -> R
     )
 
 
-def training_transform(config: DataConfig, augment: AugmentConfig | None = None) -> Transform:
+def training_transform(
+    config: DataConfig, augment: AugmentConfig | None = None, dataset: ImageDataset | TarStream | None = None
+) -> Transform:
     """The random transform of training images: :func:`training_crop`, or that of segmentation or detection.
+
+    With ``dataset`` its size of a batch is that of these images.
 
     Raises:
         ConfigError: as :func:`training_crop`, and for ranges whose greatest value comes first.
@@ -195,9 +199,11 @@ def training_transform(config: DataConfig, augment: AugmentConfig | None = None)
 
         return SegmentationTransform.of(config)
     if isinstance(config, DetectDataConfig):
+        from dmjd.data.dense.coco import Coco
         from dmjd.data.dense.detection import LargeScaleJitter
 
-        return LargeScaleJitter.of(config)
+        known = (dataset.most_objects,) if isinstance(dataset, Coco) else ()
+        return LargeScaleJitter.of(config, *known)
     return training_crop(config, augment)
 
 

@@ -67,7 +67,7 @@ class DataPipeline:
             config.data, self.source, config.batch_size, config.seed, world.rank, world.size, augment
         )
         self.steps_per_epoch = self._batches.steps_per_epoch
-        self._transform = training_transform(config.data)
+        self._transform = training_transform(config.data, dataset=self.source)
         self._shape = config.batch_size // world.size, config.data.channels
         size = self._transform.nbytes(*self._shape)
         world.all_or_none(lambda: check_shared_memory(size, config.workers, world.local_size))

@@ -17,6 +17,10 @@ from dmjd.data.dense.instances import EMPTY, Instances, read_instances
 from dmjd.data.dense.masks import Masks
 from dmjd.errors import BadImage, DataError
 
+MOST_OBJECTS = 1000
+"""Limit of the objects in a training image: a mask takes 128 KiB at 1024x1024 pixels, and the images of a batch are
+padded to the largest number."""
+
 
 @dataclass(frozen=True)
 class Objects:
@@ -60,6 +64,7 @@ class Coco(AnnotatedImages):
     Attributes:
         annotation_file: path of the annotation file, for evaluations.
         category_ids: category id of each label.
+        most_objects: largest number of objects in an image.
 
     Raises:
         DataError: if the folder, the annotation file or an image is missing or cannot be used; see
@@ -80,6 +85,13 @@ class Coco(AnnotatedImages):
         kept = np.flatnonzero(counts) if split == "train" else np.arange(len(counts))
         if len(kept) < len(counts):
             skipped[EMPTY] = len(counts) - len(kept)
+        self.most_objects = int(counts.max())
+        if split == "train" and self.most_objects > MOST_OBJECTS:
+            raise DataError(
+                f"annotation file {self.annotation_file} has {self.most_objects} objects in image "
+                f"{found.names[int(counts.argmax())]}; training takes at most {MOST_OBJECTS} in an image: cut it into "
+                "smaller images, or annotate groups as one object with iscrowd=1"
+            )
         self.category_ids = found.category_ids
         self._image_ids = found.image_ids[kept]
         self._spans = np.column_stack((found.first[kept], found.first[kept + 1]))

@@ -24,8 +24,8 @@ from dmjd.ops.philox import Domain, keyed_uniform
 GREY = 128
 """Value of padding."""
 
-MOST_OBJECTS = 100
-"""Objects of an image for which memory is reserved; COCO's training images have at most 93."""
+USUAL_OBJECTS = 100
+"""Most objects of an image where the data are not known; COCO's training images have at most 93."""
 
 _LEAST_SIDE = 1.0
 
@@ -41,19 +41,21 @@ class LargeScaleJitter:
         size: (height, width) of the result.
         scale: least and greatest factor.
         flip: mirror half of the images.
+        most_objects: largest number of objects in an image of the data.
     """
 
     size: Size
     scale: tuple[float, float] = (0.1, 2.0)
     flip: bool = True
+    most_objects: int = USUAL_OBJECTS
 
     @classmethod
-    def of(cls, config: DetectDataConfig) -> LargeScaleJitter:
+    def of(cls, config: DetectDataConfig, most_objects: int = USUAL_OBJECTS) -> LargeScaleJitter:
         """The transform of a configuration. Raises ConfigError if the greatest factor comes first."""
         (height, width), (least, greatest) = config.image_size, config.scale
         if least > greatest:
             raise ConfigError(f"data.scale must be least <= greatest, got [{least}, {greatest}]")
-        return cls((height, width), (least, greatest), config.flip)
+        return cls((height, width), (least, greatest), config.flip, most_objects)
 
     def draw(self, sample_ids: Tensor, key: Tensor) -> JitterDraws:
         """See :class:`~dmjd.data.transform.Transform`, as for the rest."""
@@ -72,9 +74,9 @@ class LargeScaleJitter:
         return self._padded(count, 1, images, torch.zeros(count, dtype=torch.int64))
 
     def nbytes(self, count: int, channels: int) -> int:
-        """The size with :data:`MOST_OBJECTS` objects in each image."""
+        """The size with ``most_objects`` objects in each image."""
         (height, width), box_and_label = self.size, 4 * 4 + 8
-        objects = MOST_OBJECTS * (height * _packed(width) + box_and_label)
+        objects = self.most_objects * (height * _packed(width) + box_and_label)
         return count * (height * width * channels + 8 + objects)
 
     def _padded(self, count: int, most: int, images: Tensor, sample_ids: Tensor) -> Batch:

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from dmjd.config import DetectDataConfig
-from dmjd.data.build import build_dataset
+from dmjd.data.build import build_dataset, training_transform
 from dmjd.data.dataset import Pixels
 from dmjd.data.dense.coco import Coco, CocoImage
 from dmjd.data.dense.instances import read_instances
@@ -273,6 +273,19 @@ def test_a_set_without_objects_has_nothing_to_train_on(root: Path) -> None:
         coco(root)
     with pytest.raises(DataError, match=r"val2017.json has no usable object .objects without a mask: 1"):
         coco(root, "test").require_annotations()
+
+
+def test_too_many_objects_in_an_image(root: Path) -> None:
+    values = content()
+    values["annotations"] = [values["annotations"][0] | {"id": number} for number in range(1001)]
+    write(root, values)
+    with pytest.raises(DataError, match=r"1001 objects in image a\.png; training takes at most 1000 in an image: cut"):
+        coco(root)
+    del values["annotations"][300:]
+    write(root, values)
+    assert coco(root).most_objects == 300
+    config = DetectDataConfig(root=str(root), image_size=[8, 16])
+    assert training_transform(config, dataset=coco(root)).nbytes(2, 3) == 2 * (8 * 16 * 3 + 8 + 300 * (16 + 16 + 8))
 
 
 def test_json_of_another_kind(root: Path) -> None:
