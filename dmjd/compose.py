@@ -16,7 +16,7 @@ from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -36,7 +36,7 @@ from dmjd.config import (
     check_fields,
     expand_paths,
 )
-from dmjd.config.fields import suggestion
+from dmjd.config.fields import dataclass_of, suggestion
 from dmjd.config.parse import parse, quoted, unquoted
 from dmjd.errors import ConfigError
 from dmjd.files import at_home, printable
@@ -170,6 +170,9 @@ def _composed(command: str, overrides: Sequence[str]) -> DictConfig:
     options, given = _checked(command, [override for override in overrides if override not in described])
     try:
         composed = deepcopy(_of_groups(command, schema, configs_dir(), *options))
+        for section in {key.partition(".")[0] for key in given if "." in key}:
+            if composed[section] is None and (inner := dataclass_of(get_type_hints(schema)[section])):
+                composed[section] = inner()
         for key, value in (_replaced_warmup(given) | given).items():
             OmegaConf.update(composed, key, value)
         return composed
@@ -340,7 +343,7 @@ def _checked(command: str, overrides: Sequence[str]) -> _Checked:
     known = fields_of(command)
     checked = _Checked([], {})
     overrides = [part for text in overrides for part in _unpacked(text, {*known, *available})]
-    if takes_data(schema):
+    if takes_data(schema) and "data" in available:
         overrides = [re.sub("^data.name=", "data=", text) for text in overrides]
         if _data_keys(overrides) and "name" not in _data_keys(overrides):
             overrides = ["data=folder", *overrides]  # any option: only the keys that are given count

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import Field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
-from dmjd.config import SCHEMAS, DetectConfig, DownstreamConfig, PretrainConfig, SegmentConfig
-from dmjd.config.fields import keys, leaves
+from dmjd.config import SCHEMAS, DenseDataConfig, DownstreamConfig, PretrainConfig
+from dmjd.config.fields import dataclass_of, keys, leaves
 from dmjd.resources import configs_dir
 
 DESCRIBING = ("experiment", "backbone")
@@ -29,12 +29,17 @@ def groups_of(command: str) -> dict[str, list[str]]:
         names |= set(DESCRIBING)
     if issubclass(schema, DownstreamConfig):
         names = (names | {"preset"}) - {"optim"}  # whose option has the learning rate of pre-training
-    if issubclass(schema, SegmentConfig | DetectConfig):
+    if _reads_annotations(schema):
         names -= {"data"}  # whose options are data sets of images
     found = {name: options for name, options in groups().items() if name in names}
     if "preset" in found:
         found["preset"] = [name for name in found["preset"] if command_of_preset(name) == schema.command]
     return found
+
+
+def _reads_annotations(schema: type) -> bool:
+    data = dataclass_of(get_type_hints(schema).get("data"))
+    return data is not None and issubclass(data, DenseDataConfig)
 
 
 def command_of_preset(name: str) -> str:

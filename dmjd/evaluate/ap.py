@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dmjd.config import DetectConfig, EvaluationConfig, PretrainConfig
+from dmjd.config import DetectConfig, DetectDataConfig, EvaluationConfig, PretrainConfig
 from dmjd.config.fields import choice, path, positive, recorded
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
@@ -20,13 +20,14 @@ class ApConfig(EvaluationConfig):
         one.
     results: File for the detections in COCO's results format (JSON). null: they are not kept.
     batch_size: Images per forward pass.
-    data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images or names others
-        of the same categories.
+    data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images, data.val=NAME
+        names others of the same categories.
     """
 
     weights: str = choice("auto", "trained", "ema")
     results: str | None = path()
     batch_size: int = positive(4)
+    data: DetectDataConfig | None = None
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
     few_shot: float | None = recorded()
@@ -48,7 +49,6 @@ def run(context: Context[ApConfig]) -> Scores:
     import torch
     from torch import Tensor
 
-    from dmjd.config import DetectDataConfig
     from dmjd.data.dense.coco import Coco
     from dmjd.evaluate.detection import detections, score_detections, write_results
     from dmjd.evaluate.encoder import loader_workers
@@ -95,6 +95,7 @@ def run(context: Context[ApConfig]) -> Scores:
         "std": data.std,
         "max_detections": trained.head.detections,
         "min_score": trained.head.min_score,
+        **({"val": data.val} if data.val != trained.data.val else {}),
         **frozen.differs,
         "seed": trained.seed,
     }
@@ -122,5 +123,5 @@ EVALUATION = Evaluation(
         for part, meaning in _PARTS.items()
     },
     needs="none",
-    shown=("max_detections", "min_score"),
+    shown=("val", "max_detections", "min_score"),
 )

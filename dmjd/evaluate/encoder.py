@@ -430,7 +430,8 @@ def _with_given(own: DataConfig, other: DataConfig, keys: Collection[str] | None
     if "name" in keys and other.name != own.name:
         keys |= {item.name for item in fields(other)} & {*OF_DATA_SET}
         keys |= {"channels"} if other.name not in ("folder", "shards") else set()  # which convert to the run's channels
-    return replace(own, **{key: getattr(other, key) for key in keys})
+    # A command for annotated images has keys that others lack; it then raises an error for the kind of the run.
+    return replace(own, **{key: getattr(other, key) for key in keys if hasattr(own, key)})
 
 
 def _differences(trained: DataConfig, data: DataConfig) -> dict[str, Any]:

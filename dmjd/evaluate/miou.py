@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
-from dmjd.config import EvaluationConfig, PretrainConfig, SegmentConfig
+from dmjd.config import EvaluationConfig, PretrainConfig, SegmentConfig, SegmentDataConfig
 from dmjd.config.fields import choice, number, positive, recorded, size
 from dmjd.errors import ConfigError
 from dmjd.evaluate.registry import Column, Context, Evaluation, Scores
+
+logger = logging.getLogger("dmjd")
 
 
 @dataclass
@@ -33,7 +36,7 @@ class MiouConfig(EvaluationConfig):
 
     weights: trained: weights of the checkpoint. ema: their exponential moving average. auto: the average if there is
         one.
-    test: MapTesting of the images, of which only the keys that are given differ from the run's.
+    test: Testing of the images, of which only the keys that are given differ from the run's.
     batch_size: Windows per forward pass; whole images are predicted one by one.
     data: Data of the run, of which only the keys that are given differ: data.root=DIR moves the images or names others
         of the same classes.
@@ -42,6 +45,7 @@ class MiouConfig(EvaluationConfig):
     weights: str = choice("auto", "trained", "ema")
     test: MapTestConfig = field(default_factory=MapTestConfig)
     batch_size: int = positive(8)
+    data: SegmentDataConfig | None = None
     pooling: str = recorded("mean")
     train_images: int | None = recorded()
     few_shot: float | None = recorded()
@@ -58,7 +62,6 @@ def run(context: Context[MiouConfig]) -> Scores:
     from torch import Tensor
 
     from dmjd.builders.segment import check_test
-    from dmjd.config import SegmentDataConfig
     from dmjd.data.dense.ade20k import Ade20k
     from dmjd.evaluate.encoder import loader_workers
     from dmjd.evaluate.segmentation import MapTesting, evaluate_segmentation
@@ -73,6 +76,8 @@ def run(context: Context[MiouConfig]) -> Scores:
     given = {key: value for key, value in vars(config.test).items() if value not in (None, "run")}
     test = replace(trained.test, **given)
     check_test(replace(trained, data=data, test=test))
+    if test.mode == "whole" and config.test.stride:
+        logger.warning("test.stride is ignored with test.mode=whole")
     dataset = context.dataset("test")
     assert isinstance(dataset, Ade20k)
     dataset.require_annotations()
@@ -98,6 +103,7 @@ def run(context: Context[MiouConfig]) -> Scores:
         "occurring_classes": found.occurring,
         "table": table,
     }
+    reduces = data.reduce_zero_label
     settings = {
         "data": frozen.source,
         "mean": data.mean,
@@ -107,6 +113,7 @@ def run(context: Context[MiouConfig]) -> Scores:
         **({"window": list(testing.window), "stride": list(testing.stride)} if testing.slide else {}),
         "scales": test.scales,
         "flip": test.flip,
+        **({} if reduces == trained.data.reduce_zero_label else {"reduce_zero_label": reduces}),
         **frozen.differs,
         "seed": trained.seed,
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
-from dmjd.config import SCHEMAS, EvaluationConfig
+from dmjd.config import SCHEMAS, DenseDataConfig, EvaluationConfig
 from dmjd.errors import ConfigError, DataError, NoSplit
 from dmjd.files import obstacle, standing_place
 from dmjd.runs.paths import RunPaths
@@ -72,6 +72,11 @@ class Context(Generic[Config]):
             DataError: if they lack what is needed, or their labels are out of range; as
                 :func:`~dmjd.data.few_shot.few_shot_subset`.
         """
+        if self.needs == "labels" and isinstance(self.frozen.data, DenseDataConfig):
+            raise DataError(
+                f"{self.frozen.source}: the images have annotations, and no label of a whole image; name labelled ones "
+                "with data=folder data.root=DIR"
+            )
         if (split, count) not in self.opened:
             self.opened[split, count] = self._open(split, count)
         dataset = self.opened[split, count]

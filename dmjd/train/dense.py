@@ -54,8 +54,10 @@ def resolve(config: C, run: RunFolder, world: World) -> C:
             f"data.root={config.data.root}; set a smaller one"
         )
     test_images(replace(config.data, check="none"), train)
-    if isinstance(config, DetectConfig) and config.data.val == config.data.train and world.is_main:
+    if isinstance(config, DetectConfig) and config.data.val == config.data.train:
         logger.warning("data.val=%s is data.train too: validations score the training images", config.data.val)
+    if isinstance(config, SegmentConfig) and config.test.mode == "whole" and "test.stride" in (config.typed or ()):
+        logger.warning("test.stride is ignored with test.mode=whole")
     classes = config.head.num_classes
     if classes is not None and classes < train.num_classes:
         raise ConfigError(

@@ -84,7 +84,7 @@ def test_a_registered_evaluation_is_a_command_with_help_and_a_slurm_job(dmjd: Co
 def test_images_without_what_an_evaluation_needs_are_an_error() -> None:
     def context(needs: str, num_classes: int, labels: list[int]) -> Context[DiceConfig]:
         images = ArrayDataset(np.zeros((len(labels), 2, 2, 1), np.uint8), np.array(labels), num_classes, "x")
-        frozen: Any = SimpleNamespace(source="/x", dataset=lambda split, count: images)
+        frozen: Any = SimpleNamespace(source="/x", data=None, dataset=lambda split, count: images)
         return Context(DiceConfig(checkpoint="x"), frozen, needs)
 
     for needs in ("labels", "none"):

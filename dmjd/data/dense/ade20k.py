@@ -42,7 +42,8 @@ class Ade20k(AnnotatedImages):
 
     A mask that is missing, damaged, of another size than its image or of another mode, or that has a value without a
     class, makes its image a bad one, named by the mask. ``check=header`` finds all of that but values without a class,
-    ``check=decode`` those too.
+    ``check=decode`` those too. Masks of validation images, which are few and of which none may be bad, are decoded with
+    both.
 
     Args:
         config: ``root``, ``reduce_zero_label``, ``channels``, ``check`` and ``max_bad_percent`` are used.
@@ -74,7 +75,7 @@ class Ade20k(AnnotatedImages):
         most = IGNORED - first
         if not 2 <= len(names) <= most:
             raise DataError(f"number of classes in {file} is {len(names)}; class numbers of 8 bits allow 2 to {most}")
-        self._file, self._first = file, first
+        self._file, self._first, self._validates = file, first, split == "test"
         self._invalid = range(first + len(names), IGNORED)  # values
         self._table = bytes(IGNORED if value in (IGNORED, first - 1) else value - first for value in range(256))
         super().__init__(config, folder, paths, names, bytes([first]), skipped=skipped)
@@ -127,7 +128,7 @@ class Ade20k(AnnotatedImages):
         return np.frombuffer(classes, dtype=np.uint8).reshape(size)
 
     def _check_annotations(self, index: int, size: Size, decode: bool) -> None:
-        if decode:
+        if decode or self._validates:
             self.classes_of(index, size)
             return
         path = self.mask_name(index)

@@ -208,6 +208,14 @@ def test_a_bad_mask_is_one_line_that_names_the_file(
     assert batch.maps.shape == (6, 8, 8)
 
 
+def test_masks_of_validations_are_decoded_at_the_start(root: Path) -> None:
+    assert not build(root, "test", check="header").bad
+    Image.fromarray(np.full(SIZE, 4, dtype=np.uint8)).save(root / "annotations/validation/1.png")
+    with pytest.raises(DataError, match=r"annotations/validation/1.png has value 4, .*; correct the masks"):
+        build(root, "test", check="header")
+    assert len(build(root, "test", check="none")) == 2
+
+
 def test_zero_label_hint(root: Path) -> None:
     save(root, Image.fromarray(np.full(SIZE, 3, dtype=np.uint8)))
     with pytest.raises(DataError, match=r"are 0 to 2 .*true numbers them from 1"):

@@ -151,6 +151,28 @@ def test_each_command_is_for_its_kind_of_run(segmented: Path, detected: tuple[Pa
         ap(segmented)
     with pytest.raises(ConfigError, match=r"results=.* is a folder; name a file"):
         ap(detected[0], f"results={segmented}")
+    with pytest.raises(ConfigError, match=r"is no detection model"):
+        ap(segmented, "data.val=train2017")
+    with pytest.raises(DataError, match=r"no label of a whole image; name labelled ones with data=folder"):
+        evaluate("knn", compose("knn", [f"checkpoint={segmented}", *COMMON]))
+
+
+def test_keys_of_annotated_images(
+    segmented: Path, detected: tuple[Path, list[list[Any]]], few: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own, other = ap(detected[0]), ap(detected[0], "data.val=train2017")
+    assert (own["test_images"], other["test_images"]) == (3, 5)
+    assert "val" not in own["settings"], "of the run"
+    assert other["settings"]["val"] == "train2017"
+    assert "val train2017" in describe(other)[0]
+    with caplog.at_level("WARNING", logger="dmjd"):
+        resized = miou(segmented, "data.resize=[48,64]", "test.mode=whole", "test.stride=[9,9]")
+    assert resized["settings"]["resize"] == [48, 64]
+    assert "test.stride is ignored with test.mode=whole" in caplog.text
+    with pytest.raises(DataError, match=r"has value 11, .*true numbers them from 1"):
+        miou(segmented, "data.reduce_zero_label=false")
+    with pytest.raises(ConfigError, match=r"data.vall is not a key; did you mean data\.val\?"):
+        compose("ap", ["checkpoint=x", "data.vall=x"])
 
 
 def _key(entry: dict[str, Any]) -> tuple[int, int]:
