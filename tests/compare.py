@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,3 +62,31 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def stopped_and_resumed(launch: Callable[..., Any], arguments: list[str], run: Path, place: str, calls: int) -> int:
+    """Send SIGTERM to a run in call ``calls`` of ``place``, "MODULE:CLASS.METHOD", and launch it again, to its end.
+    Returns the step at which it stopped."""
+    module, _, path = place.partition(":")
+    kind, _, name = path.partition(".")
+    fault = f"""
+import os, signal, time
+from {module} import {kind}
+inner, done = {kind}.{name}, []
+def fault(*arguments):
+    done.append(1)
+    if len(done) == {calls}:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)  # a thread takes the signal
+    return inner(*arguments)
+{kind}.{name} = fault
+"""
+    first = launch(arguments, fault)
+    first.join(120)
+    assert first.exitcode == 0
+    assert reason(run)["reason"] == "signal"
+    step: int = reason(run)["step"]
+    second = launch(arguments)
+    second.join(120)
+    assert second.exitcode == 0
+    return step

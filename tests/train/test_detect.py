@@ -14,7 +14,7 @@ from dmjd.compose import compose
 from dmjd.parallel import store
 from dmjd.runs.checkpoint import newest
 from dmjd.train import loop
-from tests.compare import reason, rows
+from tests.compare import reason, rows, stopped_and_resumed
 
 pytest.importorskip("torchvision")
 pytest.importorskip("faster_coco_eval", reason="the extra dmjd[dense] is not installed")
@@ -92,31 +92,10 @@ def test_a_stopped_run_ends_as_one_that_was_left_alone(
     assert_same_run: Same,
 ) -> None:
     """SIGTERM in step 3; and in the first validation, of two batches, with which the next launch begins."""
-    place = {
-        "step": "from dmjd.parallel.single import SingleEngine as module; name = 'step'",
-        "validation": "from dmjd.builders.detect import DetectStep as module; name = 'detect'",
-    }[where]
-    fault = f"""
-import os, signal, time
-{place}
-inner, done = getattr(module, name), []
-def fault(*arguments):
-    done.append(1)
-    if len(done) == {calls}:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)  # a thread takes the signal
-    return inner(*arguments)
-setattr(module, name, fault)
-"""
-    run, arguments = tmp_path / "run", ["detect", *words(tmp_path / "run")]
-    first = launch(arguments, fault)
-    first.join(120)
-    assert first.exitcode == 0
-    assert reason(run)["reason"] == "signal"
-    assert step <= reason(run)["step"], "a loaded machine may see the signal a step later"
-    second = launch(arguments)
-    second.join(120)
-    assert second.exitcode == 0
+    places = {"step": "dmjd.parallel.single:SingleEngine.step", "validation": "dmjd.builders.detect:DetectStep.detect"}
+    run = tmp_path / "run"
+    stopped = stopped_and_resumed(launch, ["detect", *words(run)], run, places[where], calls)
+    assert step <= stopped, "a loaded machine may see the signal a step later"
     assert_same_run(undisturbed, run, "guard", "best")
 
 

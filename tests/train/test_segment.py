@@ -20,7 +20,7 @@ from dmjd.evaluate import evaluate
 from dmjd.parallel import store
 from dmjd.runs.checkpoint import newest, read_buffers
 from dmjd.train import loop
-from tests.compare import reason, rows, same
+from tests.compare import reason, rows, same, stopped_and_resumed
 
 pytest.importorskip("transformers", reason="the extra dmjd[dense] is not installed")
 
@@ -103,31 +103,13 @@ def test_a_stopped_run_ends_as_one_that_was_left_alone(
     launch: Launch,
     assert_same_run: Same,
 ) -> None:
-    place = {
-        "step": "from dmjd.parallel.single import SingleEngine as module; name = 'step'",
-        "validation": "from dmjd.builders.segment import SegmentStep as module; name = 'logits'",
-    }[where]
-    fault = f"""
-import os, signal, time
-{place}
-inner, done = getattr(module, name), []
-def fault(*arguments):
-    done.append(1)
-    if len(done) == {calls}:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)  # a thread takes the signal
-    return inner(*arguments)
-setattr(module, name, fault)
-"""
-    run, arguments = tmp_path / "run", ["segment", *words(tmp_path / "run")]
-    first = launch(arguments, fault)
-    first.join(120)
-    assert first.exitcode == 0
-    assert reason(run)["reason"] == "signal"
-    assert step <= reason(run)["step"], "a loaded machine may see the signal a step later"
-    second = launch(arguments)
-    second.join(120)
-    assert second.exitcode == 0
+    places = {
+        "step": "dmjd.parallel.single:SingleEngine.step",
+        "validation": "dmjd.builders.segment:SegmentStep.logits",
+    }
+    run = tmp_path / "run"
+    stopped = stopped_and_resumed(launch, ["segment", *words(run)], run, places[where], calls)
+    assert step <= stopped, "a loaded machine may see the signal a step later"
     assert_same_run(undisturbed, run, "guard", "best", "buffers")
 
 
