@@ -46,34 +46,19 @@ def _pretrain(arguments: Sequence[str]) -> None:
     _train(lambda: pretrain(config, callbacks), "pictures/")
 
 
-def _finetune(arguments: Sequence[str]) -> None:
-    """Fine-tune an encoder with a classification head; writes a run folder, or resumes the run in it"""
-    from dmjd.compose import compose, with_first_key
+def _from_encoder(command: str, results: str, summary: str) -> Callable[[Sequence[str]], None]:
+    """A command that trains an encoder with a head, by the function of its name in dmjd.train.loop."""
 
-    config = compose("finetune", with_first_key("finetune", arguments))
-    from dmjd.train.loop import finetune
+    def run(arguments: Sequence[str]) -> None:
+        from dmjd.compose import compose, with_first_key
 
-    _train(lambda: finetune(config), "evaluations/")
+        config = compose(command, with_first_key(command, arguments))
+        from dmjd.train import loop
 
+        _train(lambda: getattr(loop, command)(config), results)
 
-def _segment(arguments: Sequence[str]) -> None:
-    """Train segmentation (UPerNet, ADE20K) from an encoder; writes a run folder, or resumes the run in it"""
-    from dmjd.compose import compose, with_first_key
-
-    config = compose("segment", with_first_key("segment", arguments))
-    from dmjd.train.loop import segment
-
-    _train(lambda: segment(config), "evaluations/, pictures/")
-
-
-def _detect(arguments: Sequence[str]) -> None:
-    """Train detection (Mask R-CNN, COCO) from an encoder; writes a run folder, or resumes the run in it"""
-    from dmjd.compose import compose, with_first_key
-
-    config = compose("detect", with_first_key("detect", arguments))
-    from dmjd.train.loop import detect
-
-    _train(lambda: detect(config), "evaluations/, pictures/")
+    run.__doc__ = f"{summary}; writes a run folder, or resumes the run in it"
+    return run
 
 
 def _train(act: Callable[[], RunFolder], results: str) -> None:
@@ -284,9 +269,13 @@ def _version(arguments: Sequence[str]) -> None:
 GROUPS: dict[str, dict[str, Callable[[Sequence[str]], None]]] = {
     "train": {
         "pretrain": _pretrain,
-        "finetune": _finetune,
-        "segment": _segment,
-        "detect": _detect,
+        "finetune": _from_encoder("finetune", "evaluations/", "Fine-tune an encoder with a classification head"),
+        "segment": _from_encoder(
+            "segment", "evaluations/, pictures/", "Train segmentation (UPerNet, ADE20K) from an encoder"
+        ),
+        "detect": _from_encoder(
+            "detect", "evaluations/, pictures/", "Train detection (Mask R-CNN, COCO) from an encoder"
+        ),
         "demo": _demo,
         "plan": _plan,
     },
