@@ -6,6 +6,7 @@ import colorsys
 import io
 import json
 import logging
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -85,8 +86,15 @@ def overlay(image: NDArray[np.uint8], found: Map | Objects, names: Sequence[str]
         right, bottom = max(x1, x2 - 1), max(y1, y2 - 1)  # x2 and y2 are the pixels after the last
         draw.rectangle((x1, y1, right, bottom), outline=colour, width=2)
         score = "" if found.scores is None else f" {found.scores[number]:.2f}"
-        _label(draw, (x1, y1), f"{names[int(found.labels[number])][:_LETTERS]}{score}", colour, drawn.width)
+        _label(draw, (x1, y1), f"{_shown(names, int(found.labels[number]))}{score}", colour, drawn.width)
     return np.asarray(drawn)
+
+
+def _shown(names: Sequence[str], label: int) -> str:
+    """The name of a class in ASCII, as Pillow's font has few other letters, behind its number if some are lost."""
+    letters = "".join(each for each in unicodedata.normalize("NFKD", names[label]) if not unicodedata.combining(each))
+    known = letters.encode("ascii", "replace").decode()
+    return (known if known == letters else f"{label} {known}")[:_LETTERS]
 
 
 def _blend(pixels: NDArray[np.uint8], colours: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -128,9 +136,9 @@ def predictions_picture(
     maps = [each for each in (*truths, *predictions) if isinstance(each, np.ndarray)]
     present = np.unique(np.concatenate([np.unique(each) for each in maps])) if maps else np.array([], int)
     legend = [int(label) for label in present if label < len(names)][:_LEGEND]
-    content = b""
+    colours, content = [_PAPER, _INK, *map(_colour, palette(len(names))[legend])], b""
     for cell in _CELLS:
-        content = _png(_sheet(rows, legend, names, cell))
+        content = _png(_sheet(rows, legend, names, cell), colours)
         if len(content) <= _MAX_BYTES:
             break
     return content
@@ -163,7 +171,7 @@ def _sheet(
     for number, label in enumerate(legend):
         x, y = _MARGIN + number % columns * 150, top + number // columns * _LINE
         draw.rectangle((x, y + 2, x + 11, y + 13), fill=_colour(colours[label]))
-        draw.text((x + 16, y), names[label][:_LETTERS], fill=_INK, font=font)
+        draw.text((x + 16, y), _shown(names, label), fill=_INK, font=font)
     return sheet
 
 
@@ -183,9 +191,17 @@ def _fitted(size: Sequence[int], cell: int) -> tuple[int, int]:
     return max(1, round(height * scale)), max(1, round(width * scale))
 
 
-def _png(sheet: Image.Image) -> bytes:
-    buffer = io.BytesIO()
-    sheet.quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
+def _png(sheet: Image.Image, exact: Sequence[tuple[int, int, int]]) -> bytes:
+    """A PNG of 256 colours, of which those in ``exact`` are kept as they are."""
+    free = 256 - len(exact)
+    reduced = sheet.quantize(free, dither=Image.Dither.NONE)
+    pixels, indices = np.asarray(sheet), np.array(reduced)
+    for number, colour in enumerate(exact):
+        indices[(pixels == colour).all(2)] = free + number
+    chosen = (reduced.getpalette() or [])[: 3 * free]
+    image, buffer = Image.fromarray(indices), io.BytesIO()
+    image.putpalette([*chosen, *[0] * (3 * free - len(chosen)), *np.ravel(exact).tolist()])
+    image.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 

@@ -84,6 +84,29 @@ def test_the_picture_of_a_validation_has_a_row_for_each_image_and_a_bounded_size
     assert Image.open(io.BytesIO(of_objects)).size[1] < 320, "no legend"
 
 
+def test_the_legend_has_the_colours_of_the_classes() -> None:
+    rng = np.random.default_rng(0)
+    names = [f"class {number}" for number in range(150)]
+    images = [rng.integers(0, 256, (90, 120, 3), dtype=np.uint8) for _ in range(2)]
+    maps = [rng.choice(np.arange(0, 150, 8), (90, 120)).astype(np.uint8) for _ in range(2)]
+    picture = Image.open(io.BytesIO(predictions_picture(images, maps, maps, names)))
+    assert picture.mode == "P"
+    colours = np.asarray(picture.convert("RGB"))
+    columns = colours.shape[1] // 150
+    top = colours.shape[0] - 8 - 16 * -(-19 // columns)
+    for number, label in enumerate(range(0, 150, 8)):
+        x, y = 8 + number % columns * 150, top + number // columns * 16
+        assert (colours[y + 3 : y + 13, x + 1 : x + 11] == palette(150)[label]).all(), label
+
+
+@pytest.mark.parametrize(("name", "shown"), [("café", "cafe"), ("Straße", "1 Stra?e"), ("数据", "1 ??")])
+def test_names_are_drawn_in_letters_of_the_font(name: str, shown: str) -> None:
+    image = np.zeros((40, 90, 3), np.uint8)
+    one = Objects(np.array([[5.0, 20, 60, 39]]), np.array([1]))
+    drawn = overlay(image, one, ["wall", name])
+    assert (drawn == overlay(image, one, ["wall", shown])).all()
+
+
 def test_files_of_a_validation_are_replaced_and_are_no_result(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunPaths(tmp_path)
     for step in (3, 6):
