@@ -55,7 +55,7 @@ class UperNetConfig:
 
     maps: list[int] | None = field(default=None)
     channels: int = positive(512)
-    pool_scales: list[int] = field(default_factory=lambda: [1, 2, 3, 6])
+    pool_scales: list[int] = numbers(1, 2, 3, 6, least=1, most=64)
     dropout: float = number(0.1, least=0, below=1)
     auxiliary_channels: int = positive(256)
     auxiliary_weight: float = number(0.4, least=0)
@@ -88,7 +88,7 @@ class MaskRCNNConfig:
     box_convs: int = number(4, least=0)
     box_width: int = positive(1024)
     mask_convs: int = positive(4)
-    proposals_before: int = positive(2000)
+    proposals_before: int = number(2000, least=2)
     proposals: int = positive(1000)
     samples: int = number(512, least=4)
     detections: int = may_change(positive(100))
@@ -138,7 +138,7 @@ class SegmentDataConfig(DenseDataConfig):
     name: str = choice("ade20k")
     image_size: list[int] = size(512, 512, least=1, most=16_384)
     resize: list[int] = numbers(512, 2048, length=2, least=1, most=16_384)
-    resize_ratio: list[float] = numbers(0.5, 2.0, length=2, above=0, most=100)
+    resize_ratio: list[float] = numbers(0.5, 2.0, length=2, above=0, most=4)
     max_class_share: float = number(0.75, above=0, most=1)
     distortion: bool = True
     reduce_zero_label: bool = True
@@ -161,7 +161,7 @@ class DetectDataConfig(DenseDataConfig):
     train: str = naming("train2017", "the training images")
     val: str = naming("val2017", "the validation images")
     image_size: list[int] = size(1024, 1024, least=1, most=16_384)
-    scale: list[float] = numbers(0.1, 2.0, length=2, above=0, most=100)
+    scale: list[float] = numbers(0.1, 2.0, length=2, above=0, most=4)
 
 
 @dataclass

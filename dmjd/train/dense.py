@@ -43,7 +43,12 @@ def resolve(config: C, run: RunFolder, world: World) -> C:
         config = with_init(config, Path(initial["init_path"]))
     check_data(config.data)
     training_transform(config.data)
-    token_grid(config)
+    grid, window = token_grid(config), config.attention.window
+    if window is not None and window > max(grid):
+        raise ConfigError(
+            f"attention.window={window} exceeds the {grid[0]}x{grid[1]} tokens of an image; set a smaller one, or null "
+            "for attention over the whole image"
+        )
     check_batch(config.batch_size, config.engine.grad_accum_steps, world.size)
     train = build_dataset(replace(config.data, check="none"), "train")  # files are checked when the run opens them
     assert isinstance(train, AnnotatedImages)
@@ -58,6 +63,8 @@ def resolve(config: C, run: RunFolder, world: World) -> C:
         logger.warning("data.val=%s is data.train too: validations score the training images", config.data.val)
     if isinstance(config, SegmentConfig) and config.test.mode == "whole" and "test.stride" in (config.typed or ()):
         logger.warning("test.stride is ignored with test.mode=whole")
+    if window is None and "attention.global_blocks" in (config.typed or ()):
+        logger.warning("attention.global_blocks is ignored without attention.window: all blocks are global")
     classes = config.head.num_classes
     if classes is not None and classes < train.num_classes:
         raise ConfigError(

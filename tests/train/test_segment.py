@@ -168,6 +168,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "no folder": (["data.root=missing"], "data.root=missing is not a folder"),
     "no validation": (["data.root={bare}"], "validation"),
     "no labels": (["data.root={bare}"], "bare/annotations/validation has a class: all are 0 or 255"),
+    "pooling": (["head.pool_scales=[0]"], "head.pool_scales"),
+    "window": (["attention.window=5"], "window=5 exceeds the 4x4 tokens of an image"),
     "preset": (["preset=mae_vit_base"], "preset=mae_vit_base"),
     "data set": (["data=digits"], "data"),
 }
