@@ -77,7 +77,7 @@ def fault(*arguments):
     done.append(1)
     if len(done) == {calls}:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.3)  # a thread takes the signal
+        time.sleep(1)  # a thread takes the signal
     return inner(*arguments)
 {kind}.{name} = fault
 """
