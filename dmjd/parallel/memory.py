@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 _BLOCK = 512
 """torch's CUDA allocator rounds every request up to this many bytes."""
+
+
+_ALIGNED = 16
+"""Columns of a bias that memory-efficient attention reads at a time."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -103,6 +107,36 @@ def _layer_norm_as_on_cuda() -> Iterator[None]:
         F.layer_norm = plain
 
 
+@contextmanager
+def _attention_as_on_cuda() -> Iterator[None]:
+    """On the CPU attention with a bias that has a gradient keeps the scores of all pairs; on CUDA it does not.
+
+    Not a mode of torch, for the reason of :func:`_layer_norm_as_on_cuda`.
+    """
+    plain = F.scaled_dot_product_attention
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if attn_mask is None or not attn_mask.requires_grad:
+            return plain(query, key, value, attn_mask, *args, **kwargs)
+        inputs = [query, key, value, attn_mask]
+        if torch.is_autocast_enabled("cpu"):
+            inputs = [each.to(torch.get_autocast_dtype("cpu")) for each in inputs]
+        columns = attn_mask.shape[-1]  # torch aligns rows of a bias, which copies one that is shared by the images
+        if columns % _ALIGNED:
+            inputs[3] = F.pad(inputs[3], (0, -columns % _ALIGNED))[..., :columns]
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        out: Tensor = efficient(*inputs, compute_log_sumexp=True, scale=kwargs.get("scale"))[0]
+        return out
+
+    F.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
+
+
 class StepMemory(NamedTuple):
     """Bytes of one forward and backward pass, without parameters, optimizer state and inputs.
 
@@ -128,8 +162,9 @@ def trace_step(
     Args:
         objective: transformed by :func:`dmjd.parallel.apply.apply`, without gradients; they are dropped afterwards.
             It and ``inputs`` are fake tensors on "cpu" of the active FakeTensorMode, or real tensors, which compute.
-        as_on_cuda: cast and round up as CUDA does. Otherwise bytes are those of the CPU: exact in float32; in bfloat16
-            torch's fake LayerNorm counts its statistics at half their size.
+        as_on_cuda: cast and round up as CUDA does; and keep of attention with a learned bias what CUDA does, which
+            needs fake tensors. Otherwise bytes are those of the CPU: exact in float32; in bfloat16 torch's fake
+            LayerNorm counts its statistics at half their size.
     """
     count = LiveBytes(_BLOCK if as_on_cuda else 1)
     for held in (*objective.parameters(), *objective.buffers(), *_tensors(inputs)):
@@ -166,9 +201,9 @@ def _gradients_aside(module: nn.Module, count: LiveBytes) -> Iterator[None]:
 @contextmanager
 def _autocast(precision: torch.dtype, as_on_cuda: bool) -> Iterator[None]:
     lowered = precision != torch.float32
-    with torch.autocast("cpu", precision, enabled=lowered):
-        if lowered and as_on_cuda:
-            with _layer_norm_as_on_cuda():
-                yield
-        else:
-            yield
+    with torch.autocast("cpu", precision, enabled=lowered), ExitStack() as stack:
+        if as_on_cuda:
+            stack.enter_context(_attention_as_on_cuda())
+            if lowered:
+                stack.enter_context(_layer_norm_as_on_cuda())
+        yield

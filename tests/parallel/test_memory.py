@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from dmjd.builders.step import objective_and_inputs
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
+from dmjd.models.objective import Losses
 from dmjd.parallel.apply import apply
 from dmjd.parallel.memory import LiveBytes, trace_step
 
@@ -131,3 +132,29 @@ def test_rehearsing_leaves_the_generator_alone() -> None:
     torch.manual_seed(5)
     objective_and_inputs(config("mae", "none"), 1)
     assert torch.equal(torch.rand(3), expected)
+
+
+class Attending(nn.Module):
+    """Attention with a learned bias that all images share."""
+
+    def __init__(self, heads: int, tokens: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(heads, tokens, tokens))
+
+    def forward(self, x: Tensor) -> Losses:
+        bias = self.bias.expand(len(x), -1, -1, -1)
+        total = nn.functional.scaled_dot_product_attention(x, x, x, bias).sum()
+        return Losses(total, total, None)
+
+
+@pytest.mark.parametrize(("tokens", "aligned"), [(64, None), (65, 80)])
+def test_attention_with_a_learned_bias_keeps_no_scores_on_cuda(tokens: int, aligned: int | None) -> None:
+    """But its output, a number for each row, and a copy of a bias for each image if its rows are not aligned."""
+    images, heads, width = 8, 2, 16
+    with FakeTensorMode():
+        step = Attending(heads, tokens), (torch.zeros(images, heads, tokens, width),)
+        on_cpu, on_cuda = (trace_step(*step, as_on_cuda=as_on_cuda).saved for as_on_cuda in (False, True))
+    rows = images * heads * tokens
+    kept = 4 * rows * (width + 1 + (aligned or 0))
+    assert kept <= on_cuda < kept + 4 * rows
+    assert on_cpu >= 4 * rows * tokens, "the scores"
