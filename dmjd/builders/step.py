@@ -120,7 +120,7 @@ class Buffers:
     """The buffers of an objective that checkpoints hold, such as running statistics of BatchNorm, and their moving
     average with ``ema_decay``. A part of the loop's state; the same on every rank.
 
-    A forward pass changes them. What a step changed that was not applied is undone: a skipped step, and the backward
+    A forward pass changes them. Changes of a step that was not applied are undone: a skipped step, and the backward
     pass that an engine throws away, leave no trace.
     """
 

@@ -260,7 +260,7 @@ def _write_program(made: _Encoder, draft: Path, path: Path) -> str:
 
 
 def _outputs(made: _Encoder) -> Outputs:
-    """What a graph computes. Raises UserError if the features of an encoder or a classifier are not finite."""
+    """Outputs of a graph. Raises UserError if the features of an encoder or a classifier are not finite."""
     frozen = made.frozen
     if frozen.objective is not None:
         from dmjd.evaluate.export_dense import whole_model  # imports torchvision and transformers

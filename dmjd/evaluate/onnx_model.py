@@ -37,7 +37,7 @@ def check_onnx() -> None:
 
 
 class Outputs(nn.Module):
-    """What a file computes, by default of a batch of images of any number.
+    """Outputs of a file, by default of a batch of images of any number.
 
     inputs, outputs: their names. needs: packages beside torch whose ops it has. batches: numbers of images of the
     comparison; a file is traced with ``traced`` images, and if that is another number, its batch is dynamic.

@@ -135,7 +135,7 @@ def predict_dense(frozen: FrozenEncoder, config: PredictConfig) -> Iterator[str]
 
 
 class _Task(ABC):
-    """What segmentation and detection differ in.
+    """The parts in which segmentation and detection differ.
 
     head: titles of the columns of predictions.csv.
     """

@@ -1,4 +1,4 @@
-"""What segmentation and detection share as tasks of the loop: checks of the first start, data and records."""
+"""Base of segmentation and detection as tasks of the loop: checks of the first start, data and records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fine-tuning, segmentation and detection share as tasks of the loop: validations and the best checkpoint."""
+"""Base of fine-tuning, segmentation and detection as tasks of the loop: validations and the best checkpoint."""
 
 from __future__ import annotations
 

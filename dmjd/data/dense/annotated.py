@@ -1,4 +1,4 @@
-"""What the data sets of segmentation and detection share: image files below a folder, each with annotations."""
+"""Base of the data sets of segmentation and detection: image files below a folder, each with annotations."""
 
 from __future__ import annotations
 

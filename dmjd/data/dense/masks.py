@@ -67,7 +67,7 @@ class Masks:
             ends = self._store.ends[first : last + 1].tolist()
             points = self._store.points[ends[0] : ends[-1]].reshape(-1, 2).astype(np.float64)
             height, width = self._size
-            # What lies far outside must not be traced pixel by pixel.
+            # Outlines far outside must not be traced pixel by pixel.
             points = points.clip((-width, -height), (2 * width, 2 * height))
             points = (points - box[:2]) * (size[1] / (box[2] - box[0]), size[0] / (box[3] - box[1]))
             flat, start = points.ravel(), ends[0]
