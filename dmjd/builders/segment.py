@@ -142,7 +142,7 @@ def build_segmentation(config: SegmentConfig, num_classes: int) -> Segmentation:
 
 
 def check_test(config: SegmentConfig) -> None:
-    """Raise ConfigError unless the model can be tested as ``config.test`` says."""
+    """Raise ConfigError unless the model can be tested as ``config.test`` sets."""
     test, window = config.test, config.data.image_size
     if not test.scales:
         raise ConfigError("test.scales must hold at least one number, got []")

@@ -65,7 +65,7 @@ def _advice(config: TrainConfig, world: World) -> str:
     if stronger:
         remedies.append(f"engine.activation_checkpointing={stronger[0]}")
     tried = f"try {' or '.join(remedies)}" if remedies else "use more GPUs, or an engine that shards"
-    return f"{tried}; dmjd {PLANS[config.command].replace('_', ' ')} says what fits"
+    return f"{tried}; dmjd {PLANS[config.command].replace('_', ' ')} lists what fits"
 
 
 def _keep_snapshot(path: Path) -> str:

@@ -136,7 +136,7 @@ class AnnotatedImages(ABC):
         return open_image(read_bytes(path), path, self.channels)
 
     def check(self) -> None:
-        """Check all images as ``config.check`` says, and set :attr:`bad`. Subclasses call it once they are complete.
+        """Check all images as ``config.check`` sets, and set :attr:`bad`. Subclasses call it once they are complete.
 
         Raises:
             DataError: if more than ``config.max_bad_percent`` percent are bad.
