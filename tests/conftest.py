@@ -142,7 +142,7 @@ TINY_DENSE = (
 def segmented_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of ``dmjd segment`` on :func:`scenes`, whose head has two classes more. Only to be read, or to be
     predicted with."""
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason="the extra dmjd[dense] is not installed")
     from dmjd.compose import compose
     from dmjd.train import loop
 
@@ -154,8 +154,8 @@ def segmented_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.fixture(scope="session")
 def detected_once(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of ``dmjd detect``, with the classes of the data."""
-    pytest.importorskip("torchvision")
-    pytest.importorskip("faster_coco_eval")
+    pytest.importorskip("torchvision", reason="the extra dmjd[dense] is not installed")
+    pytest.importorskip("faster_coco_eval", reason="the extra dmjd[dense] is not installed")
     from dmjd.compose import compose
     from dmjd.train import loop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ from dmjd.data.waiting import Limit
 from dmjd.errors import DataError
 from dmjd.evaluate.overlays import EXAMPLES, Objects, predictions_picture, write_validation
 from dmjd.evaluate.share import Share, together
-from dmjd.evaluate.validation import AVERAGE, TRAINED, class_names
+from dmjd.evaluate.validation import AVERAGE, TRAINED, Averaged, class_names
 from dmjd.parallel.world import World
 from dmjd.progress import Progress
 from dmjd.runs.paths import RunPaths
@@ -48,20 +48,11 @@ Entry = dict[str, Any]
 """One detection in COCO's results format."""
 
 
-class Validated(Protocol):
+class Validated(Averaged, Protocol):
     """The parts of a detection step that a validation uses."""
-
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        """Moving averages of the parameters; empty without ``ema_decay``."""
-        ...
 
     def detect(self, images: Tensor, sizes: Tensor) -> Sequence[Mapping[str, Tensor]]:
         """:data:`Detect`, in evaluation mode. Collective where the engine is."""
-        ...
-
-    def with_average(self) -> AbstractContextManager[None]:
-        """Context in which the parameters have the values of the average."""
         ...
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from dmjd.data.dense.segmentation import resized_size, test_image
 from dmjd.data.loader import BatchLoader, check_shared_memory
 from dmjd.data.substitution import Substitution
 from dmjd.data.waiting import Limit
-from dmjd.errors import DataError
+from dmjd.evaluate.confusion import ConfusionMatrix, SegmentationScores
 from dmjd.evaluate.overlays import EXAMPLES, predictions_picture, write_validation
 from dmjd.evaluate.share import part, together
-from dmjd.evaluate.validation import AVERAGE, TRAINED, class_names
+from dmjd.evaluate.validation import AVERAGE, TRAINED, Validated, class_names
 from dmjd.parallel.world import World, alone
 from dmjd.progress import Progress
 from dmjd.runs.paths import RunPaths
@@ -32,71 +32,11 @@ from dmjd.runs.paths import RunPaths
 if TYPE_CHECKING:
     from dmjd.config import SegmentConfig
 
-IGNORED = 255
-"""Value of pixels without a class."""
 _VALUES = 1 << 24
 """Logits that are resized at a time: 64 MiB of float32."""
 
 Logits = Callable[[Tensor], Tensor]
 """uint8 ``[B, H, W, C]`` on the device -> float32 ``[B, classes, H, W]``."""
-
-
-class SegmentationScores(NamedTuple):
-    """Scores of a whole data set, in per cent.
-
-    miou: mean IoU of the classes that occur in the annotations or the predictions. aacc: accuracy of all pixels. macc:
-    mean accuracy of the classes that occur in the annotations. iou, accuracy: of each class, None where it does not
-    occur. occurring: number of classes that have an IoU.
-    """
-
-    miou: float
-    aacc: float
-    macc: float
-    iou: list[float | None]
-    accuracy: list[float | None]
-    occurring: int
-
-
-class ConfusionMatrix:
-    """Pixels of each pair of true and predicted class, int64 ``[classes, classes + 1]`` on ``device``.
-
-    The last column counts predictions of a wider head that are no class of the data. Pixels of value 255 in the truth
-    are left out.
-    """
-
-    def __init__(self, classes: int, device: torch.device) -> None:
-        self._classes = classes
-        self.counts = torch.zeros(classes, classes + 1, dtype=torch.int64, device=device)
-
-    def add(self, predicted: Tensor, truth: Tensor) -> None:
-        """Count the pixels of a map: uint8 or int64, of equal shapes, on the device."""
-        columns = self._classes + 1
-        pairs = truth.long() * columns + predicted.long().clamp(max=self._classes)
-        pairs = torch.where(truth == IGNORED, self.counts.numel(), pairs).flatten()
-        self.counts += torch.bincount(pairs, minlength=self.counts.numel() + 1)[:-1].view_as(self.counts)
-
-    def scores(self, world: World | None = None) -> SegmentationScores:
-        """Scores of all pixels of all ranks. Collective over ``world``.
-
-        Raises:
-            DataError: if no pixel has a class.
-        """
-        parts = [self.counts.cpu()] if world is None else world.gather(self.counts.cpu())
-        counts = torch.stack(parts).sum(0)
-        total = int(counts.sum())
-        if not total:
-            raise DataError("no pixel of the validation images has a class: all annotations are 255 (ignored)")
-        right, true, predicted = counts.diagonal().double(), counts.sum(1), counts.sum(0)[:-1]
-        union = true + predicted - counts.diagonal()
-        iou, accuracy = 100 * right / union, 100 * right / true
-        return SegmentationScores(
-            miou=float(iou.nanmean()),
-            aacc=100 * float(right.sum()) / total,
-            macc=float(accuracy.nanmean()),
-            iou=[value if count else None for value, count in zip(iou.tolist(), union.tolist(), strict=True)],
-            accuracy=[value if count else None for value, count in zip(accuracy.tolist(), true.tolist(), strict=True)],
-            occurring=int((union > 0).sum()),
-        )
 
 
 @dataclass(frozen=True)
@@ -198,23 +138,6 @@ class _Image:
     truth: Tensor
     views: list[_View]
     left: int
-
-
-class Validated(Protocol):
-    """The parts of a segmentation step that a validation uses."""
-
-    @property
-    def averages(self) -> Mapping[str, Tensor]:
-        """Moving averages of the parameters; empty without ``ema_decay``."""
-        ...
-
-    def logits(self, images: Tensor) -> Tensor:
-        """:data:`Logits`, in evaluation mode. Collective where the engine is."""
-        ...
-
-    def with_average(self) -> AbstractContextManager[None]:
-        """Context in which the parameters have the values of the average."""
-        ...
 
 
 def validate_segmentation(

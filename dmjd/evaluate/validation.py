@@ -28,21 +28,25 @@ TRAINED, AVERAGE = "val_", "val_ema_"
 """Prefixes of the scores in log.jsonl: of the trained weights, and of their moving average."""
 
 
-class Validated(Protocol):
-    """The parts of a fine-tuning step that a validation uses."""
+class Averaged(Protocol):
+    """The parts of a step that the validation of its moving average uses."""
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
         """Moving averages of the parameters; empty without ``ema_decay``."""
         ...
 
-    def logits(self, images: Tensor) -> Tensor:
-        """uint8 ``[B, H, W, C]`` on the device -> ``[B, classes]``, in evaluation mode. Collective where the engine
-        is."""
-        ...
-
     def with_average(self) -> AbstractContextManager[None]:
         """Context in which the parameters have the values of the average."""
+        ...
+
+
+class Validated(Averaged, Protocol):
+    """The parts of a step of fine-tuning or segmentation that a validation uses."""
+
+    def logits(self, images: Tensor) -> Tensor:
+        """uint8 ``[B, H, W, C]`` on the device -> ``[B, classes]``, of segmentation ``[B, classes, H, W]``, in
+        evaluation mode. Collective where the engine is."""
         ...
 
 

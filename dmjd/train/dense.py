@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -112,6 +113,6 @@ class Dense(Downstream[C]):
         scores = complete(scores, *EVALUATIONS[self.evaluation].columns)
         return record_training(config, run, step, scores, self.score, values, settings, self.best.history[-1])
 
+    @abstractmethod
     def _testing(self) -> str:
         """How images are tested, for the settings of the record."""
-        raise NotImplementedError

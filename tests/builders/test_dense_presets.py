@@ -101,8 +101,8 @@ def test_a_preset_has_the_published_settings(preset: str) -> None:
 
 def test_every_model_can_be_built() -> None:
     """On the meta device, with the classes of ADE20K and COCO."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("torchvision")
+    pytest.importorskip("transformers", reason="the extra dmjd[dense] is not installed")
+    pytest.importorskip("torchvision", reason="the extra dmjd[dense] is not installed")
     from dmjd.builders.tasks import builders_of
 
     sizes = {}

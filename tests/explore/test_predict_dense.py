@@ -20,9 +20,9 @@ from dmjd.data.dense import detection
 from dmjd.evaluate.encoder import FrozenEncoder, load_encoder
 from dmjd.ops.images import normalise
 
-pytest.importorskip("transformers")
-pytest.importorskip("torchvision")
-mask = pytest.importorskip("faster_coco_eval.core.mask")
+pytest.importorskip("transformers", reason="the extra dmjd[dense] is not installed")
+pytest.importorskip("torchvision", reason="the extra dmjd[dense] is not installed")
+mask = pytest.importorskip("faster_coco_eval.core.mask", reason="the extra dmjd[dense] is not installed")
 
 Command = Callable[..., tuple[int, str, str]]
 CPU = ("device=cpu", "workers=0")

@@ -16,7 +16,7 @@ from dmjd.runs.checkpoint import newest
 from dmjd.train import loop
 from tests.compare import reason, rows, stopped_and_resumed
 
-pytest.importorskip("torchvision")
+pytest.importorskip("torchvision", reason="the extra dmjd[dense] is not installed")
 pytest.importorskip("faster_coco_eval", reason="the extra dmjd[dense] is not installed")
 
 Launch = Callable[..., Any]

@@ -17,8 +17,8 @@ import torch
 from dmjd.builders.tasks import builders_of
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
+from dmjd.data.dense.ade20k import IGNORED
 from dmjd.evaluate.detection import entries_of
-from dmjd.evaluate.segmentation import IGNORED
 from dmjd.parallel.world import alone
 
 SCENES = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/generated_scenes/scenes.py"))

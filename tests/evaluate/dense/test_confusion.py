@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import confusion_matrix, jaccard_score
 
 from dmjd.errors import DataError
-from dmjd.evaluate.segmentation import ConfusionMatrix
+from dmjd.evaluate.confusion import ConfusionMatrix
 from tests.evaluate.worlds import CPU, in_worlds
 
 CLASSES = 7

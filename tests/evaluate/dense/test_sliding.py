@@ -17,10 +17,9 @@ from dmjd.data.dense.segmentation import resized_size
 from dmjd.data.dense.segmentation import test_image as image_of_test
 from dmjd.data.waiting import interrupted_by
 from dmjd.errors import BadImage, StopRequested, UserError
+from dmjd.evaluate.confusion import ConfusionMatrix, SegmentationScores
 from dmjd.evaluate.segmentation import (
-    ConfusionMatrix,
     MapTesting,
-    SegmentationScores,
     _resized_rows,
     evaluate_segmentation,
     predict_map,
