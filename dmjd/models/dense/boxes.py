@@ -133,8 +133,9 @@ def crop_masks(masks: Tensor, index: Tensor, boxes: Tensor, side: int) -> Tensor
     index = (index + rows * masks.shape[1]).flatten()
     shifts = 7 - torch.arange(8, device=masks.device, dtype=torch.uint8)
     found = []
-    # Unpacked masks of a batch would take H * W * 4 bytes for each object.
-    for chosen, box in zip(index.split(_UNPACKED), boxes.flatten(0, 1).split(_UNPACKED), strict=True):
+    # Unpacked masks take H * W * 4 bytes for each box, too many for all boxes of a batch.
+    part = max(1, _UNPACKED // (8 * masks.shape[-2] * masks.shape[-1]))
+    for chosen, box in zip(index.split(part), boxes.flatten(0, 1).split(part), strict=True):
         bits = (masks.flatten(0, 1)[chosen].unsqueeze(-1) >> shifts & 1).flatten(-2).float()
         image = torch.arange(len(chosen), device=box.device, dtype=box.dtype)
         rois = torch.cat((image.unsqueeze(1), box), dim=1)
@@ -142,5 +143,5 @@ def crop_masks(masks: Tensor, index: Tensor, boxes: Tensor, side: int) -> Tensor
     return (torch.cat(found) >= 0.5).float()
 
 
-_UNPACKED = 16
-"""Masks that are unpacked at a time: 64 MiB at 1024 px."""
+_UNPACKED = 16 << 20
+"""Pixels of masks that are unpacked at a time, 64 MiB: 16 masks of 1024 x 1024."""
