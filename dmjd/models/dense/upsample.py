@@ -15,9 +15,11 @@ def upsample(x: Tensor, size: Sequence[int]) -> Tensor:
 
     PyTorch's CUDA kernel for the gradient adds with atomics: the many pixels of a map at the images' resolution that
     one input pixel reaches wait for each other, and are added in no fixed order. Interpolation is linear and separable,
-    so the gradient is the product with the transposed weights of rows and of columns.
+    so the gradient is the product with the transposed weights of rows and of columns. Compiled code has PyTorch's
+    kernel: torch.compile does not restore autocast after a backward pass that it traces.
     """
-    if x.is_meta or not x.requires_grad:  # in a count of FLOPs these products are none of the model's
+    # In a count of FLOPs these products are none of the model's.
+    if x.is_meta or not x.requires_grad or torch.compiler.is_compiling():
         return F.interpolate(x, list(size), mode="bilinear", align_corners=False)
     result: Tensor = _Upsampled.apply(x, size)
     return result
