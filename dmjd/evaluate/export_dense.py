@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from timm.models.swin_transformer import WindowAttention
 from torch import Tensor
 from torchvision.ops import nms
 
 from dmjd.evaluate.onnx_model import Outputs, relative
 from dmjd.models.dense import boxes as box_ops
 from dmjd.models.dense.detection import Detection
-from dmjd.models.dense.grid_attention import ShortWindowAttention
 from dmjd.models.dense.segmentation import Segmentation
 from dmjd.models.objective import Trainable
 
@@ -26,9 +23,6 @@ _PROPOSAL_OVERLAP, _DETECTION_OVERLAP = 0.7, 0.5
 
 def whole_model(objective: Trainable, form: str) -> Outputs:
     """The outputs of a model of segmentation or detection for ``format=FORM``."""
-    of_swin: list[Any] = [each for each in objective.modules() if isinstance(each, ShortWindowAttention)]
-    for attention in of_swin if form == "onnx" else ():
-        attention.__class__ = WindowAttention  # timm's: ours reshapes what ONNX's form of attention has transposed
     if isinstance(objective, Segmentation):
         return SegmentationLogits(objective)
     assert isinstance(objective, Detection)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.models.swin_transformer import WindowAttention
 from torch import Tensor, nn
 
 from dmjd.errors import ConfigError, UserError
 from dmjd.evaluate.features import pool_features
+from dmjd.models.attention import ShortWindowAttention
 from dmjd.models.classifier import Classifier
 from dmjd.models.masked_image_model import Encoder
 
@@ -115,6 +117,9 @@ def write_onnx(outputs: Outputs, shape: tuple[int, int, int], path: Path, metada
             f"the weights have {size >> 20} MiB, and an ONNX file holds less than 2048; use format=timm or torch_export"
         )
     outputs.eval()
+    of_swin: list[Any] = [each for each in outputs.modules() if isinstance(each, ShortWindowAttention)]
+    for attention in of_swin:
+        attention.__class__ = WindowAttention  # timm's: ours reshapes what ONNX's form of attention has transposed
     with warnings.catch_warnings(action="ignore"):  # of torch and torchvision, about themselves
         program: Any = torch.onnx.export(
             outputs,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from timm.layers import Attention
 from timm.models import beit
+from timm.models.swin_transformer import WindowAttention
 from timm.models.vision_transformer import Block
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,6 +44,18 @@ class ShortBeitAttention(beit.Attention):
         parts: Any = (self.q_bias, self.k_bias, self.v_bias)
         bias = torch.cat(parts)
         return _attend(self, F.linear(x, self.qkv.weight, bias), shared_rel_pos_bias)
+
+
+class ShortWindowAttention(WindowAttention):
+    """Swin's attention within windows."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """``[B * W, N, D]`` with a bias of the W windows of an image, ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
+        bias = patch_bias(self.relative_position_bias_table, self.window_size)
+        if mask is not None:
+            bias = bias + mask.unsqueeze(1)
+        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
+        return self.proj(short_attention_packed(qkv, bias.to(qkv.dtype)).flatten(2))
 
 
 def relative_bias(table: Tensor, grid: tuple[int, int], class_token: bool) -> Tensor:

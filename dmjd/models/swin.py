@@ -10,6 +10,7 @@ import torch
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock
 from torch import Tensor, nn
 
+from dmjd.models.attention import ShortWindowAttention
 from dmjd.models.masked_image_model import Encoder, token_grid
 from dmjd.models.mlp import Gelu
 from dmjd.ops.views import Views
@@ -92,6 +93,8 @@ class SwinEncoder(SwinTransformer, Encoder):
         )
         for block in self.blocks:
             block.__class__ = SwinBlock  # timm's stage takes no classes; the parameters are drawn already
+            attention: Any = block.attn
+            attention.__class__ = ShortWindowAttention
             mlp: Any = block.mlp
             mlp.act = Gelu()
         self.embed_dim = embed_dim  # timm means the first stage's, an encoder of ours what comes out

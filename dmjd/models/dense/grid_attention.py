@@ -16,11 +16,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.models.swin_transformer import WindowAttention, window_partition, window_reverse
+from timm.models.swin_transformer import window_partition, window_reverse
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dmjd.models.attention import ShortAttention, ShortBeitAttention, patch_bias, toeplitz
+from dmjd.models.attention import ShortAttention, ShortBeitAttention, toeplitz
 from dmjd.models.masked_image_model import Encoder
 from dmjd.models.swin import SwinBlock, SwinEncoder
 from dmjd.ops.short_attention import MOST_TOKENS, short_attention, short_attention_packed
@@ -101,7 +101,6 @@ def _encode_any_size(encoder: Any) -> None:
     encoder.patch_embed.strict_img_size = False
     for block in encoder.blocks:
         block.__class__ = AnySizeSwinBlock
-        block.attn.__class__ = ShortWindowAttention
     encoder.on_grid = True
 
 
@@ -207,18 +206,6 @@ def _head_size(least: int, tokens: int) -> int:
     """A head size of at least ``least`` that fast kernels have."""
     served = [size for size, most in MOST_TOKENS.items() if size >= least and tokens <= most]
     return min(served, default=-(-least // 8) * 8)
-
-
-class ShortWindowAttention(WindowAttention):
-    """timm's attention of Swin, computed by :mod:`dmjd.ops.short_attention`."""
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """``[B * W, N, D]`` with a bias of the W windows of an image, ``[W, N, N]`` or None -> ``[B * W, N, D]``."""
-        bias = patch_bias(self.relative_position_bias_table, self.window_size)
-        if mask is not None:
-            bias = bias + mask.unsqueeze(1)
-        qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))
-        return self.proj(short_attention_packed(qkv, bias.to(qkv.dtype)).flatten(2))
 
 
 class AnySizeSwinBlock(SwinBlock):
