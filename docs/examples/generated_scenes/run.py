@@ -1,6 +1,6 @@
 """Generated scenes: pre-train, segment and detect, for several seeds, and the same from an untrained encoder.
 
-python docs/examples/generated_scenes/run.py             5,000 scenes, 3 seeds, about 12 minutes on one GPU
+python docs/examples/generated_scenes/run.py             5,000 scenes, 3 seeds, 6 minutes on two H200
 python docs/examples/generated_scenes/run.py --tiny      a trial of the commands, 2 minutes on a CPU
 
 Writes results.json, table.md and curves.png into FOLDER, and prints the first. Commands that have ended are not
