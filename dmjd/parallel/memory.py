@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dmjd.ops.short_attention import MOST_TOKENS
+
 _BLOCK = 512
 """torch's CUDA allocator rounds every request up to this many bytes."""
 
@@ -123,8 +125,10 @@ def _attention_as_on_cuda() -> Iterator[None]:
         inputs = [query, key, value, attn_mask]
         if torch.is_autocast_enabled("cpu"):
             inputs = [each.to(torch.get_autocast_dtype("cpu")) for each in inputs]
-        columns = attn_mask.shape[-1]  # torch aligns rows of a bias, which copies one that is shared by the images
-        if columns % _ALIGNED:
+        columns = attn_mask.shape[-1]
+        if inputs[0].dtype == torch.bfloat16 and columns <= MOST_TOKENS.get(query.shape[-1], 0):
+            inputs[3] = inputs[3][:1].clone().expand_as(inputs[3])  # short_attention reads one bias for all images
+        elif columns % _ALIGNED:  # torch aligns rows of a bias, which copies one that is shared by the images
             inputs[3] = F.pad(inputs[3], (0, -columns % _ALIGNED))[..., :columns]
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         out: Tensor = efficient(*inputs, compute_log_sumexp=True, scale=kwargs.get("scale"))[0]

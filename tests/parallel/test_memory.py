@@ -137,9 +137,9 @@ def test_rehearsing_leaves_the_generator_alone() -> None:
 class Attending(nn.Module):
     """Attention with a learned bias that all images share."""
 
-    def __init__(self, heads: int, tokens: int) -> None:
+    def __init__(self, heads: int, tokens: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(heads, tokens, tokens))
+        self.bias = nn.Parameter(torch.zeros(heads, tokens, tokens, dtype=dtype))
 
     def forward(self, x: Tensor) -> Losses:
         bias = self.bias.expand(len(x), -1, -1, -1)
@@ -158,3 +158,13 @@ def test_attention_with_a_learned_bias_keeps_no_scores_on_cuda(tokens: int, alig
     kept = 4 * rows * (width + 1 + (aligned or 0))
     assert kept <= on_cuda < kept + 4 * rows
     assert on_cpu >= 4 * rows * tokens, "the scores"
+
+
+def test_short_attention_copies_no_bias_on_cuda() -> None:
+    images, heads, tokens, width = 8, 2, 49, 32
+    with FakeTensorMode():
+        x = torch.zeros(images, heads, tokens, width, dtype=torch.bfloat16)
+        saved = trace_step(Attending(heads, tokens, x.dtype), (x,), as_on_cuda=True).saved
+    rows = images * heads * tokens
+    kept = 2 * rows * width + 4 * rows + 2 * heads * tokens**2  # the output, a number for each row, the bias once
+    assert kept <= saved < kept + 4 * rows
