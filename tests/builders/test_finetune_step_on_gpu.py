@@ -85,13 +85,12 @@ def test_compilation_and_graphs_follow_eager(backbone: str, freeze: int) -> None
     expected = curve(build(backbone, freeze=freeze, precision="bf16"))
     for engine in (
         {"activation_checkpointing": "full"},
-        {"compile": "block"},
-        {"compile": "model"},
         {"compile": "block", "cuda_graphs": True},
-        {"compile": "model", "cuda_graphs": True},
+        {"compile": "model"},
     ):
         torch._dynamo.reset()
-        assert curve(build(backbone, freeze=freeze, precision="bf16", **engine)) == pytest.approx(expected, rel=0.03)
+        found = curve(build(backbone, freeze=freeze, precision="bf16", **engine))
+        assert found == pytest.approx(expected, rel=0.03), engine
 
 
 def test_a_step_never_waits_for_the_device() -> None:

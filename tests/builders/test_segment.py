@@ -69,6 +69,21 @@ def parameters(step: SegmentStep) -> dict[str, Tensor]:
 KINDS = [("vit", None), ("vit", 3), ("convvit", 3), ("swin", None)]
 
 
+@pytest.mark.long  # 1 minute of compilation
+def test_the_compiled_model_has_the_losses_of_eager() -> None:
+    curves = []
+    for compiled in ("none", "model"):
+        config = configuration()
+        config.engine = replace(config.engine, compile=compiled, precision="bf16")
+        step = build_segment_step(config, CLASSES)
+        losses = []
+        for epoch in range(3):
+            losses.append(step.forward_backward(batch([5, 9]), epoch)["loss"].item())
+            step.update(1e-3)
+        curves.append(losses)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-2)
+
+
 @pytest.mark.parametrize(("name", "window"), KINDS)
 def test_a_step_moves_every_parameter_and_repeats_itself_bit_for_bit(name: str, window: int | None) -> None:
     weights = []
