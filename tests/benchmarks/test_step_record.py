@@ -57,6 +57,7 @@ def test_stored_rows_of_the_same_card_are_kept_and_replaced_by_their_key(
         record.add({"case": "a", "images": images, "rate": rate}, "case", "images")
     again = step_record.Record(file, "steps", "cpu")
     assert [(row["images"], row["rate"]) for row in again.rows] == [(128, 2.0), (64, 3.0)]
-    assert again.has(case="a", images=64) and not again.has(case="b", images=64)
+    assert again.has(case="a", images=64)
+    assert not again.has(case="b", images=64)
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert step_record.Record(file, "steps", "cpu").rows == []
