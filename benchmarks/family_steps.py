@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,7 +232,7 @@ def main() -> None:
                     )
                     return
                 try:
-                    row = measured(lambda images, family=family: row_of(family, images, options.tiny), images)
+                    row = measured(partial(row_of, family, tiny=options.tiny), images)
                 except ConfigError as error:
                     print(f"{family.title:24} left out: {error}", flush=True)
                     break
