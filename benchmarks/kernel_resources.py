@@ -4,9 +4,9 @@
 
 Reads dmjd/_C_cuda.abi3.so by cuobjdump, of the CUDA toolkit or of the installed Triton, and prints a row of Markdown
 for each kernel, over its instances (dtypes, sizes): their number, the greatest number of threads a block, registers,
-bytes of stack (spills are part of it) and of local memory a thread, static shared memory, and the least number of warps a multiprocessor holds by
-registers (64 are all). Shared memory that a launch adds can lower it, as
-can the threads of kernels whose bounds are not in the code (32 in the table). --all prints the instances.
+bytes of stack (spills are part of it) and of local memory a thread, static shared memory, and the least number of warps
+a multiprocessor holds by registers (64 are all). Shared memory that a launch adds can lower it, as can the threads of
+kernels without launch bounds (32 in the table). --all prints the instances.
 """
 
 from __future__ import annotations
