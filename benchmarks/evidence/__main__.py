@@ -2,7 +2,7 @@
 
     export PYTHONPATH=benchmarks
     python -m evidence run [--only a,e] [--limit SECONDS] [--at-once N]  trains what the record lacks, in order
-    python -m evidence speed [--at-once 1,8]                             images per second of N trainings at once
+    python -m evidence speed [--at-once 1,8] [--arm NAME]                images per second of N trainings at once
     python -m evidence plan                                              trainings and GPU minutes of each study
     python -m evidence page                                              docs/evidence.md and its figures
 
@@ -22,15 +22,17 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from evidence.page import write_page
-from evidence.pool import ON_GPU, Pool, card, mps, rates_at_once, write_data
+from evidence.pool import ON_GPU, Pool, card, commit, mps, rates_at_once, write_data
 from evidence.studies import FULL, HELD_OUT, Arm, Job, Plan, Rows
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SPEED_EPOCHS = 8
+SPEED_EPOCHS, SPEED_RATE = 8, 5e-4
 
 
 def main() -> None:
@@ -46,6 +48,8 @@ def main() -> None:
     parser.add_argument("--at-once", default=None, help="trainings of each GPU at once; speed: a list such as 1,8,12")
     parser.add_argument("--no-mps", action="store_true", help="do not start CUDA's Multi-Process Service")
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    parser.add_argument("--arm", default="k2", help="speed: an arm of the first study")
+    parser.add_argument("--commit", help="commit of the working tree, where it is no git repository")
     parser.add_argument("--rate", type=float, default=100_000, help="plan: images per second of all trainings")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/evidence.md")
     options = parser.parse_args()
@@ -60,41 +64,45 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
-    device, _ = card()
+    device, gpus = card()
     machine = () if device == "CPU" or options.eager else ON_GPU
     at_once = [int(each) for each in (options.at_once or ("2" if device == "CPU" else "8")).split(",")]
     with tempfile.TemporaryDirectory(prefix="evidence-") as name:
         folder = Path(name)
         write_data(plan.source, options.data, folder / "data")
         with mps(folder, device != "CPU" and not options.no_mps) as used:
+            host = {"commit": options.commit or commit(), "mps": used, "eager": options.eager}
             if options.command == "run":
-                Pool(plan, rows, folder, at_once[0], options.limit, machine, used).run()
+                pool = Pool(plan, rows, folder, at_once[0], options.limit, machine, host)
+                pool.run(lambda: plan.jobs(rows))
                 print_plan(plan, rows, options.rate)
+                if pool.failed:
+                    raise SystemExit(f"{len(pool.failed)} trainings failed")
                 return
             for number in at_once:
-                pool = Pool(plan, Rows(folder / f"{number}.jsonl"), folder, number, options.limit, machine, used)
-                jobs = list(trial_jobs(plan.studies[0].arms, number * pool.gpus))
-                ended = pool.run(lambda jobs=jobs, pool=pool: (job for job in jobs if not pool.rows.has(job)))
-                each = [row["images_per_second"] for row in ended]
-                total, least = rates_at_once(ended)
-                found = {
-                    "at_once": number,
-                    "mps": used,
-                    "eager": options.eager,
-                    "images_per_second": total,
-                    "at_least": least,
-                    "each": each,
-                }
-                waits = [row["data_wait_percent"] for row in ended]
-                start = [row["seconds_before"] for row in ended]
-                print(json.dumps({**found, "data_wait_percent": waits, "seconds_to_first_fifth": start}), flush=True)
+                measured = Rows(folder / f"speed-{number}.jsonl")
+                jobs = speed_jobs(plan.studies[0].arms[options.arm], number * gpus)
+                pool = Pool(plan, measured, folder, number, options.limit, machine, host)
+                print(json.dumps({"arm": options.arm, **host, **speed_of(pool.run(partial(lacking, jobs, measured)))}))
 
 
-def trial_jobs(arms: dict[str, Arm], count: int) -> Iterator[Job]:
-    """``count`` short trainings of the second arm, one seed each."""
-    arm = list(arms.values())[1]
-    for seed in range(count):
-        yield Job(replace(arm, keys={**arm.keys, "epochs": str(SPEED_EPOCHS)}), FULL, seed, 5e-4)
+def speed_jobs(arm: Arm, count: int) -> list[Job]:
+    """``count`` short trainings of ``arm``, one seed each."""
+    short = replace(arm, keys={**arm.keys, "epochs": str(SPEED_EPOCHS)})
+    return [Job(short, FULL, seed, SPEED_RATE) for seed in range(count)]
+
+
+def lacking(jobs: list[Job], rows: Rows) -> Iterator[Job]:
+    return (job for job in jobs if not rows.has(job))
+
+
+def speed_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rates of trainings that ran at once, and of each the seconds of its parts."""
+    if not rows:
+        raise SystemExit("no training has ended; the output above has the errors")
+    total, least = rates_at_once(rows)
+    names = ("images_per_second", "seconds_before", "data_wait_percent", "seconds")
+    return {"total": total, "at_least": least, **{f"each_{name}": [row[name] for row in rows] for name in names}}
 
 
 def print_plan(plan: Plan, rows: Rows, rate: float) -> None:
