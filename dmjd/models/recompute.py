@@ -43,7 +43,7 @@ def _recomputing(kind: type[nn.Module], policy: Policy | None) -> type[nn.Module
     contexts: dict[str, Any] = {}
     if policy is not None:
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
-        # Without it torch.compile does not cache the graph. This file is part of the hash, as it holds the policy.
+        # torch.compile does not cache the graph without a hash of what the policy computes, here of its file.
         source = Path(inspect.getfile(policy)).read_bytes()
         contexts["context_fn"].cache_hash = f"{policy.__qualname__} {hashlib.sha256(source).hexdigest()}"
 
