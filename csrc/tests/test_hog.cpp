@@ -31,8 +31,8 @@ void check_hog_bins(int bins) {
 }
 
 // The CUDA kernel for bytes takes |rise| - tangent * |run| for the indicator of an edge passed, after it has multiplied
-// pixels by 2^20: the difference has to be at least 1 or at most 0, and 0 where both are 0 alone. Sobel sums of bytes go to
-// 1020, and the differences are exact in float64.
+// pixels by 2^20: the difference has to be at least 1 or at most 0, and 0 where both are 0 alone. Sobel sums of bytes go
+// to 1020, and the differences are exact in float64.
 void check_margins_of_byte_gradients() {
   const dmjd::HogEdges<float> edges(9);
   for (int k = 0; k < edges.count; ++k) {
