@@ -21,7 +21,7 @@ import torch
 
 import dmjd
 from dmjd.compose import from_yaml_of_run, options_of, to_yaml, typed_of
-from dmjd.config import TrainConfig, first_difference
+from dmjd.config import EngineConfig, TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
 from dmjd.data.listed import TEST_FILE as TEST_IMAGES
@@ -221,6 +221,14 @@ class RunFolder(RunPaths):
             return int(self.read_stop_reason()["total_steps"]) // epochs
         return None
 
+    def engine_before(self, world: World) -> EngineConfig | None:
+        """The engine of the launch before; None without a checkpoint, or if it had another device or number of
+        processes."""
+        record = self._provenance() if self.has_checkpoint else {}
+        if (record.get("device"), record.get("world_size")) != (_device(world.device), world.size):
+            return None
+        return from_yaml_of_run(_content(self.config), self.config).engine
+
     def create(self) -> Path:
         """Create the folder if it does not exist, and return its path. Raises StorageError if it cannot be created."""
         try:
@@ -250,7 +258,7 @@ class RunFolder(RunPaths):
         forget_ranks(self.path, world.size)
 
     def _record(self, config: TrainConfig, world: World, initial: Mapping[str, str]) -> None:
-        device, earlier = world.device, self._provenance()
+        earlier = self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
@@ -268,9 +276,7 @@ class RunFolder(RunPaths):
             "git_dirty": bool(diff),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"cpu ({torch.get_num_threads()} threads)",
+            "device": _device(world.device),
             "world_size": world.size,
             "host": platform.node(),
             "command": [redact(word) for word in sys.argv],
@@ -319,6 +325,12 @@ def _deepspeed(config: TrainConfig, world: World) -> dict[str, Any]:
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
 
 
 def _packages() -> str:
