@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -35,18 +35,20 @@ HOST_SECONDS = 2e-3
 """CPU time of a block in a step, forward and backward: 74 ms for the 32 blocks of ViT-L (engines_h200.json)."""
 
 
-def resolve_engine(config: Config, world: World, earlier: EngineConfig | None = None) -> Config:
+def resolve_engine(config: Config, world: World, before: Callable[[World], EngineConfig | None]) -> Config:
     """``config`` with what ``engine=auto`` chooses on this device for the processes of ``world``; logs the choice.
 
     Args:
-        earlier: the engine of the launch before on the same device and number of processes, whose choices are kept.
+        before: gives the engine of the launch before on the same device and number of processes, if there was one;
+            its choices are kept.
 
     Raises:
         ConfigError: if no choice supports the keys of ``engine`` that were set.
     """
     if config.engine.name != AUTO:
         return config
-    if earlier is not None:
+    earlier = before(world)
+    if earlier is not None and earlier.name in _names(world.size, world.local_size):
         names = ("name", *(name for name in CHOSEN if not _is_set(config, name)))
         engine = replace(config.engine, **{name: getattr(earlier, name) for name in names})
         check_fit(engine, world.device, world.size, world.local_size)
@@ -116,11 +118,10 @@ def _allowed(
     Raises:
         ConfigError: that of the last combination if there is none.
     """
-    several = ("ddp", "hsdp", "fsdp") if size > local_size else ("ddp", "fsdp")
     modes = (config.engine.activation_checkpointing,) if _is_set(config, "activation_checkpointing") else modes
     found, failure = False, None
     for mode in modes:
-        for name in ("single",) if size == 1 else several:
+        for name in _names(size, local_size):
             engine = replace(config.engine, name=name, activation_checkpointing=mode)
             if not _is_set(config, "compile"):
                 engine = replace(engine, compile=compilation)
@@ -136,6 +137,13 @@ def _allowed(
     if not found:
         assert failure is not None
         raise failure
+
+
+def _names(size: int, local_size: int) -> tuple[str, ...]:
+    """The engines that are considered for ``size`` processes, fastest first."""
+    if size == 1:
+        return ("single",)
+    return ("ddp", "hsdp", "fsdp") if size > local_size else ("ddp", "fsdp")
 
 
 def _with_graphs(config: AnyPlanConfig, candidates: list[EngineConfig], local_size: int) -> Iterator[EngineConfig]:

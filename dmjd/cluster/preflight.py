@@ -215,7 +215,7 @@ def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
     builders, classes = builders_of(config), 0
     if isinstance(config, PretrainConfig):
         run, given = RunFolder(Path(config.run)), config
-        config = world.on_main(lambda: resolve_engine(given, world, run.engine_before(world)))
+        config = world.on_main(lambda: resolve_engine(given, world, run.engine_before))
         world.all_or_none(partial(build_tokenizer, config))
     else:
         assert isinstance(config, DownstreamConfig)

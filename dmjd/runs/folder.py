@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -92,10 +92,8 @@ class RunFolder(RunPaths):
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
-        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
-        records = (self.config, *(path / CONFIG for path in reversed(committed)))
-        recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
-        if recorded is None or not committed:
+        recorded = self._recorded(committed)
+        if recorded is None:
             return config
         before = self._stored(recorded, type(config))
         typed = config.typed or []
@@ -119,6 +117,12 @@ class RunFolder(RunPaths):
                 f"{cure}, or name another folder"
             )
         return config
+
+    def _recorded(self, committed: Sequence[Path]) -> Path | None:
+        """The stored configuration of a run with the checkpoints ``committed``; None without any."""
+        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
+        records = (self.config, *(path / CONFIG for path in reversed(committed))) if committed else ()
+        return next((path for path in records if path.is_file() and path.stat().st_size), None)
 
     def _stored(self, recorded: Path, schema: type[Config]) -> Config:
         """The configuration in ``recorded``. Raises ConfigError if another command made the run."""
@@ -224,10 +228,11 @@ class RunFolder(RunPaths):
     def engine_before(self, world: World) -> EngineConfig | None:
         """The engine of the launch before; None without a checkpoint, or if it had another device or number of
         processes."""
-        record = self._provenance() if self.has_checkpoint else {}
-        if (record.get("device"), record.get("world_size")) != (_device(world.device), world.size):
+        recorded = self._recorded(checkpoint.committed(self.checkpoints))
+        launch = {} if recorded is None else self._provenance()
+        if recorded is None or (launch.get("device"), launch.get("world_size")) != (_device(world.device), world.size):
             return None
-        return from_yaml_of_run(_content(self.config), self.config).engine
+        return from_yaml_of_run(_content(recorded), recorded).engine
 
     def create(self) -> Path:
         """Create the folder if it does not exist, and return its path. Raises StorageError if it cannot be created."""

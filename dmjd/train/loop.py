@@ -144,7 +144,7 @@ def resolved(
         checked = run.check(config)
         checked = replace(checked, data=resolve_auto(checked.data))
         checked = checked if run.has_checkpoint else resolve(checked, run, world)
-        return resolve_engine(checked, world, run.engine_before(world))
+        return resolve_engine(checked, world, run.engine_before)
 
     return world.on_main(act)
 

@@ -12,7 +12,7 @@ from dmjd.builders.auto import choose
 from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.cli import main
 from dmjd.compose import compose, from_yaml
-from dmjd.config import EngineConfig
+from dmjd.config import EngineConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES
 
@@ -41,7 +41,7 @@ def key(engine: EngineConfig) -> tuple[str, str, str, bool, int]:
     )
 
 
-SLOW = {"tflops": 1e-3}
+SLOW: dict[str, Any] = {"tflops": 1e-3}
 """A GPU on which no step is bound by the CPU."""
 
 
@@ -94,5 +94,8 @@ def test_a_run_on_the_cpu_stores_the_choice_and_has_the_bytes_of_the_default(
         assert main(["pretrain", *words, f"engine={name}", f"run={run}"]) == 0
         logs.append((run / "log.jsonl").read_bytes())
     assert logs[0] == logs[1]
-    assert from_yaml((run / "config.yaml").read_text()).engine.name == "single"
+    assert from_yaml(PretrainConfig, (run / "config.yaml").read_text()).engine.name == "single"
     assert "".join(capsys.readouterr()).count("engine=auto: engine=single") == 1
+    assert main(["pretrain", *words, "engine=auto", f"run={run}"]) == 0
+    assert "(as in the launch before)" in "".join(capsys.readouterr())
+    assert main(["preflight", *words, "engine=auto", f"run={run}"]) == 0

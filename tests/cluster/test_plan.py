@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from dmjd.accelerators import ACCELERATORS, accelerator_of
+from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.builders.recipe import MACHINES
 from dmjd.cli import main
-from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.compose import compose, from_yaml
 from dmjd.config import EngineConfig, PlanConfig
 from dmjd.errors import ConfigError, DataError
