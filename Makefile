@@ -3,6 +3,7 @@
 # make demo      pre-trains a small DMJD model on the CPU, scores it and writes runs/demo/report.html; RUN=FOLDER names another
 # make test      CTest, then pytest, then the tests of the CPU kernels once more without them; WORKERS pytest processes
 # make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
+# make evidence-smoke  one tiny study of benchmarks/evidence, from training to page
 # make lint      ruff and mypy
 # make clean     removes what was built; keeps .venv
 
@@ -34,7 +35,7 @@ ALONE := $(shell grep -rl 'mark[.]alone' tests --include='test_*.py')
 # $(call timed,NAME,COMMAND) runs it and prints how long it took.
 timed = @began=$$(date +%s); $(2) || exit 1; echo "$(1) took $$(($$(date +%s) - began)) s"
 
-.PHONY: install native demo test ctest test-slurm lint clean
+.PHONY: install native demo test ctest test-slurm evidence-smoke lint clean
 
 # Libraries are downloaded while the native libraries are compiled: both need torch only.
 install:
@@ -80,6 +81,9 @@ ctest: install
 # -rs: where this machine does not allow it, the reason is all there is to see.
 test-slurm: install
 	$(call timed,pytest of tests marked slurm,$(BIN)/python -m pytest -m "slurm and not long" -rs tests/cluster)
+
+evidence-smoke: install
+	@$(BIN)/python -m pytest -m long tests/benchmarks/test_evidence.py -k tiny
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .
