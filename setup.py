@@ -149,7 +149,7 @@ def kernel_library(
         sorted(path for pattern in patterns for path in glob(pattern)),
         extra_compile_args={
             # Square roots are vectorised only where errno need not be set.
-            "cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
+            "cxx": ["-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden", *STABLE_ABI, *flags.get("cxx", [])],
             # -fvisibility does not reach nvcc's host side by itself, and the cuda::std symbols that two extensions then
             # share are known to crash them.
             "nvcc": [
@@ -173,7 +173,7 @@ def numpy_module(name: str, pattern: str, include_paths: list[str], **options: A
         name,
         sorted(glob(pattern)),
         include_dirs=[path for path in include_paths if Path(path, "pybind11").is_dir()],
-        extra_compile_args={"cxx": ["-O3", "-fno-math-errno", "-fvisibility=hidden"]},
+        extra_compile_args={"cxx": ["-O3", "-g0", "-fno-math-errno", "-fvisibility=hidden"]},
         extra_link_args=LINK_FLAGS,
         language="c++",
         **options,

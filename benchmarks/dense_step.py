@@ -43,8 +43,8 @@ from torch import Tensor, nn
 
 from dmjd.accelerators import accelerator_of
 from dmjd.builders.model import build_encoder
+from dmjd.builders.plan import Plan
 from dmjd.builders.tasks import builders_of
-from dmjd.cluster.plan import Plan
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.models.flops import count_flops

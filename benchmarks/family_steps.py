@@ -29,7 +29,7 @@ import torch
 from pretrain_step import STEPS, measure
 from step_record import Deadline, Record, best, measured, next_images
 
-from dmjd.cluster.plan import Plan
+from dmjd.builders.plan import Plan
 from dmjd.compose import compose
 from dmjd.errors import ConfigError
 from dmjd.targets.codebook import DVaeEncoder

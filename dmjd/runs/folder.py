@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -21,7 +21,7 @@ import torch
 
 import dmjd
 from dmjd.compose import from_yaml_of_run, options_of, to_yaml, typed_of
-from dmjd.config import TrainConfig, first_difference
+from dmjd.config import EngineConfig, TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
 from dmjd.data.listed import TEST_FILE as TEST_IMAGES
@@ -92,10 +92,8 @@ class RunFolder(RunPaths):
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
-        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
-        records = (self.config, *(path / CONFIG for path in reversed(committed)))
-        recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
-        if recorded is None or not committed:
+        recorded = self._recorded(committed)
+        if recorded is None:
             return config
         before = self._stored(recorded, type(config))
         typed = config.typed or []
@@ -119,6 +117,12 @@ class RunFolder(RunPaths):
                 f"{cure}, or name another folder"
             )
         return config
+
+    def _recorded(self, committed: Sequence[Path]) -> Path | None:
+        """The stored configuration of a run with the checkpoints ``committed``; None without any."""
+        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
+        records = (self.config, *(path / CONFIG for path in reversed(committed))) if committed else ()
+        return next((path for path in records if path.is_file() and path.stat().st_size), None)
 
     def _stored(self, recorded: Path, schema: type[Config]) -> Config:
         """The configuration in ``recorded``. Raises ConfigError if another command made the run."""
@@ -221,6 +225,15 @@ class RunFolder(RunPaths):
             return int(self.read_stop_reason()["total_steps"]) // epochs
         return None
 
+    def engine_before(self, world: World) -> EngineConfig | None:
+        """The engine of the launch before; None without a checkpoint, or if it had another device or number of
+        processes."""
+        recorded = self._recorded(checkpoint.committed(self.checkpoints))
+        launch = {} if recorded is None else self._provenance()
+        if recorded is None or (launch.get("device"), launch.get("world_size")) != (_device(world.device), world.size):
+            return None
+        return from_yaml_of_run(_content(recorded), recorded).engine
+
     def create(self) -> Path:
         """Create the folder if it does not exist, and return its path. Raises StorageError if it cannot be created."""
         try:
@@ -250,7 +263,7 @@ class RunFolder(RunPaths):
         forget_ranks(self.path, world.size)
 
     def _record(self, config: TrainConfig, world: World, initial: Mapping[str, str]) -> None:
-        device, earlier = world.device, self._provenance()
+        earlier = self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
@@ -268,9 +281,7 @@ class RunFolder(RunPaths):
             "git_dirty": bool(diff),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"cpu ({torch.get_num_threads()} threads)",
+            "device": _device(world.device),
             "world_size": world.size,
             "host": platform.node(),
             "command": [redact(word) for word in sys.argv],
@@ -319,6 +330,12 @@ def _deepspeed(config: TrainConfig, world: World) -> dict[str, Any]:
     bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
     micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
     return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
 
 
 def _packages() -> str:

@@ -27,9 +27,25 @@ class Teacher(Protocol):
     def __call__(self, images: Tensor) -> Sequence[Tensor]: ...
 
 
+class LayerMean(nn.Module):
+    """The mean of the teacher's last blocks, each normalised, and then the mean once more, as in data2vec.
+
+    ``forward(layers [B, N, D] each) -> float32 [B, N, D]``. A module, so that it is compiled as the blocks are: in
+    eager mode each norm and the mean are passes over memory of their own.
+    """
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, layers: Sequence[Tensor]) -> Tensor:
+        mean = torch.stack([normalise_features(layer, self.norm) for layer in layers]).mean(0)
+        return normalise_features(mean, self.norm)
+
+
 @dataclass
 class TeacherTarget:
-    """The mean of the teacher's last blocks, each normalised, and then the mean once more, as in data2vec.
+    """:class:`LayerMean` of the teacher's last blocks.
 
     dim: the student's width. patch: side of a patch in pixels. mean, std: the student's.
     norm: "layernorm", of each block and of the mean, or "none".
@@ -45,12 +61,14 @@ class TeacherTarget:
 
     codes = False
 
+    def __post_init__(self) -> None:
+        self.layer_mean = LayerMean(self.norm)
+
     def __call__(self, images: Tensor) -> Tensor:
         """uint8 ``[B, H, W, C]`` -> float32 ``[B, N, dim]``."""
         assert self.teacher is not None, "the run sets the teacher before its first step"
-        layers = self.teacher(normalise(images, self.mean, self.std))
-        mean = torch.stack([normalise_features(layer, self.norm) for layer in layers]).mean(0)
-        return normalise_features(mean, self.norm)
+        found: Tensor = self.layer_mean(self.teacher(normalise(images, self.mean, self.std)))
+        return found
 
     def render(self, values: Tensor, grid: tuple[int, int]) -> NDArray[np.uint8]:
         """See :func:`dmjd.targets.features.render_features`."""
@@ -62,4 +80,7 @@ def _build(config: PretrainConfig) -> TeacherTarget:
     return TeacherTarget(backbone.embed_dim, backbone.patch_size, mean, std, config.target.norm)
 
 
-register("teacher", TargetSpec(_build, norms=NORMS, blocks=lambda target: target.teacher.blocks, average=True))
+register(
+    "teacher",
+    TargetSpec(_build, norms=NORMS, blocks=lambda target: [*target.teacher.blocks, target.layer_mean], average=True),
+)

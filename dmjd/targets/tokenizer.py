@@ -58,7 +58,7 @@ class TargetSpec:
     input_patch: pixels of its input per token side, where that is known without its weights.
     dim: :attr:`Tokenizer.dim` without weights; None if ``build`` reads none.
     one_graph: whether torch.compile makes one graph of the tokenizer, as the run does where it compiles the model.
-    blocks: of the tokenizer's network, to be compiled one by one likewise; None without a network.
+    blocks: modules of the tokenizer, to be compiled one by one likewise; None without a network.
     average: whether it computes with the run's own average of the encoder (``ema_decay``).
     parameters: of the frozen network that it keeps on the GPU, without reading them; 0 for none.
     """

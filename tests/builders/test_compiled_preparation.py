@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from dmjd.config import AugmentConfig, DataConfig
 from dmjd.data.batch import Batch
 from dmjd.masking import MaskSpec
 from dmjd.models.vit import ViTEncoder
-from dmjd.targets import PixelTarget
+from dmjd.targets import TARGETS, PixelTarget, TeacherTarget
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.4)
 
@@ -31,12 +31,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(graph)
         return graph.forward
 
-    def one_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-
+    compiled = partial(torch.compile, backend=backend)
     torch.compiler.reset()
-    monkeypatch.setattr(preparation, "one_graph", one_graph)
-    monkeypatch.setattr(mixing, "one_graph", one_graph)
+    monkeypatch.setattr(torch, "compile", compiled)
+    for module in (preparation, mixing):  # not that of earlier tests, which is kept
+        monkeypatch.setattr(module, "one_graph", partial(compiled, fullgraph=True, dynamic=False))
     return found
 
 
@@ -71,13 +70,21 @@ def test_mixed_images_are_those_of_eager_mode(graphs: list[Any]) -> None:
     assert len(graphs) == 1
 
 
-def test_a_teacher_of_compiled_blocks_gives_their_outputs() -> None:
+def a_teacher() -> TeacherTarget:
     encoder = ViTEncoder(image_size=(16, 16), patch_size=4, in_chans=3, embed_dim=16, depth=3, num_heads=2)
     shards = {ENCODER + name: torch.nn.init.normal_(value) for name, value in encoder.named_parameters()}
-    teacher = EmaTeacher(encoder, Ema(shards, 0.5, ENCODER), layers=2)
-    inputs = torch.randn(2, 3, 16, 16)
-    expected = teacher(inputs)
-    for block in teacher.blocks:
-        block.forward = torch.compile(block.forward, backend="eager", dynamic=False)
-    for found, value in zip(teacher(inputs), expected, strict=True):
-        torch.testing.assert_close(found, value)
+    return TeacherTarget(16, 4, MEAN, STD, teacher=EmaTeacher(encoder, Ema(shards, 0.5, ENCODER), layers=2))
+
+
+def test_a_teacher_of_compiled_modules_gives_its_targets(graphs: list[Any]) -> None:
+    torch.manual_seed(0)
+    target = a_teacher()
+    batch = images(2, 16, 16, 3)
+    expected = target(batch)
+    modules = TARGETS["teacher"].blocks
+    assert modules is not None
+    for module in modules(target):
+        module.forward = torch.compile(module.forward, dynamic=False)
+    for _ in range(2):
+        torch.testing.assert_close(target(batch), expected)
+    assert len(graphs) == 2, "blocks of one shape share a graph; the rest of the target is one more"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -373,3 +375,13 @@ def test_needed_memory_covers_the_longest_sequences_of_hopper_and_the_goals_of_a
     assert all(_needed_memory(tokens, depth) <= 227 * 1024 for depth, tokens in MOST_TOKENS.items() if depth != 80)
     assert _needed_memory(208, 80) <= 227 * 1024
     assert all(_needed_memory(tokens, depth) <= 163 * 1024 for tokens, depth in ((197, 64), (257, 32), (65, 80)))
+
+
+def test_example_equals_timms_attention() -> None:
+    example = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/timm_vit.py"))
+    timms, ours = example["timms"], example["ours"]
+    assert {type(block.attn) for block in ours.blocks} == {example["ShortAttention"]}
+    torch.testing.assert_close(example["step"](ours), example["step"](timms))
+    expected = dict(timms.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
