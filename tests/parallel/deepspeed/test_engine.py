@@ -87,7 +87,7 @@ def gathered(reshard: bool | None, world: World) -> tuple[int, int, int]:
     """The most parameters that zero3 holds whole at a time, in forward and backward; those of a block; and of all."""
     engines.ZERO_BUCKET, engines.KEPT = AHEAD, KEPT  # in a process that ends with these tests
     objective = walk.make_objective(depth=8)
-    parameters = list(objective.parameters())
+    parameters: list[Any] = list(objective.parameters())
     total = sum(p.numel() for p in parameters)
     block = sum(p.numel() for p in objective.model.encoder.blocks[0].parameters())
     config = walk.engine("zero3", reshard_after_forward=reshard)
