@@ -24,11 +24,8 @@ SECONDS no other row is begun. --tiny tries all parts with small models, without
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import date
 from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
@@ -41,12 +38,13 @@ import detectron2_vit
 import numpy
 import timing
 import torch
+from step_record import Deadline, Record, clean
 from torch import Tensor, nn
 
 from dmjd.accelerators import accelerator_of
 from dmjd.builders.model import build_encoder
+from dmjd.builders.plan import Plan
 from dmjd.builders.tasks import builders_of
-from dmjd.cluster.plan import Plan
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.models.flops import count_flops
@@ -64,6 +62,7 @@ BACKBONES = ("vit_base:4", "vit_large:2")
 CONVVITS = ("convvit_base:512:16", "convvit_base:1024:4")
 REPEATS = ("repeat:ade20k_mae_vit_base", "repeat:ade20k_dmjd_convvit_base", "repeat:coco_vitdet_base")
 REPEATED = 20
+KEY = ("part", "way", "case")
 COMPILED = {"eager": "none", "blocks compiled": "block", "compiled": "model"}
 WAYS = ("eager", "blocks compiled")
 """Of presets, unless --ways names others."""
@@ -108,46 +107,6 @@ def command_of(preset: str) -> str:
     return "segment" if preset.startswith("ade20k") else "detect"
 
 
-class Record:
-    """Rows of a JSON file of one card and torch; written after each row."""
-
-    def __init__(self, path: Path, device: str, again: bool) -> None:
-        self.path, self.again = path, again
-        self.head = {
-            "benchmark": "dense_step",
-            "device": timing.device_name(device),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        }
-        self.rows: list[dict[str, Any]] = []
-        if path.is_file():
-            stored = json.loads(path.read_text())
-            if all(stored[key] == value for key, value in self.head.items()):
-                self.rows = stored["rows"]
-
-    @classmethod
-    def read(cls, path: Path) -> Record:
-        """The record of any card."""
-        record = cls(path, "cpu", again=False)
-        stored = json.loads(path.read_text())
-        record.rows = stored.pop("rows")
-        record.head = stored
-        return record
-
-    def has(self, part: str, way: str) -> bool:
-        return not self.again and any((row["part"], row["way"]) == (part, way) for row in self.rows)
-
-    def add(self, row: dict[str, Any]) -> None:
-        key = ("part", "way", "case")
-        self.rows = [each for each in self.rows if any(each.get(name) != row.get(name) for name in key)]
-        self.rows.append(row | {"date": date.today().isoformat()})
-        self.write()
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps({**self.head, "rows": self.rows}, indent=1) + "\n")
-
-
 class OpTable(timing.Table):
     """Rows of dense_ops.py in the record."""
 
@@ -158,7 +117,7 @@ class OpTable(timing.Table):
     def add(self, *arguments: Any, **options: Any) -> timing.Row:
         row = super().add(*arguments, **options)
         own = {"part": self.benchmark, "way": row.way, "case": row.case, "us": row.median_us}
-        self.record.add(own | {"over_floor": row.over_floor})
+        self.record.add(own | {"over_floor": row.over_floor}, *KEY)
         return row
 
 
@@ -473,13 +432,6 @@ def ways_of(part: str, options: Any, device: str) -> Iterator[tuple[str, Callabl
             yield text, partial(preset_row, part, way, images, device, options.tiny, options.recompute)
 
 
-def clean() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def report(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     if "largest" in row:
         text = f"losses of two trainings of {row['steps']} steps differ by {row['first']:.1e} at the first step"
@@ -518,7 +470,7 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    began = time.monotonic()
+    deadline = Deadline(options.limit)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert options.tiny or options.plan or options.table or device == "cuda", (
         "there is no GPU; --tiny tries all parts on a CPU"
@@ -528,7 +480,7 @@ def main() -> None:
     if options.plan or options.table:
         (plan if options.plan else table)(Record.read(file))
         return
-    record = Record(file, device, options.again)
+    record = Record(file, "dense_step", device, options.again)
     parts = [*OPS, *BACKBONES, *CONVVITS, *presets(), *REPEATS]
     for part in [each for each in parts if not options.only or any(fnmatch(each, one) for one in options.only)]:
         if part in OPS:
@@ -537,13 +489,13 @@ def main() -> None:
                 getattr(dense_ops, part)(OpTable(record, part), device, options.tiny, *more)
             continue
         for way, measured in ways_of(part, options, device):
-            if record.has(part, way):
+            if record.has(part=part, way=way):
                 continue
-            if time.monotonic() - began > options.limit:
+            if deadline.over:
                 print(f"{options.limit:.0f} s are over; the same command goes on with {part}, {way}")
                 return
             clean()
-            record.add({"part": part, "way": way, **measured()})
+            record.add({"part": part, "way": way, **measured()}, *KEY)
             report(record.rows[-1], record.rows)
 
 

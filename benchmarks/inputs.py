@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from photographs import write_shards
 
-from dmjd.config import PretrainConfig
+from dmjd.config import FinetuneConfig, PretrainConfig
 from dmjd.data.batch import Batch
 from dmjd.data.build import fetch_ahead, training_batches, training_crop, training_source
 from dmjd.data.loader import make_loader
@@ -19,6 +19,8 @@ from dmjd.train.data_pipeline import Uploader
 INPUTS = ("device", "pinned", "shards")
 DIFFERENT = 4
 """Synthetic batches in turn: one alone would sit in the L2 cache."""
+CLASSES = 1000
+"""Of synthetic labels."""
 
 
 def batches(kind: str, config: PretrainConfig, world: World, micro: int, steps: int) -> Generator[Batch, None, None]:
@@ -43,7 +45,7 @@ def uploader(kind: str, device: torch.device) -> Callable[[Batch], Batch]:
     return (lambda batch: batch) if kind == "device" else Uploader(device)
 
 
-def synthetic(config: PretrainConfig, images: int, first: int = 0) -> Batch:
+def synthetic(config: PretrainConfig | FinetuneConfig, images: int, first: int = 0) -> Batch:
     """Samples ``first`` to ``first + images - 1``, with the second crop where the target reads one. Smooth noise: a
     model can learn from it, and HOG of white noise would be the same everywhere."""
     coarse = torch.rand(images, config.data.channels, 14, 14, generator=torch.Generator().manual_seed(first))
@@ -52,7 +54,7 @@ def synthetic(config: PretrainConfig, images: int, first: int = 0) -> Batch:
         for size in training_crop(config.data).sizes
     ]
     ids = first + torch.arange(images)
-    return Batch(crops[0], ids, ids, *crops[1:])
+    return Batch(crops[0], ids, ids % CLASSES, *crops[1:])
 
 
 def provide_shards(folder: Path, images: int, world: World) -> None:

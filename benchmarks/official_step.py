@@ -1,6 +1,7 @@
 """Training steps beside the official DMJD and MAE code, as it is and compiled: same batch, same card, one process.
 
     python benchmarks/official_step.py --dmjd FOLDER --mae FOLDER [--json FILE] [CASE:IMAGES ...]
+    python benchmarks/official_step.py --best --json FILE ...    the best batch of each way, from IMAGES on
 
 FOLDERs are checkouts of the official repositories, which are imported unchanged. Cases: convvit_base, convvit_large
 (DMJD, HOG, two block views at .6), vit_base, vit_large (MAE, normalised pixels, 75 % masked). Ways of a step:
@@ -9,13 +10,15 @@ FOLDERs are checkouts of the official repositories, which are imported unchanged
     official, compiled  model and targets under torch.compile, bf16 autocast, fused AdamW, no loss.item()
     ours, ...           `dmjd pretrain`'s step
 
+--best doubles the images of each way until its rate grows by less than 2 % or memory ends; rows that FILE holds of this
+card and torch are not measured again, and after --limit SECONDS no other is begun.
+
 MAE's blocks are those of the installed timm, whose attention is fused; it was written for timm 0.3.2, whose is not.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import json
 import sys
@@ -32,6 +35,7 @@ import numpy
 import torch
 from inputs import DIFFERENT
 from pretrain_step import STEPS, WARMUP, measure
+from step_record import Deadline, Record, best, clean, measured, next_images
 from torch import Tensor, nn
 
 from dmjd.compose import compose
@@ -137,9 +141,10 @@ def official_step(official: Official, batch: int, compiled: bool) -> Callable[[i
 
 def measure_official(make: Callable[[bool], Official], batch: int, compiled: bool) -> dict[str, Any]:
     torch.backends.cudnn.benchmark = True
-    measured = measure_steps(official_step(make(compiled), batch, compiled), batch)
-    torch.backends.cudnn.benchmark = False
-    return measured
+    try:
+        return measure_steps(official_step(make(compiled), batch, compiled), batch)
+    finally:  # out of memory, too
+        torch.backends.cudnn.benchmark = False
 
 
 def measure_steps(step: Callable[[int], None], batch: int) -> dict[str, Any]:
@@ -168,33 +173,65 @@ def main() -> None:
     parser.add_argument("--mae", type=Path, metavar="FOLDER")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="*", choices=tuple(VARIANTS), help="of our variants")
+    parser.add_argument("--best", action="store_true", help="needs --json")
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("cases", nargs="*", default=["convvit_base:128", "convvit_large:64", "vit_base:256"])
     arguments = parser.parse_args()
+    if arguments.best:
+        assert arguments.json is not None, "--best stores its rows; give --json FILE"
+        best_batches(arguments)
+        return
     rows: list[dict[str, Any]] = []
     for case in arguments.cases:
         name, batch = case.split(":")[0], int(case.split(":")[1])
-        kind, _, size = name.partition("_")
-        source = arguments.dmjd if kind == "convvit" else arguments.mae
-        make = partial(dmjd if kind == "convvit" else mae, source, size)
-        ways: dict[str, Callable[[], dict[str, Any]]] = {}
-        if source is not None:
-            ways["official"] = partial(measure_official, make, batch, False)
-            ways["official, compiled"] = partial(measure_official, make, batch, True)
-        for way in arguments.only or VARIANTS:
-            config = compose("pretrain", [CASES[name], f"batch_size={batch}", *VARIANTS[way]])
-            ways[way] = partial(measure, config)
+        ways = {way: partial(measure, batch) for way, measure in ways_of(name, arguments).items()}
         compare(case, ways, rows, arguments.json)
+
+
+def ways_of(name: str, arguments: Any) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Way of a case -> function that measures it for so many images."""
+    kind, _, size = name.partition("_")
+    source = arguments.dmjd if kind == "convvit" else arguments.mae
+    make = partial(dmjd if kind == "convvit" else mae, source, size)
+    ways: dict[str, Callable[[int], dict[str, Any]]] = {}
+    if source is not None:
+        ways["official"] = partial(measure_official, make, compiled=False)
+        ways["official, compiled"] = partial(measure_official, make, compiled=True)
+    for way in arguments.only or VARIANTS:
+        ways[way] = partial(measure_ours, name, way)
+    return ways
+
+
+def measure_ours(name: str, way: str, batch: int) -> dict[str, Any]:
+    return measure(compose("pretrain", [CASES[name], f"batch_size={batch}", *VARIANTS[way]]))
+
+
+def best_batches(arguments: Any) -> None:
+    """Measure and store each way of the cases with more and more images; print the best of each."""
+    deadline = Deadline(arguments.limit)
+    record = Record(arguments.json, "official_step_best", "cuda")
+    for case in arguments.cases:
+        name, first = case.split(":")[0], int(case.split(":")[1])
+        for way, of_images in ways_of(name, arguments).items():
+            rows = [row for row in record.rows if (row["case"], row["way"]) == (name, way)]
+            while (images := next_images(rows, first)) is not None:
+                if deadline.over:
+                    print(f"{arguments.limit:.0f} s are over; the same command goes on with {case}, {way}")
+                    return
+                rows.append({"case": name, "way": way, **measured(of_images, images)})
+                record.add(rows[-1], "case", "way", "images")
+            if (most := best(rows)) is not None:
+                line = f"{name:18} {way:32} {most['images']:5} images {most['images_per_second']:6.0f} images/s"
+                print(f"{line} {most['peak_gib']:5.1f} GiB", flush=True)
 
 
 def compare(
     case: str, ways: Mapping[str, Callable[[], dict[str, Any]]], rows: list[dict[str, Any]], file: Path | None
 ) -> None:
     """Measure the ways of a case one after the other, each without what the one before compiled and allocated."""
-    for way, measured in ways.items():
-        torch._dynamo.reset()
-        gc.collect()
-        torch.cuda.empty_cache()
-        rows.append({"case": case, "way": way, **measured()})
+    for way, step in ways.items():
+        clean()
+        rows.append({"case": case, "way": way, **step()})
         report(rows, file)
 
 

@@ -20,21 +20,23 @@ class Accelerator:
     tflops: peak of dense matrix products in bfloat16 with float32 accumulation, from the data sheet.
     memory_gib: memory available to a process in GiB, slightly below the nominal size.
     bf16: whether its tensor cores compute in bfloat16; if not, the peak is that of float16.
+    hopper: whether it runs the kernels for Hopper.
     """
 
     pattern: str
     tflops: float
     memory_gib: float
     bf16: bool = True
+    hopper: bool = False
 
 
 ACCELERATORS = {
     "b200": Accelerator(r"\bB200\b", 2250, 178),
-    "gh200": Accelerator(r"\bGH200\b", 989, 94),
-    "h200": Accelerator(r"\bH200\b", 989, 139),
-    "h100-pcie": Accelerator(r"\bH100 PCIe\b", 756, 79),
-    "h100-nvl": Accelerator(r"\bH100 NVL\b", 835, 93),
-    "h100": Accelerator(r"\bH[18]00\b", 989, 79),
+    "gh200": Accelerator(r"\bGH200\b", 989, 94, hopper=True),
+    "h200": Accelerator(r"\bH200\b", 989, 139, hopper=True),
+    "h100-pcie": Accelerator(r"\bH100 PCIe\b", 756, 79, hopper=True),
+    "h100-nvl": Accelerator(r"\bH100 NVL\b", 835, 93, hopper=True),
+    "h100": Accelerator(r"\bH[18]00\b", 989, 79, hopper=True),
     "a100-40": Accelerator(r"\bA100\b.*\b40GB", 312, 39),
     "a100-80": Accelerator(r"\bA[18]00\b", 312, 79),
     "a10g": Accelerator(r"\bA10G\b", 70, 22),

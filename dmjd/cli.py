@@ -89,10 +89,12 @@ def _plan(arguments: Sequence[str]) -> None:
     from dmjd.first_start import first_start
 
     config = first_start(*_of_task("plan", arguments))
-    from dmjd.cluster.plan import Plan
+    from dmjd.builders.plan import Plan
     from dmjd.cluster.plan_page import page
+    from dmjd.parallel.engines import AUTO
 
-    only = config.engine.name if any(text.startswith(("engine=", "engine.name=")) for text in arguments) else None
+    named = config.engine.name != AUTO and any(text.startswith(("engine=", "engine.name=")) for text in arguments)
+    only = config.engine.name if named else None
     print(*page(Plan(config), only), sep="\n")
 
 

@@ -5,6 +5,7 @@ Fixtures import what they need themselves: tests/ops runs where torch and pytest
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import multiprocessing.process
@@ -60,6 +61,17 @@ def pytest_configure() -> None:
     """What nohup, or a shell for its background, has ignored would be ignored by every process that is signalled."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what is imported, nearly a million objects, out of every collection of garbage: a tenth of the time."""
+    gc.disable()
+    result = yield
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(wrapper=True)

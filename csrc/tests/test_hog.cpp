@@ -30,6 +30,24 @@ void check_hog_bins(int bins) {
   }
 }
 
+// The CUDA kernel for bytes takes |rise| - tangent * |run| for the indicator of an edge passed, after it has multiplied
+// pixels by 2^20: the difference has to be at least 1 or at most 0, and 0 where both are 0 alone. Sobel sums of bytes go
+// to 1020, and the differences are exact in float64.
+void check_margins_of_byte_gradients() {
+  const dmjd::HogEdges<float> edges(9);
+  for (int k = 0; k < edges.count; ++k) {
+    for (int rise = 0; rise <= 1020; ++rise) {
+      for (int run = 0; run <= 1020; ++run) {
+        const double beyond = (rise - static_cast<double>(edges.tangent[k]) * run) * (1 << 20);
+        if ((beyond > 0 && beyond < 1) || (beyond == 0 && (rise != 0 || run != 0))) {
+          std::printf("gradient (%d, %d) is too near edge %d\n", rise, run, k);
+          ++failures;
+        }
+      }
+    }
+  }
+}
+
 // A vertical edge of height 100 between columns 7 and 8: one column of each cell sees it, so bin 0 of all holds 100 / 8.
 void check_hog_of_an_edge() {
   uint8_t image[16 * 16];
@@ -50,6 +68,7 @@ void check_hog_of_an_edge() {
 
 int main() {
   for (int bins = 1; bins <= 12; ++bins) check_hog_bins(bins);
+  check_margins_of_byte_gradients();
   check_hog_of_an_edge();
   return failures == 0 ? 0 : 1;
 }

@@ -6,7 +6,7 @@ from dmjd.builders.data import check_data, token_grid
 from dmjd.builders.model import BACKBONES
 from dmjd.config import PretrainConfig
 from dmjd.errors import ConfigError, config_section
-from dmjd.parallel.engines import ENGINES
+from dmjd.parallel.engines import AUTO, ENGINES
 from dmjd.targets import TARGETS, Tokenizer, check_grid
 
 
@@ -52,16 +52,22 @@ def check_target(config: PretrainConfig) -> None:
         _check_teacher(config, name)
 
 
+def check_teacher_engine(config: PretrainConfig, engine: str) -> None:
+    """Raise ConfigError if the target needs a whole average on every process and ``engine`` shards it."""
+    if engine == AUTO:
+        return
+    name = f"target.name={config.target.name}"
+    engines = " or ".join(key for key, spec in ENGINES.items() if spec.teacher)
+    if TARGETS[config.target.name].average and not ENGINES[engine].teacher:
+        raise ConfigError(f"{name} needs a whole average on every process: engine={engines}, got engine.name={engine}")
+
+
 def _check_teacher(config: PretrainConfig, name: str) -> None:
     if config.ema_decay is None:
         raise ConfigError(f"{name} needs ema_decay, of the average that teaches, such as .9998")
     backbones = " or ".join(key for key, spec in BACKBONES.items() if spec.one_grid)
     if not BACKBONES[config.backbone.name].one_grid:
         raise ConfigError(f"{name} needs backbone.name={backbones}, whose last blocks share a grid")
-    engines = " or ".join(key for key, spec in ENGINES.items() if spec.teacher)
-    if not ENGINES[config.engine.name].teacher:
-        raise ConfigError(
-            f"{name} needs a whole average on every process: engine={engines}, got engine.name={config.engine.name}"
-        )
+    check_teacher_engine(config, config.engine.name)
     if config.target.layers > config.backbone.depth:
         raise ConfigError(f"target.layers={config.target.layers} exceeds backbone.depth={config.backbone.depth}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dmjd.cluster.plan import RESERVE_GIB, Fit, Plan
+from dmjd.builders.auto import choose, describe
+from dmjd.builders.plan import RESERVE_GIB, Fit, Plan
 from dmjd.config import PlanConfig
+from dmjd.parallel.engines import AUTO
 
 
 def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
@@ -58,6 +60,8 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
         fits = [plan.fit(name, mode) for mode in plan.modes]
         rows.append((name, *("does not fit" if f is None else _fit(f) for f in fits)))
     yield from _table(rows)
+    if config.engine.name == AUTO:
+        yield describe(*choose(plan))
     if len(plan.modes) == 1 and config.engine.activation_checkpointing == "none" and len(engines) == len(plan.engines):
         yield "Other modes are slower and not needed: the whole batch fits."
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 import dmjd
 from dmjd.builders import build_tokenizer, check_data_timeout
+from dmjd.builders.auto import resolve_engine
 from dmjd.builders.step import TrainStep
 from dmjd.builders.tasks import builders_of, classes_of
 from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
@@ -213,6 +214,8 @@ def _model(config: TrainConfig, world: World) -> tuple[TrainConfig, int, Build]:
     """The configuration as the run resolves it, the parameters of its model, and the function that builds its step."""
     builders, classes = builders_of(config), 0
     if isinstance(config, PretrainConfig):
+        run, given = RunFolder(Path(config.run)), config
+        config = world.on_main(lambda: resolve_engine(given, world, run.engine_before))
         world.all_or_none(partial(build_tokenizer, config))
     else:
         assert isinstance(config, DownstreamConfig)

@@ -81,7 +81,9 @@ class EngineConfig:
     """Parallelism, precision and compilation (docs/engines.md).
 
     name: single: one process. ddp: DistributedDataParallel. fsdp: FSDP2. hsdp: FSDP2 hybrid sharding (sharded within a
-        replica, gradients averaged across replicas). zero1-zero3: DeepSpeed ZeRO stages.
+        replica, gradients averaged across replicas). zero1-zero3: DeepSpeed ZeRO
+        stages. auto: single, ddp, fsdp or hsdp, with compile, activation_checkpointing, cuda_graphs and
+        grad_accum_steps, by device, number of processes and estimated memory; keys that are set keep their values.
     device: auto: CUDA if available, else CPU.
     precision: Autocast data type. auto: bf16 on CUDA, fp32 on the CPU. Parameters, gradients and optimizer state are
         fp32.
@@ -107,7 +109,7 @@ class EngineConfig:
     step_timeout: Timeout of collectives after the first step, in minutes.
     """
 
-    name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3")
+    name: str = choice("single", "ddp", "fsdp", "hsdp", "zero1", "zero2", "zero3", "auto")
     device: str = choice("auto", "cpu", "cuda")
     precision: str = choice("auto", "fp32", "bf16", rejected={"fp16": _FP16})
     grad_accum_steps: int = positive(1)

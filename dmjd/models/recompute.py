@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +43,9 @@ def _recomputing(kind: type[nn.Module], policy: Policy | None) -> type[nn.Module
     contexts: dict[str, Any] = {}
     if policy is not None:
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+        # torch.compile does not cache the graph without a hash of what the policy computes, here of its file.
+        source = Path(inspect.getfile(policy)).read_bytes()
+        contexts["context_fn"].cache_hash = f"{policy.__qualname__} {hashlib.sha256(source).hexdigest()}"
 
     class Recomputing(_Recomputing, kind):  # type: ignore[misc, valid-type]
         def forward(self, *inputs: Any) -> Any:

@@ -17,6 +17,9 @@ from dmjd.parallel.engine import Engine
 if TYPE_CHECKING:  # it reads this table
     from dmjd.parallel.world import World
 
+AUTO = "auto"
+"""``engine.name`` that :mod:`dmjd.builders.auto` replaces by a key of :data:`ENGINES` once processes have met."""
+
 FLOAT = 4
 """Bytes of a parameter, a gradient and a moment: float32, whatever is computed in."""
 

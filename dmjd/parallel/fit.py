@@ -7,7 +7,7 @@ import torch
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.deepspeed import config as deepspeed_config
-from dmjd.parallel.engines import ENGINES, replicas
+from dmjd.parallel.engines import AUTO, ENGINES, replicas
 
 
 def check_fit(engine: EngineConfig, device: torch.device, size: int, local_size: int) -> None:
@@ -16,6 +16,8 @@ def check_fit(engine: EngineConfig, device: torch.device, size: int, local_size:
     Args:
         size: processes of the run, ``local_size`` of them on this host.
     """
+    if engine.name == AUTO:  # what it chooses is checked then
+        return
     spec = ENGINES[engine.name]
     for key in dict.fromkeys(key for other in ENGINES.values() for key in other.options):
         if key not in spec.options and getattr(engine, key) != getattr(EngineConfig(), key):

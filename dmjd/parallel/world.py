@@ -167,7 +167,8 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
             wrong.
         NotMet: if the processes do not connect.
     """
-    if ENGINES[engine.name].stage:
+    spec = ENGINES.get(engine.name)  # "auto" chooses none that this concerns
+    if spec is not None and spec.stage:
         # DeepSpeed would select CUDA on a host with a GPU, also for a run on the CPU.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
     launch = read_launch()
@@ -175,7 +176,7 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=engine.start_timeout)
     if launch.size == 1:
-        if ENGINES[engine.name].collective and not dist.is_initialized():
+        if spec is not None and spec.collective and not dist.is_initialized():
             own = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
             dist.init_process_group(backend, store=own, rank=0, world_size=1)
         return alone(device)

@@ -7,7 +7,7 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -21,7 +21,7 @@ import torch
 
 import dmjd
 from dmjd.compose import from_yaml_of_run, options_of, to_yaml, typed_of
-from dmjd.config import TrainConfig, first_difference
+from dmjd.config import EngineConfig, TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
 from dmjd.data.listed import TEST_FILE as TEST_IMAGES
@@ -89,10 +89,8 @@ class RunFolder(RunPaths):
         committed = checkpoint.committed(self.checkpoints)
         if config.resume == "never" and committed:
             raise ConfigError(f"run={self.path} has checkpoints and resume=never; use resume=auto, or another folder")
-        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
-        records = (self.config, *(path / CONFIG for path in reversed(committed)))
-        recorded = next((path for path in records if path.is_file() and path.stat().st_size), None)
-        if recorded is None or not committed:
+        recorded = self._recorded(committed)
+        if recorded is None:
             return config
         before = self._stored(recorded, type(config))
         typed = config.typed or []
@@ -116,6 +114,12 @@ class RunFolder(RunPaths):
                 f"{cure}, or name another folder"
             )
         return config
+
+    def _recorded(self, committed: Sequence[Path]) -> Path | None:
+        """The stored configuration of a run with the checkpoints ``committed``; None without any."""
+        # A node failure may leave an empty config.yaml; the copies in checkpoints are flushed to disk.
+        records = (self.config, *(path / CONFIG for path in reversed(committed))) if committed else ()
+        return next((path for path in records if path.is_file() and path.stat().st_size), None)
 
     def _stored(self, recorded: Path, schema: type[Config]) -> Config:
         """The configuration in ``recorded``. Raises ConfigError if another command made the run."""
@@ -218,6 +222,15 @@ class RunFolder(RunPaths):
             return int(self.read_stop_reason()["total_steps"]) // epochs
         return None
 
+    def engine_before(self, world: World) -> EngineConfig | None:
+        """The engine of the launch before; None without a checkpoint, or if it had another device or number of
+        processes."""
+        recorded = self._recorded(checkpoint.committed(self.checkpoints))
+        launch = {} if recorded is None else self._provenance()
+        if recorded is None or (launch.get("device"), launch.get("world_size")) != (_device(world.device), world.size):
+            return None
+        return from_yaml_of_run(_content(recorded), recorded).engine
+
     def create(self) -> Path:
         """Create the folder if it does not exist, and return its path. Raises StorageError if it cannot be created."""
         try:
@@ -256,7 +269,7 @@ class RunFolder(RunPaths):
     def _record(
         self, config: TrainConfig, world: World, initial: Mapping[str, str], deepspeed: Mapping[str, Any]
     ) -> None:
-        device, earlier = world.device, self._provenance()
+        earlier = self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
         if world.size > 1:
@@ -274,9 +287,7 @@ class RunFolder(RunPaths):
             "git_dirty": bool(diff),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"cpu ({torch.get_num_threads()} threads)",
+            "device": _device(world.device),
             "world_size": world.size,
             "host": platform.node(),
             "command": [redact(word) for word in sys.argv],
@@ -318,6 +329,12 @@ def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
     """The entries of :meth:`RunFolder.initial_weights` in ``provenance``; empty if it has none."""
     found = {name: provenance.get(name) for name in ("init_path", "init_sha256")}
     return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.get_num_threads()} threads)"
 
 
 def _packages() -> str:

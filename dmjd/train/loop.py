@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dmjd.builders import build_schedule, check_data_timeout
+from dmjd.builders.auto import resolve_engine
 from dmjd.builders.recipe import apply_recipe
 from dmjd.config import DetectConfig, DownstreamConfig, FinetuneConfig, PretrainConfig, SegmentConfig, TrainConfig
 from dmjd.data.batch import Batch
@@ -142,7 +143,8 @@ def resolved(
     def act() -> Config:
         checked = run.check(config)
         checked = replace(checked, data=resolve_auto(checked.data))
-        return checked if run.has_checkpoint else resolve(checked, run, world)
+        checked = checked if run.has_checkpoint else resolve(checked, run, world)
+        return resolve_engine(checked, world, run.engine_before)
 
     return world.on_main(act)
 

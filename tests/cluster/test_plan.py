@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from dmjd.accelerators import ACCELERATORS, accelerator_of
+from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.builders.recipe import MACHINES
 from dmjd.cli import main
-from dmjd.cluster.plan import Activations, Growth, Plan
 from dmjd.compose import compose, from_yaml
 from dmjd.config import EngineConfig, PlanConfig
 from dmjd.errors import ConfigError, DataError
@@ -126,7 +126,7 @@ def test_units_of_several_blocks_are_whole_for_a_moment() -> None:
 def test_units_have_at_most_100_million_parameters_and_half_the_encoder(
     backbone: str, one_host: int, several: int
 ) -> None:
-    model = make_plan("experiment=mae_vit_base", f"backbone={backbone}")._model
+    model = make_plan("experiment=mae_vit_base", f"backbone={backbone}").model
     assert [blocks_per_unit(EngineConfig("fsdp"), model, near) for near in (True, False)] == [one_host, several]
     assert blocks_per_unit(EngineConfig("fsdp", blocks_per_unit=3), model, True) == 3
 

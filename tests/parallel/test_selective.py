@@ -9,6 +9,8 @@ import pytest
 import torch
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmjd.config import EngineConfig
@@ -93,6 +95,20 @@ def test_a_compiled_selective_block_is_one_graph_and_computes_the_same() -> None
     assert torch.allclose(inputs[0].grad, inputs[1].grad, atol=1e-7)
     for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
         assert torch.allclose(_gradient(one), _gradient(other), atol=1e-6), name
+
+
+@pytest.mark.long
+def test_the_graph_of_a_compiled_selective_block_is_cached() -> None:
+    counted = counters["aot_autograd"]
+    with fresh_cache():
+        for start in ("autograd_cache_saved", "autograd_cache_hit"):
+            torch._dynamo.reset()
+            counted.clear()
+            block = EncoderBlock(32, 4, 4.0, qkv_bias=True)
+            checkpoint_block(block, "selective")
+            block.compile(fullgraph=True, dynamic=False)
+            block(torch.randn(2, 5, 32)).sum().backward()
+            assert counted[start] == 1, dict(counted)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

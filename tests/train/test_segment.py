@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dmjd.cluster.plan import Plan
+from dmjd.builders.plan import Plan
 from dmjd.compose import compose
 from dmjd.evaluate import evaluate
 from dmjd.parallel import store

@@ -5,15 +5,20 @@
 // its 8 rows with the last three in registers, so a histogram belongs to one thread and needs no atomics. Results are
 // gathered in shared memory to leave in order, as whole vectors.
 //
-// The kernel is bound by instructions and not by memory (about 30 per pixel and channel). What that suggests:
+// The kernel is bound by instructions and not by memory (about 25 per pixel and channel). What that suggests:
 //   - Both halves of the orientations share the tests of four edges. `both` sums magnitudes per edge passed, `opposed`
 //     the same with the sign of the half; half their sum and difference are the halves' own.
 //   - The sums are over all orientations beyond an edge, so a pixel costs one comparison an edge and no logic; bins are
 //     differences of neighbours. Their error is some 1e-7 of the cell's total and not of the bin, but a bin that no
 //     pixel falls in is exactly 0, since both sums took the same additions.
+//   - Bytes are staged times kByteScale. |rise| - tangent * |run| is then at least 1 or at most 0, so that saturated to
+//     0..1 it is the indicator of an edge passed: one instruction, and no predicate.
+//   - Half of a cell's rows is one pass of a loop: all eight unrolled were code of 27 KB.
 //   - Columns are stored in chunks of four, exchanged in pairs in every second group of eight, so that the threads of
 //     eight cells in a row hit eight different groups of banks with 16-byte reads.
 #pragma once
+
+#include <type_traits>
 
 #include "hog_tiling.h"
 #include "launch.h"
@@ -52,12 +57,16 @@ struct Window {
 __device__ inline int chunk_at(int chunk) { return 4 * (chunk ^ (chunk >> 3 & 1)); }
 __device__ inline int column_at(int column) { return chunk_at((column + 4) >> 2) + (column & 3); }
 
-// A byte as a float without the slow conversion unit: it becomes the low mantissa of 2^23. Differences of such numbers
-// are exact, so central differences do without the subtraction of 2^23.
+// Of staged bytes. Over all differences and Sobel sums of bytes and the edges of 9 bins, the least positive
+// |rise| - tangent * |run| is 1.0e-4, and 0 occurs where both are 0 alone (csrc/tests/test_hog.cpp).
+constexpr float kByteScale = 1 << 20;
+
+// A byte times kByteScale without the slow conversion unit: it becomes the low mantissa of 2^43. Differences of such
+// numbers are exact, so central differences do without the subtraction of 2^43.
 template <HogGradient kGradient>
 __device__ inline float byte_as_float(uint32_t word, int byte) {
-  const float above = __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7440 | byte));
-  return kGradient == HogGradient::central ? above : above - 8388608.0f;
+  const float above = __uint_as_float(__byte_perm(word, 0x55000000u, 0x7440 | byte));
+  return kGradient == HogGradient::central ? above : above - 8388608.0f * kByteScale;
 }
 
 // A warp takes rows, a thread 8 pixels = 24 bytes of each, of several rows before it waits for the first.
@@ -136,19 +145,22 @@ __device__ inline void stage_any(const HogPlan& plan, const Tiling& tiling, cons
                         channel * source.channel_stride;
       float* out = pixels + u * tiling.unit_pixels + channel * tiling.plane + row * tiling.pitch;
       for (int column = static_cast<int>(threadIdx.x & 31) - 1; column <= window.width; column += 32) {
-        out[column_at(column)] =
+        const float value =
             static_cast<float>(in[hog_reflect(window.left + column, plan.width) * source.column_stride]);
+        out[column_at(column)] = std::is_same_v<Pixel, uint8_t> ? value * kByteScale : value;
       }
     }
   }
 }
 
-template <HogGradient kGradient>
+template <HogGradient kGradient, bool kBytes>
 __device__ inline void stage(const HogPlan& plan, const Tiling& tiling, const HogSource& source, uint32_t first,
                              int units, float* pixels) {
-  if (tiling.packed_rgb) return stage_rgb<kGradient>(plan, tiling, source, first, units, pixels);
+  if constexpr (kBytes) {
+    if (tiling.packed_rgb) return stage_rgb<kGradient>(plan, tiling, source, first, units, pixels);
+    return stage_any<uint8_t>(plan, tiling, source, first, units, pixels);
+  }
   switch (source.type) {
-    case ScalarType::Byte: return stage_any<uint8_t>(plan, tiling, source, first, units, pixels);
     case ScalarType::Half: return stage_any<Half>(plan, tiling, source, first, units, pixels);
     case ScalarType::BFloat16: return stage_any<BFloat16>(plan, tiling, source, first, units, pixels);
     default: return stage_any<float>(plan, tiling, source, first, units, pixels);
@@ -167,21 +179,31 @@ __device__ inline float fast_sqrt(float x) {
 }
 
 // hog_bin() for 9 bins and the addition to it. The sign of `product` is that of rise * run, and plus where either is 0
-// (also when the product underflows), so it says which half the orientation lies in. In the upper half a strict
-// comparison is wanted: `steep` is then the next float below |rise|.
+// (also when the product underflows), so it says which half the orientation lies in. Gradients of bytes lie on no edge;
+// for others a strict comparison is wanted in the upper half: `steep` is then the next float below |rise|.
+template <bool kBytes>
 __device__ inline void add(float rise, float run, float weight, const float (&tangent)[kEdges], Sums& sums) {
   const float magnitude = fast_sqrt(rise * rise + run * run) * weight;
   const int product = __float_as_int(__fmaf_rn(rise, run, 0.0f));
-  const float steep = fabsf(__int_as_float(__float_as_int(rise) + (product >> 31)));
   const float flat = fabsf(run);
   const float opposed = __int_as_float(__float_as_int(magnitude) ^ (product & 0x80000000));
   sums.both[0] += magnitude;
   sums.opposed[0] += opposed;
+  if constexpr (kBytes) {
 #pragma unroll
-  for (int k = 0; k < kEdges; ++k) {
-    if (steep >= tangent[k] * flat) {
-      sums.both[k + 1] += magnitude;
-      sums.opposed[k + 1] += opposed;
+    for (int k = 0; k < kEdges; ++k) {
+      const float passed = __saturatef(__fmaf_rn(-flat, tangent[k], fabsf(rise)));
+      sums.both[k + 1] = __fmaf_rn(passed, magnitude, sums.both[k + 1]);
+      sums.opposed[k + 1] = __fmaf_rn(passed, opposed, sums.opposed[k + 1]);
+    }
+  } else {
+    const float steep = fabsf(__int_as_float(__float_as_int(rise) + (product >> 31)));
+#pragma unroll
+    for (int k = 0; k < kEdges; ++k) {
+      if (steep >= tangent[k] * flat) {
+        sums.both[k + 1] += magnitude;
+        sums.opposed[k + 1] += opposed;
+      }
     }
   }
 }
@@ -196,45 +218,54 @@ __device__ inline void load_row(const float* row, const int (&chunk)[4], float (
   pixel[9] = row[chunk[3]];
 }
 
-template <HogGradient kGradient>
-__device__ inline void sum_cell(const float* pixels, int pitch, int cell_column, const float* row_weight,
-                                const float* column_weight, const float (&tangent)[kEdges], Sums& sums) {
+// `row` is the cell's first in the image, for maskfeat_gauss.
+template <HogGradient kGradient, bool kBytes>
+__device__ inline void sum_cell(const float* pixels, int pitch, int cell_column, const HogWindow<float>& window,
+                                int row, const float* column_weight, const float (&tangent)[kEdges], Sums& sums) {
+  constexpr int kUnrolled = kCell / 2;
   int chunk[4];
-  float rows[3][kCell + 2];
+  float rows[4][kCell + 2];
 #pragma unroll
   for (int i = 0; i < 4; ++i) chunk[i] = chunk_at(2 * cell_column + i);
   load_row(pixels, chunk, rows[0]);
   load_row(pixels + pitch, chunk, rows[1]);
+  pixels += 2 * pitch;
+#pragma unroll 1
+  for (int half = 0; half < kCell; half += kUnrolled, pixels += kUnrolled * pitch, row += kUnrolled) {
 #pragma unroll
-  for (int r = 0; r < kCell; ++r) {
-    const float(&above)[kCell + 2] = rows[r % 3], (&here)[kCell + 2] = rows[(r + 1) % 3];
-    float(&below)[kCell + 2] = rows[(r + 2) % 3];
-    load_row(pixels + (r + 2) * pitch, chunk, below);
+    for (int r = 0; r < kUnrolled; ++r) {
+      const float(&above)[kCell + 2] = rows[r % 4], (&here)[kCell + 2] = rows[(r + 1) % 4];
+      float(&below)[kCell + 2] = rows[(r + 2) % 4];
+      load_row(pixels + r * pitch, chunk, below);
+      const float row_weight = kGradient == HogGradient::sobel_gauss ? window.weight[(row + r) % kHogWindow] : 1.0f;
 #pragma unroll
-    for (int i = 1; i <= kCell; ++i) {
-      if constexpr (kGradient == HogGradient::central) {
-        add(below[i] - above[i], here[i + 1] - here[i - 1], 1.0f, tangent, sums);
-      } else {
-        const float rise = hog_smooth(above[i - 1], here[i - 1], below[i - 1]) -
-                           hog_smooth(above[i + 1], here[i + 1], below[i + 1]);
-        const float run = hog_smooth(above[i - 1] - below[i - 1], above[i] - below[i], above[i + 1] - below[i + 1]);
-        const float weight = kGradient == HogGradient::sobel_gauss ? row_weight[r] * column_weight[i - 1] : 1.0f;
-        add(rise, run, weight, tangent, sums);
+      for (int i = 1; i <= kCell; ++i) {
+        if constexpr (kGradient == HogGradient::central) {
+          add<kBytes>(below[i] - above[i], here[i + 1] - here[i - 1], 1.0f, tangent, sums);
+        } else {
+          const float rise = hog_smooth(above[i - 1], here[i - 1], below[i - 1]) -
+                             hog_smooth(above[i + 1], here[i + 1], below[i + 1]);
+          const float run = hog_smooth(above[i - 1] - below[i - 1], above[i] - below[i], above[i + 1] - below[i + 1]);
+          const float weight = kGradient == HogGradient::sobel_gauss ? row_weight * column_weight[i - 1] : 1.0f;
+          add<kBytes>(rise, run, weight, tangent, sums);
+        }
       }
     }
   }
 }
 
 // The nine values of a cell, into the unit's part of the result in shared memory.
+template <bool kBytes>
 __device__ inline void finish_cell(const HogPlan& plan, const Sums& sums, float* out) {
+  constexpr float kScale = kBytes ? 1 / kByteScale : 1.0f;
   float bin[kBins];
 #pragma unroll
   for (int k = 0; k < kEdges; ++k) {
     const float both = sums.both[k] - sums.both[k + 1], opposed = sums.opposed[k] - sums.opposed[k + 1];
-    bin[k] = 0.5f * (both + opposed);
-    bin[kBins - 1 - k] = 0.5f * (both - opposed);
+    bin[k] = 0.5f * kScale * (both + opposed);
+    bin[kBins - 1 - k] = 0.5f * kScale * (both - opposed);
   }
-  bin[kEdges] = sums.both[kEdges];  // the steepest lies across 90 degrees
+  bin[kEdges] = kScale * sums.both[kEdges];  // the steepest lies across 90 degrees
   const HogScale<float> scale = hog_scale(plan, bin, kBins, 1);
 #pragma unroll
   for (int b = 0; b < kBins; ++b) out[b * static_cast<int>(plan.bin_stride)] = (bin[b] - scale.shift) * scale.factor;
@@ -257,7 +288,7 @@ __device__ inline void write_values(const float* values, int count, void* result
   }
 }
 
-template <HogGradient kGradient>
+template <HogGradient kGradient, bool kBytes>
 __global__ void __launch_bounds__(kMaxThreads, 2)
     kernel(const __grid_constant__ HogPlan plan, const __grid_constant__ HogEdges<float> edges,
            const __grid_constant__ HogWindow<float> window, const __grid_constant__ Tiling tiling, HogSource source,
@@ -268,7 +299,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   const float tangent[kEdges] = {edges.tangent[0], edges.tangent[1], edges.tangent[2], edges.tangent[3]};
   const uint32_t first = blockIdx.x * tiling.units_per_block;
   const int units = static_cast<int>(min(tiling.units - first, static_cast<uint32_t>(tiling.units_per_block)));
-  stage<kGradient>(plan, tiling, source, first, units, pixels);
+  stage<kGradient, kBytes>(plan, tiling, source, first, units, pixels);
   __syncthreads();
 
   const int row_cells = tiling.row_cells.value, channels = tiling.channels.value, per_patch = tiling.per_patch.value;
@@ -280,22 +311,20 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     const Unit unit = find_unit(tiling, first + u);
     if (patch >= unit.patches) continue;  // the last unit of a row may be shorter
 
-    float row_weight[kCell], column_weight[kCell];
+    int row = 0;
+    float column_weight[kCell];
     if constexpr (kGradient == HogGradient::sobel_gauss) {
-      const int top = static_cast<int>(unit.row % tiling.patch_rows) * plan.patch + cell_row * kCell;
+      row = static_cast<int>(unit.row % tiling.patch_rows) * plan.patch + cell_row * kCell;
       const int left = unit.first_column * plan.patch + cell_column * kCell;
 #pragma unroll
-      for (int i = 0; i < kCell; ++i) {
-        row_weight[i] = window.weight[(top + i) % kHogWindow];
-        column_weight[i] = window.weight[(left + i) % kHogWindow];
-      }
+      for (int i = 0; i < kCell; ++i) column_weight[i] = window.weight[(left + i) % kHogWindow];
     }
     Sums sums = {};
-    sum_cell<kGradient>(pixels + u * tiling.unit_pixels + channel * tiling.plane + cell_row * kCell * tiling.pitch,
-                        tiling.pitch, cell_column, row_weight, column_weight, tangent, sums);
+    const float* top = pixels + u * tiling.unit_pixels + channel * tiling.plane + cell_row * kCell * tiling.pitch;
+    sum_cell<kGradient, kBytes>(top, tiling.pitch, cell_column, window, row, column_weight, tangent, sums);
     const int cell = cell_row * per_patch + cell_column - patch * per_patch;
     const int place = cell * static_cast<int>(plan.cell_stride) + channel * static_cast<int>(plan.channel_stride);
-    finish_cell(plan, sums, values + u * tiling.unit_values + patch * tiling.patch_values + place);
+    finish_cell<kBytes>(plan, sums, values + u * tiling.unit_values + patch * tiling.patch_values + place);
   }
   __syncthreads();
 
@@ -313,16 +342,23 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   }
 }
 
-template <HogGradient kGradient>
+template <HogGradient kGradient, bool kBytes>
 void launch(const HogPlan& plan, const HogSource& source, const Tiling& tiling, int threads, const HogResult& result,
             cudaStream_t stream) {
   const int bytes = static_cast<int>(shared_bytes(tiling));
   STD_TORCH_CHECK(static_cast<size_t>(bytes) <= kMaxSharedBytes, "hog: a tile that no block can hold");
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel<kGradient>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel<kGradient, kBytes>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const uint32_t blocks = (tiling.units + tiling.units_per_block - 1) / tiling.units_per_block;
-  kernel<kGradient><<<blocks, threads, bytes, stream>>>(plan, HogEdges<float>(kBins), HogWindow<float>(), tiling,
-                                                        source, result);
+  kernel<kGradient, kBytes><<<blocks, threads, bytes, stream>>>(plan, HogEdges<float>(kBins), HogWindow<float>(),
+                                                                tiling, source, result);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <HogGradient kGradient>
+void launch(const HogPlan& plan, const HogSource& source, const Tiling& tiling, int threads, const HogResult& result,
+            cudaStream_t stream) {
+  const auto run = source.type == ScalarType::Byte ? launch<kGradient, true> : launch<kGradient, false>;
+  run(plan, source, tiling, threads, result, stream);
 }
 
 }  // namespace hog_tile

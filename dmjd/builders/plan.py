@@ -7,11 +7,13 @@ three micro-batch sizes, and interpolated and extrapolated linearly. Memory that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +21,17 @@ from dmjd.accelerators import ACCELERATORS, Accelerator
 from dmjd.builders.finetune import head_classes
 from dmjd.builders.mixing import check_augment
 from dmjd.builders.tasks import builders_of
-from dmjd.config import DetectPlanConfig, FinetunePlanConfig, PlanConfig, SegmentPlanConfig, check_batch
+from dmjd.config import (
+    PLANS,
+    SCHEMAS,
+    DetectPlanConfig,
+    EngineConfig,
+    FinetunePlanConfig,
+    PlanConfig,
+    SegmentPlanConfig,
+    TrainConfig,
+    check_batch,
+)
 from dmjd.data.build import AUTO, STREAM, build_dataset
 from dmjd.errors import ConfigError
 from dmjd.models.flops import count_flops
@@ -90,11 +102,14 @@ class Fit:
 class Plan:
     """Estimates for one training on one cluster.
 
+    Args:
+        gpu: by default that of ``config.gpu``.
+
     Raises:
         ConfigError: if the batch cannot be divided among the GPUs.
     """
 
-    def __init__(self, config: AnyPlanConfig) -> None:
+    def __init__(self, config: AnyPlanConfig, gpu: Accelerator | None = None) -> None:
         check_batch(config.batch_size, 1, config.gpus)  # it selects grad_accum_steps itself
         if config.gpus > config.gpus_per_node and config.gpus % config.gpus_per_node:
             raise ConfigError(f"gpus={config.gpus} is not divisible by gpus_per_node={config.gpus_per_node}")
@@ -102,7 +117,7 @@ class Plan:
             raise ConfigError(f"engine.replicas={config.engine.replicas} does not divide gpus={config.gpus}")
         self.config = config
         self.traced: dict[str, Activations] = {}
-        self.gpu: Accelerator = ACCELERATORS[config.gpu]
+        self.gpu: Accelerator = ACCELERATORS[config.gpu] if gpu is None else gpu
         self.images_per_gpu = config.batch_size // config.gpus
         self.images, self.images_from, found = training_images(config)
         self.classes = 0
@@ -116,10 +131,11 @@ class Plan:
             self.classes = config.head.num_classes or found or config.published.classes
         with torch.device("meta"):
             objective, _ = self._objective_and_inputs(self._builders.pair)
-        self._model = objective.model
+        self.model = objective.model
+        self.has_batch_norm = any(isinstance(part, nn.BatchNorm2d) for part in objective.modules())
         self.parameters = sum(parameter.numel() for parameter in objective.parameters())
         self.trained = sum(parameter.numel() for parameter in objective.parameters() if parameter.requires_grad)
-        self.encoder_parameters = sum(parameter.numel() for parameter in self._model.encoder.parameters())
+        self.encoder_parameters = sum(parameter.numel() for parameter in self.model.encoder.parameters())
         self.averaged = 0  # parameters
         self.target_parameters = 0
         if isinstance(config, PlanConfig):
@@ -129,6 +145,12 @@ class Plan:
 
     def _objective_and_inputs(self, images: int) -> tuple[Trainable, Any]:
         return self._builders.objective_and_inputs(self.config, self.classes, images)
+
+    def under(self, engine: EngineConfig) -> Plan:
+        """This plan with another engine; traces are shared."""
+        other = copy(self)
+        other.config = replace(self.config, engine=engine)
+        return other
 
     @cached_property
     def flops_per_image(self) -> int:
@@ -168,8 +190,8 @@ class Plan:
         """Weights, gradients and optimizer state of ``engine`` on each GPU."""
         gpus, config, spec = self.config.gpus, self.config.engine, ENGINES[engine]
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
-        size = blocks_per_unit(config, self._model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
-        largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self._model, size))
+        size = blocks_per_unit(config, self.model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
+        largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self.model, size))
         state = state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
         share = self.trained / self.parameters
         return state._replace(gradients=state.gradients * share, optimizer=state.optimizer * share)
@@ -218,15 +240,20 @@ class Plan:
         precision = select_precision(self.config.engine.precision, torch.device("cuda"))
         if precision == torch.float32:
             return 0
-        return precision.itemsize * sum(p.numel() for block in blocks(self._model) for p in block.parameters())
+        return precision.itemsize * sum(p.numel() for block in blocks(self.model) for p in block.parameters())
+
+    @property
+    def divisors(self) -> Iterator[int]:
+        """Possible values of ``engine.grad_accum_steps``, ascending; a micro-batch that is mixed has whole pairs."""
+        pair = self._builders.pair if self.pairs else 1
+        images = self.images_per_gpu
+        return (parts for parts in range(1, images + 1) if not images % parts and not images // parts % pair)
 
     def fit(self, engine: str, mode: str) -> Fit | None:
         """The largest micro-batch that fits and divides the GPU's share of the batch; None if no image fits."""
         available = (self.gpu.memory_gib - RESERVE_GIB) * 2**30
-        for accumulation in _divisors(self.images_per_gpu):
+        for accumulation in self.divisors:
             images = self.images_per_gpu // accumulation
-            if self.pairs and images % self._builders.pair:
-                continue
             peak = self.peak(engine, mode, images, accumulation)
             if peak <= available:
                 return Fit(images, accumulation, peak)
@@ -242,6 +269,14 @@ class Plan:
         """GPU hours of the whole run at ``config.mfu``."""
         flops = self.flops_per_image * self.images * self.config.epochs
         return flops / (self.gpu.tflops * 1e12 * self.config.mfu / 100) / 3600
+
+
+def plan_config(config: TrainConfig, gpus: int, gpus_per_node: int) -> AnyPlanConfig:
+    """The configuration of a plan for the training ``config`` on so many GPUs; its images are not counted."""
+    schema = next(SCHEMAS[plan] for command, plan in PLANS.items() if isinstance(config, SCHEMAS[command]))
+    values = {item.name: getattr(config, item.name) for item in fields(config)}
+    planned: AnyPlanConfig = schema(**values, gpus=gpus, gpus_per_node=gpus_per_node, images=config.batch_size)
+    return planned
 
 
 def training_images(config: AnyPlanConfig) -> tuple[int, str, int | None]:
@@ -263,7 +298,3 @@ def training_images(config: AnyPlanConfig) -> tuple[int, str, int | None]:
         return config.published.images, f"{config.published.name}, as data.root is not set", None
     dataset = build_dataset(replace(data, check="none"), "train")
     return len(dataset), f"data.root={shown(data.root)}", dataset.num_classes
-
-
-def _divisors(number: int) -> Iterator[int]:
-    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
