@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class Engine(Protocol):
     rehearses: bool
     """Whether the first backward of a launch adds in another order than all later ones, so that it has to be thrown
     away for a resumed run to have the bits of an uninterrupted one."""
+    settings: dict[str, Any]
+    """Configuration of the library that it uses, for the run folder; empty if it uses none but torch."""
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Surrounds forward *and* backward of one micro-batch; ``last`` marks the one after which :meth:`step` follows.

@@ -196,17 +196,30 @@ def state_bytes(
         for moments, divided in zip((1, 1, 2), spec.divided, strict=True)
     )
     # A unit's weights, and what is fetched ahead of it or kept after it; a unit's gradients until they are reduced.
-    others = max(largest_unit, _zero3_live(reshard) if spec.stage == 3 else 0)
+    others = zero3_live(reshard, parameters, largest_unit).most if spec.stage == 3 else largest_unit
     whole = min(parameters, largest_unit + others) if spec.divided.weights else 0
     leaving = spec.divided.gradients * largest_unit + spec.reduced
     return StateBytes(weights, gradients, optimizer, FLOAT * (whole + leaving))
 
 
-def _zero3_live(reshard: bool | None) -> int:
-    """Parameters that ZeRO-3 fetches ahead, or keeps after their forward pass."""
-    if reshard is None:
-        return KEPT
-    return ZERO_BUCKET if reshard else 10**12
+class LiveParameters(NamedTuple):
+    """How many parameters ZeRO-3 holds whole beside the block at work.
+
+    ahead: fetched before their block needs them, in whole blocks.
+    kept: those nearest to the loss, from their forward to their backward pass; 0, some or all.
+    most: of both together. Of the blocks before those that are kept, ``most - kept`` are fetched ahead.
+    """
+
+    ahead: int
+    kept: int
+    most: int
+
+
+def zero3_live(reshard: bool | None, parameters: int, block: int) -> LiveParameters:
+    """Of a model with so many ``parameters``, whose largest block has ``block``; ``engine.reshard_after_forward``."""
+    ahead = min(parameters, block * max(2, -(-ZERO_BUCKET // block)))
+    kept = 0 if reshard else min(parameters, KEPT if reshard is None else parameters)
+    return LiveParameters(ahead, kept, max(ahead, kept))
 
 
 def blocks_per_unit(engine: EngineConfig, model: Model, one_host: bool) -> int:

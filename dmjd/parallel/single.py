@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class SingleEngine:
         self.objective = objective
         self.module: nn.Module = objective
         self.device = device
+        self.settings: dict[str, Any] = {}
         self._precision = precision
         self._clip = config.clip_grad
         self._owned = self._own()

@@ -27,9 +27,6 @@ from dmjd.data.listed import FILE as IMAGES
 from dmjd.data.listed import TEST_FILE as TEST_IMAGES
 from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
-from dmjd.parallel.build import select_precision
-from dmjd.parallel.deepspeed.config import deepspeed_config
-from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
 from dmjd.redact import redact
@@ -244,17 +241,24 @@ class RunFolder(RunPaths):
             ) from error
         return self.path
 
-    def record(self, config: TrainConfig, world: World, initial: Mapping[str, str] | None = None) -> None:
+    def record(
+        self,
+        config: TrainConfig,
+        world: World,
+        initial: Mapping[str, str] | None = None,
+        deepspeed: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write config.yaml and the records of this launch, and remove the heartbeats of ranks from ``world.size`` on.
 
         Args:
             initial: from :meth:`initial_weights`.
+            deepspeed: DeepSpeed's configuration, if the engine uses it.
 
         Raises:
             StorageError: if a file cannot be written.
         """
         try:
-            self._record(config, world, initial or {})
+            self._record(config, world, initial or {}, deepspeed or {})
         except OSError as error:
             raise StorageError(
                 f"cannot write {error.filename2 or error.filename or self.path}: {error.strerror}; no step was done; "
@@ -262,7 +266,9 @@ class RunFolder(RunPaths):
             ) from error
         forget_ranks(self.path, world.size)
 
-    def _record(self, config: TrainConfig, world: World, initial: Mapping[str, str]) -> None:
+    def _record(
+        self, config: TrainConfig, world: World, initial: Mapping[str, str], deepspeed: Mapping[str, Any]
+    ) -> None:
         earlier = self._provenance()
         self.pictures.mkdir(exist_ok=True)
         self.evaluations.mkdir(exist_ok=True)
@@ -270,8 +276,8 @@ class RunFolder(RunPaths):
             (self.path / FLIGHT).mkdir(exist_ok=True)  # the flight recorder does not create it
         replace_file(self.config, to_yaml(config))
         replace_file(self.path / "environment.txt", _packages())
-        if ENGINES[config.engine.name].stage:
-            replace_file(self.path / "deepspeed.json", json.dumps(_deepspeed(config, world), indent=1))
+        if deepspeed:
+            replace_file(self.path / "deepspeed.json", json.dumps(deepspeed, indent=1))
         sha, diff = source_state()
         if diff:
             replace_file(self.path / "source.diff", diff)
@@ -323,13 +329,6 @@ def _initial(provenance: Mapping[str, Any]) -> dict[str, str]:
     """The entries of :meth:`RunFolder.initial_weights` in ``provenance``; empty if it has none."""
     found = {name: provenance.get(name) for name in ("init_path", "init_sha256")}
     return {name: value for name, value in found.items() if isinstance(value, str)} if all(found.values()) else {}
-
-
-def _deepspeed(config: TrainConfig, world: World) -> dict[str, Any]:
-    """The DeepSpeed configuration of this launch's engine."""
-    bf16 = select_precision(config.engine.precision, world.device) == torch.bfloat16
-    micro_batch = config.batch_size // (config.engine.grad_accum_steps * world.size)
-    return deepspeed_config(config.engine, config.optim, bf16=bf16, micro_batch=micro_batch)
 
 
 def _device(device: torch.device) -> str:

@@ -243,7 +243,7 @@ class Trainer:
             self.run.quarantine.unlink(missing_ok=True)
             self.run.guard.unlink(missing_ok=True)
         self.data.list_images(is_new)
-        self.run.record(self.config, self.world, self.initial)
+        self.run.record(self.config, self.world, self.initial, self.engine.settings)
         self.task.record(self.run)
 
     def _open_logs(self) -> None:

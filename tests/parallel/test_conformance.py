@@ -295,6 +295,7 @@ def test_in_bfloat16_losses_agree_within_half_a_percent(
 EVERY_CELL = [
     *((*compiled, mode, "fp32") for compiled in walk.COMPILED for mode in MODES),
     *((name, "block", "none", "bf16") for name in ("ddp", "zero3")),
+    ("zero3", "none", "none", "fp32"),
 ]
 SOME_CELLS = [
     ("ddp", "model", "none", "fp32"),
@@ -302,6 +303,7 @@ SOME_CELLS = [
     ("ddp", "block", "none", "fp32"),
     ("fsdp", "block", "none", "fp32"),
     ("zero3", "block", "selective", "fp32"),
+    ("zero3", "none", "none", "fp32"),
 ]
 
 
@@ -316,7 +318,7 @@ def test_compiling_changes_nothing(backend: str, cells: list[walk.Cell], tmp_pat
     assert exit_codes(walk.walk_compiled, 2, tmp_path, free_port(), backend, cells) == [0, 0]
     seen = torch.load(tmp_path / "seen.pt", weights_only=True)
     assert list(seen) == cells
-    for (name, unit, mode, precision), (rows, graphs) in seen.items():
+    for (name, unit, mode, precision), (rows, graphs, reads) in seen.items():
         if precision == "fp32":
             assert_same_curve(rows, alone["curve"][:3])
         else:
@@ -326,6 +328,8 @@ def test_compiling_changes_nothing(backend: str, cells: list[walk.Cell], tmp_pat
             assert graphs > 2, "cut where buckets end, so that gradients are reduced beside the backward"
         if (name, unit) == ("zero2", "model"):
             assert graphs == 1
+        if (name, precision) == ("zero3", "fp32"):
+            assert reads == seen["zero3", "none", "none", "fp32"][2], "the host waits no more often for it"
         if (name, unit, precision) == ("ddp", "block", "fp32"):
             assert graphs == seen["fsdp", "block", mode, precision][1], "not cut: theirs come one by one anyway"
 

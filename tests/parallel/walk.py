@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmjd.builders.average import ENCODER, Ema
@@ -103,7 +104,7 @@ class Curve:
     averages: dict[str, Tensor]
 
 
-def make_objective(convolutional: bool = False) -> Objective:
+def make_objective(convolutional: bool = False, depth: int = 2) -> Objective:
     torch.manual_seed(0)
     encoder: Encoder
     if convolutional:
@@ -111,7 +112,7 @@ def make_objective(convolutional: bool = False) -> Objective:
             image_size=(64, 64), in_chans=3, embed_dims=(8, 12, 32), depths=(1, 1, 1), mlp_ratios=(2, 2, 2), num_heads=4
         )
     else:
-        encoder = ViTEncoder(image_size=(64, 64), patch_size=16, in_chans=3, embed_dim=32, depth=2, num_heads=4)
+        encoder = ViTEncoder(image_size=(64, 64), patch_size=16, in_chans=3, embed_dim=32, depth=depth, num_heads=4)
     decoder = MAEDecoder(
         encoder_dim=32,
         grid=encoder.grid,
@@ -313,7 +314,8 @@ def walk(rank: int, size: int, folder: Path, port: int, saved: dict[str, Path], 
 
 
 def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, cells: list[Cell]) -> None:
-    """The life of one rank that compiles. Writes ``folder/seen.pt``: of every cell its rows, and its graphs' number."""
+    """The life of one rank that compiles. Writes ``folder/seen.pt``: of every cell its rows, the number of its graphs,
+    and how often the host reads a tensor in the last step, for which it would wait on a GPU."""
     world = join(rank, size, port)
     # DDP's buckets, at whose ends its graph is cut, hold more than this model.
     torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = BUCKET  # type: ignore[attr-defined]
@@ -328,7 +330,11 @@ def walk_compiled(rank: int, size: int, folder: Path, port: int, backend: str, c
         run = Run(config, world, ema=False)
         if isinstance(run.engine.module, DistributedDataParallel):
             run.engine.module.bucket_bytes_cap = BUCKET
-        seen[cell] = run.take(3), counted.graphs
+        rows = run.take(2)
+        with profile(activities=[ProfilerActivity.CPU]) as step:
+            rows += run.take(1)
+        reads = sum(event.name == "aten::_local_scalar_dense" for event in step.events())
+        seen[cell] = rows, counted.graphs, reads
         run.engine.close()
     if world.is_main:
         torch.save(seen, folder / "seen.pt")

@@ -11,7 +11,7 @@ from typing import Any
 
 from dmjd.config import EngineConfig, OptimConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.engines import ENGINES, KEPT, ZERO_BUCKET
+from dmjd.parallel.engines import ENGINES, ZERO_BUCKET, zero3_live
 from dmjd.safe_load import parse_json
 
 _OWNED = {
@@ -35,8 +35,8 @@ _OWNED = {
 }
 """Keys that a file may not change -> the key of ours that decides them."""
 
-_REUSE = {None: 2 * KEPT, True: 0, False: 10**12}
-"""``engine.reshard_after_forward`` -> parameters used until a block's next use, up to which it stays whole."""
+_ALL = 10**12
+"""Parameters that no model has."""
 
 
 def check(engine: EngineConfig) -> None:
@@ -47,12 +47,15 @@ def check(engine: EngineConfig) -> None:
         _read(Path(engine.deepspeed_config))
 
 
-def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, micro_batch: int) -> dict[str, Any]:
+def deepspeed_config(
+    engine: EngineConfig, optim: OptimConfig, *, bf16: bool, micro_batch: int, parameters: int, block: int
+) -> dict[str, Any]:
     """The dictionary for ``deepspeed.initialize``. Defaults of DeepSpeed move between releases, so none is relied on.
 
     Args:
         bf16: whether to autocast to bfloat16; parameters are float32 either way.
         micro_batch: images of one process in a micro-batch. DeepSpeed only counts samples with it.
+        parameters: of the model. block: of its largest block.
 
     Raises:
         ConfigError: if ``engine.deepspeed_config`` cannot be read, or sets what our configuration decides.
@@ -73,12 +76,16 @@ def deepspeed_config(engine: EngineConfig, optim: OptimConfig, *, bf16: bool, mi
         "elastic_checkpoint": False,
     }
     if stage == 3:
+        live = zero3_live(engine.reshard_after_forward, parameters, block)
         zero |= {
-            "stage3_prefetch_bucket_size": ZERO_BUCKET,
+            "stage3_prefetch_bucket_size": live.ahead,
             # A block is gathered at once; parameters below the threshold would be gathered one by one after each step.
             "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 10**12,  # the other two decide
-            "stage3_max_reuse_distance": _REUSE[engine.reshard_after_forward],
+            # Before each module DeepSpeed fetches a further prefetch bucket, up to this limit.
+            "stage3_max_live_parameters": live.most,
+            # Parameters used from a block to the end of the forward pass, not to its next use; it counts those of a
+            # module within a module twice.
+            "stage3_max_reuse_distance": live.kept if live.kept < parameters else _ALL,
             "stage3_gather_16bit_weights_on_model_save": False,
             # Its linear layer rounds to bfloat16 before and after adding the bias, unlike F.linear, which it replaces
             # in the whole process.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,8 @@ from dmjd.parallel.fsdp import filled
 from dmjd.parallel.single import build_optimizer
 from dmjd.parallel.staging import HostCopies
 from dmjd.parallel.world import World
+
+logger = logging.getLogger("dmjd")
 
 
 class DeepSpeedEngine:
@@ -58,7 +61,14 @@ class DeepSpeedEngine:
         self._bare, self._world, self._precision = bare, world, precision
         self._saving = world.new_group()
         bf16 = precision == torch.bfloat16
-        settings = world.all_or_none(lambda: deepspeed_config(engine, optim, bf16=bf16, micro_batch=micro_batch))
+        sizes = [sum(p.numel() for p in block.parameters()) for block in blocks(objective.model)]
+        parameters = sum(p.numel() for p in objective.parameters())
+        self.settings = world.all_or_none(
+            lambda: deepspeed_config(
+                engine, optim, bf16=bf16, micro_batch=micro_batch,
+                parameters=parameters, block=max(sizes),
+            )
+        )  # fmt: skip
         optimizer = build_optimizer(dict(objective.named_parameters()), optim, objective.lr_scales)
         if self.stage == 3:
             leaf = zero_files.import_deepspeed("deepspeed.utils").set_z3_leaf_module
@@ -69,7 +79,9 @@ class DeepSpeedEngine:
                     p.requires_grad for p in block.parameters()
                 ):
                     block.register_forward_pre_hook(_require_gradient)
-        self._ds = _initialise(objective, optimizer, settings, engine.deepspeed_config, world.step_group())
+            if world.is_main:
+                _log_gathered(self.settings["zero_optimization"], parameters, max(sizes))
+        self._ds = _initialise(objective, optimizer, self.settings, engine.deepspeed_config, world.step_group())
         if self.stage == 3:
             _let_host_run_ahead(self._zero.parameter_offload.get_param_coordinator(), objective)
         self.module: nn.Module = self._ds
@@ -206,6 +218,18 @@ class DeepSpeedEngine:
         self._ds.destroy()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _log_gathered(zero: dict[str, Any], parameters: int, block: int) -> None:
+    """Log how many parameters are whole at a time, a user's file included."""
+    most, kept = zero["stage3_max_live_parameters"] + block, zero["stage3_max_reuse_distance"]
+    whole, kept, ahead = (
+        f"{min(number, parameters) / 1e6:.1f} M" for number in (most, kept, zero["stage3_prefetch_bucket_size"])
+    )
+    logger.info(
+        "zero3 gathers at most %s of %.1f M parameters at once: %s stay from forward to backward, others are fetched "
+        "%s at a time", whole, parameters / 1e6, kept, ahead,
+    )  # fmt: skip
 
 
 def _let_host_run_ahead(coordinator: Any, objective: Trainable) -> None:

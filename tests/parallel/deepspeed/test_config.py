@@ -14,19 +14,23 @@ from dmjd.parallel.deepspeed.config import check, deepspeed_config
 from dmjd.parallel.fit import check_fit
 
 STAGE_3 = {
-    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_prefetch_bucket_size": 52_000_000,
     "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 10**12,
-    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_max_live_parameters": 300_000_000,
+    "stage3_max_reuse_distance": 10**12,
     "stage3_gather_16bit_weights_on_model_save": False,
     "memory_efficient_linear": False,
     "sub_group_size": 1_000_000_000,
 }
 
 
-def generate(name: str, clip_grad: float | None = None, bf16: bool = False, **options: Any) -> dict[str, Any]:
+def generate(
+    name: str, clip_grad: float | None = None, bf16: bool = False, million: int = 300, **options: Any
+) -> dict[str, Any]:
+    """Of a model of so many parameters, in blocks of 13 million."""
     engine = EngineConfig(name=name, device="cuda", grad_accum_steps=4, **options)
-    return deepspeed_config(engine, OptimConfig(clip_grad=clip_grad), bf16=bf16, micro_batch=16)
+    size = {"parameters": million * 10**6, "block": 13 * 10**6}
+    return deepspeed_config(engine, OptimConfig(clip_grad=clip_grad), bf16=bf16, micro_batch=16, **size)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("zero1", 1), ("zero2", 2), ("zero3", 3)])
@@ -126,10 +130,16 @@ def test_zero3_is_compiled_by_blocks() -> None:
         check_fit(EngineConfig(name="zero3", compile="model"), torch.device("cuda"), 2, 2)
 
 
-@pytest.mark.parametrize(("reshard", "distance"), [(None, 10**9), (True, 0), (False, 10**12)])
-def test_zero3_keeps_parameters_for_the_backward_pass(reshard: bool | None, distance: int) -> None:
-    zero = generate("zero3", reshard_after_forward=reshard)["zero_optimization"]
+@pytest.mark.parametrize(
+    ("reshard", "distance", "live"),
+    [(None, 500 * 10**6, 500 * 10**6), (True, 0, 52 * 10**6), (False, 10**12, 2000 * 10**6)],
+)
+def test_zero3_keeps_parameters_of_a_large_model_for_the_backward_pass(
+    reshard: bool | None, distance: int, live: int
+) -> None:
+    zero = generate("zero3", million=2000, reshard_after_forward=reshard)["zero_optimization"]
     assert zero["stage3_max_reuse_distance"] == distance
+    assert zero["stage3_max_live_parameters"] == live
 
 
 def test_deepspeed_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

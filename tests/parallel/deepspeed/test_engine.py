@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from dmjd.parallel import store
+from dmjd.config import OptimConfig
+from dmjd.parallel import engines, store
+from dmjd.parallel.apply import blocks
+from dmjd.parallel.build import build_engine
 from dmjd.parallel.deepspeed import files as zero_files
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.world import World, join_world
@@ -50,6 +53,7 @@ def look(rank: int, folder: Path, port: str) -> None:
         if name in walk.STAGES:
             seen[f"{name} waits"] = waits(config, world)
             seen[f"{name} offloaded"] = taken(replace(config, offload_optimizer=True), world)
+    seen["gathered"] = {reshard: gathered(reshard, world) for reshard in (None, True, False)}
     seen["ddp in bf16, last"] = taken(replace(walk.ENGINES["ddp"], precision="bf16"), world)
     if world.is_main:
         torch.save(seen, folder / "seen.pt")
@@ -73,6 +77,38 @@ def waits(config: Any, world: World) -> int:
     del accelerator.synchronize
     run.engine.close()
     return len(calls)
+
+
+AHEAD, KEPT = 15_000, 50_000
+"""Parameters: blocks have 12,704 each and their model 145,962."""
+
+
+def gathered(reshard: bool | None, world: World) -> tuple[int, int, int]:
+    """The most parameters that zero3 holds whole at a time, in forward and backward; those of a block; and of all."""
+    engines.ZERO_BUCKET, engines.KEPT = AHEAD, KEPT  # in a process that ends with these tests
+    objective = walk.make_objective(depth=8)
+    parameters: list[Any] = list(objective.parameters())
+    total = sum(p.numel() for p in parameters)
+    block = sum(p.numel() for p in objective.model.encoder.blocks[0].parameters())
+    config = walk.engine("zero3", reshard_after_forward=reshard)
+    engine = build_engine(objective, config, OptimConfig(), world)
+    missing = zero_files.import_deepspeed("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus.NOT_AVAILABLE
+    most = 0
+
+    def count(*_: Any) -> None:
+        nonlocal most
+        most = max(most, sum(p.ds_numel for p in parameters if p.ds_status != missing))
+
+    for each in blocks(objective.model):
+        each.register_forward_pre_hook(count)
+        next(each.parameters()).register_hook(count)
+    for step in range(STEPS + 1):  # DeepSpeed fetches ahead from the third on
+        images, views, targets = walk.make_batch(step, range(4))
+        with engine.micro_batch(last=True):
+            engine.backward(engine.module(images, views, targets).total)
+        engine.step(1e-3, 0.05)
+    engine.close()
+    return most, block, total
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +149,14 @@ def test_moments_on_the_host_change_nothing(name: str, seen: dict[str, Any], alo
 @pytest.mark.parametrize("name", walk.STAGES)
 def test_its_clock_does_not_make_a_step_wait(name: str, seen: dict[str, Any]) -> None:
     assert seen[f"{name} waits"] == 0
+
+
+@pytest.mark.parametrize("reshard", [None, True, False])
+def test_zero3_gathers_as_many_parameters_at_once_as_plan_counts(reshard: bool | None, seen: dict[str, Any]) -> None:
+    most, block, total = seen["gathered"][reshard]
+    beside = {None: KEPT, True: 2 * block, False: total}[reshard]
+    one = 4 * 32 * 32  # fetched whole, the last parameter exceeds the limit
+    assert beside - block < most < min(total, beside + block) + one
 
 
 def test_it_leaves_no_trace_in_torch(seen: dict[str, Any]) -> None:
