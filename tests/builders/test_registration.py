@@ -23,7 +23,7 @@ from dmjd.models.mlp import PointwiseMlp
 from dmjd.ops.images import patchify
 from dmjd.ops.tokens import gather_tokens
 from dmjd.ops.views import Views
-from dmjd.parallel.engines import ENGINES
+from dmjd.parallel.engines import AUTO, ENGINES
 from dmjd.runs.checkpoint import newest
 from dmjd.targets import TARGETS, TargetSpec, register
 
@@ -132,6 +132,6 @@ def test_every_name_of_the_configuration_has_its_record() -> None:
     assert sorted(names.TARGETS) == sorted(TARGETS)
     assert list(BACKBONES) == names.BACKBONES
     (engines,) = [item.metadata["choices"] for item in fields(EngineConfig) if item.name == "name"]
-    assert list(engines) == list(ENGINES)
+    assert list(engines) == [*ENGINES, AUTO]
     keys = {item.name for item in fields(EngineConfig)}
     assert {key for spec in ENGINES.values() for key in spec.options} <= keys
