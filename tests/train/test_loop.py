@@ -186,7 +186,7 @@ def test_pictures_do_not_change_a_bit(words: Words, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, of its tracing
-@pytest.mark.parametrize("unit", ["block", "model"])
+@pytest.mark.parametrize("unit", [pytest.param("block", marks=pytest.mark.long), "model"])
 def test_only_training_steps_are_compiled(words: Words, monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
     graphs = []
 
