@@ -38,7 +38,7 @@ import detectron2_vit
 import numpy
 import timing
 import torch
-from step_record import Deadline, Record, clean
+from step_record import Deadline, Record, clean, parse
 from torch import Tensor, nn
 
 from dmjd.accelerators import accelerator_of
@@ -463,20 +463,8 @@ def main() -> None:
         "--recompute", default="none", metavar="MODE", help="engine.activation_checkpointing of presets"
     )
     parser.add_argument("--images", type=int, help="of a preset's step, instead of 16 or 8")
-    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/dense_step_CARD.json")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options, device, file = parse(parser, "dense_step")
     deadline = Deadline(options.limit)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert options.tiny or options.plan or options.table or device == "cuda", (
-        "there is no GPU; --tiny tries all parts on a CPU"
-    )
-    card = timing.device_name(device).lower().replace("nvidia ", "").split()[0] if device == "cuda" else "h200"
-    file = options.json or Path(f"benchmarks/results/dense_step_{card}.json")
     if options.plan or options.table:
         (plan if options.plan else table)(Record.read(file))
         return

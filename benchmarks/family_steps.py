@@ -24,10 +24,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import timing
 import torch
 from pretrain_step import STEPS, measure
-from step_record import Deadline, Record, best, measured, next_images
+from step_record import Deadline, Record, best, measured, next_images, parse
 
 from dmjd.builders.plan import Plan
 from dmjd.compose import compose
@@ -199,20 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=["*"], metavar="FAMILY", help="such as pretrain:mae_* finetune:*")
     parser.add_argument("--first", action="store_true", help="the preset's batch alone")
-    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/family_steps_CARD.json")
-    parser.add_argument("--again", action="store_true")
-    parser.add_argument("--plan", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--tiny", action="store_true")
-    options = parser.parse_args()
+    options, device, file = parse(parser, "family_steps")
     deadline = Deadline(options.limit)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    assert options.tiny or options.plan or options.table or device == "cuda", (
-        "there is no GPU; --tiny tries all families on a CPU"
-    )
-    card = timing.device_name(device).lower().replace("nvidia ", "").split()[0] if device == "cuda" else "h200"
-    file = options.json or Path(f"benchmarks/results/family_steps_{card}.json")
     if options.plan or options.table:
         (plan if options.plan else table)(Record.read(file))
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import time
@@ -75,6 +76,23 @@ class Deadline:
     @property
     def over(self) -> bool:
         return time.monotonic() - self.began > self.seconds
+
+
+def parse(parser: argparse.ArgumentParser, benchmark: str) -> tuple[argparse.Namespace, str, Path]:
+    """The arguments, with those of every table of rows added; the device; and the file of rows."""
+    name = f"benchmarks/results/{benchmark}"
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help="begin no other row after")
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"rows; default: {name}_CARD.json")
+    parser.add_argument("--again", action="store_true", help="measure rows that FILE holds")
+    parser.add_argument("--plan", action="store_true", help="add the estimates of `dmjd plan` to FILE")
+    parser.add_argument("--table", action="store_true", help="print FILE as a table")
+    parser.add_argument("--tiny", action="store_true", help="try all rows with small models, without a GPU too")
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not (options.tiny or options.plan or options.table):
+        parser.error("there is no GPU; --tiny tries all rows on a CPU")
+    card = timing.device_name(device).lower().replace("nvidia ", "").split()[0] if device == "cuda" else "h200"
+    return options, device, options.json or Path(f"{name}_{card}.json")
 
 
 def next_images(rows: list[dict[str, Any]], first: int) -> int | None:
