@@ -222,8 +222,7 @@ __device__ inline void load_row(const float* row, const int (&chunk)[4], float (
 template <HogGradient kGradient, bool kBytes>
 __device__ inline void sum_cell(const float* pixels, int pitch, int cell_column, const HogWindow<float>& window,
                                 int row, const float* column_weight, const float (&tangent)[kEdges], Sums& sums) {
-  // Half of a byte cell's code fits the instruction cache; loops cost floats 15 % (H200).
-  constexpr int kUnrolled = kBytes ? kCell / 2 : kCell;
+  constexpr int kUnrolled = kCell / 2;
   int chunk[4];
   float rows[4][kCell + 2];
 #pragma unroll
