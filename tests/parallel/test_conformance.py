@@ -141,6 +141,11 @@ def test_four_processes_follow_the_curve_of_one(name: str, four: Seen, alone: di
 
 
 @NAMES
+def test_the_first_save_allocates_nothing(name: str, two: tuple[Seen, Path]) -> None:
+    assert two[0][name]["allocated in the first save"] == [0, 0]
+
+
+@NAMES
 def test_the_average_is_saved_whole(name: str, two: tuple[Seen, Path], alone: dict[str, Any]) -> None:
     saved = store.read_average(two[1] / f"{name}-before")
     assert_close(saved, alone["averages"])
