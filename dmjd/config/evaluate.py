@@ -104,14 +104,17 @@ class ExportConfig(EncoderConfig):
 
 @dataclass
 class ConsolidateConfig:
-    """Merge a sharded checkpoint into one safetensors file.
+    """Merge a sharded checkpoint into whole tensors in safetensors files.
 
     checkpoint: Run folder (its newest checkpoint) or a checkpoint folder.
     output: Output file. Default: a file inside the checkpoint.
+    shard_size: Maximum size of a file, such as 5GB. A larger output FILE.safetensors is split into
+        FILE-00001-of-0000N.safetensors and an index, FILE.safetensors.index.json. null: one file.
     """
 
     checkpoint: str = path("???")
     output: str | None = path()
+    shard_size: str | None = None
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.
