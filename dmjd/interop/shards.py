@@ -11,21 +11,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dmjd.errors import ConfigError
 from dmjd.interop.state_file import INDEX, SAFETENSORS
 
 _TYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 """The types that are written, with their names in a header."""
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB (10^9 bytes, as Hugging Face counts) or 500MiB. Raises ValueError for others."""
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) *([A-Za-z]*)", text.strip())
+def shard_bytes(shard_size: str | None) -> int | None:
+    """The bytes of ``shard_size``, such as 5GB (10^9 bytes, as Hugging Face counts) or 500MiB. Raises ConfigError."""
+    if shard_size is None:
+        return None
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?) *([A-Za-z]+)", shard_size.strip())
     unit = None if found is None else _UNITS.get(found[2].upper())
     size = 0 if found is None or unit is None else int(float(found[1]) * unit)
     if size < 1:
-        raise ValueError(f"{text!r} is no size such as 5GB or 500MiB")
+        raise ConfigError(f"shard_size={shard_size} is no size such as 5GB or 500MiB")
     return size
 
 

@@ -6,7 +6,7 @@ import copy
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -116,3 +116,13 @@ class HostCopies:
 
 def _is_size(node: Any) -> bool:
     return isinstance(node, torch.Size)  # tree_map would return a tuple
+
+
+def divide(sizes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """The names, in lists of about equal size: each, from the largest on, joins the smallest list."""
+    lists, totals = [list[str]() for _ in range(parts)], [0] * parts
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        least = totals.index(min(totals))
+        lists[least].append(name)
+        totals[least] += size
+    return lists

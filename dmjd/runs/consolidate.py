@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dmjd.config import ConsolidateConfig
 from dmjd.errors import ConfigError, StorageError
-from dmjd.interop.shards import parse_size, write_shards
+from dmjd.interop.shards import shard_bytes, write_shards
 from dmjd.parallel import native_files, store
 from dmjd.runs import checkpoint
 
@@ -28,10 +28,7 @@ def consolidate(config: ConsolidateConfig) -> Path:
         CheckpointError: if there is no complete checkpoint.
         ConfigError: if ``config.output`` is not writable. StorageError: if the disk is full.
     """
-    try:
-        size = None if config.shard_size is None else parse_size(config.shard_size)
-    except ValueError as error:
-        raise ConfigError(f"shard_size: {error}") from error
+    size = shard_bytes(config.shard_size)
     folder = checkpoint.resolve(Path(config.checkpoint))
     path = folder / native_files.CONSOLIDATED if config.output is None else Path(config.output)
     if path.suffix != SUFFIX or path.is_dir():

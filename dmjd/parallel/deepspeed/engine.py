@@ -25,7 +25,7 @@ from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fsdp import filled
 from dmjd.parallel.single import build_optimizer
-from dmjd.parallel.staging import HostCopies
+from dmjd.parallel.staging import HostCopies, divide
 from dmjd.parallel.world import World
 
 logger = logging.getLogger("dmjd")
@@ -158,7 +158,7 @@ class DeepSpeedEngine:
         self._copies.prepare([states, moments, whole])
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        shapes, here = self._shapes(), self._written_here(averages)
+        shapes, here = self._shapes(), set(self._written_here(averages))
         states = zero_files.capture(self._ds, shapes, self._world.size, self.stage)
         whole = {
             name: partial(self._whole_average, shard, shapes[name], name in here) for name, shard in averages.items()
@@ -176,9 +176,9 @@ class DeepSpeedEngine:
     def before_change(self) -> None:
         self._copies.before_change()
 
-    def _written_here(self, averages: Mapping[str, Tensor]) -> set[str]:
-        """Ranks write averages in turn."""
-        return set(list(averages)[self._world.rank :: self._world.size])
+    def _written_here(self, averages: Mapping[str, Tensor]) -> list[str]:
+        sizes = {name: shard.nbytes for name, shard in averages.items()}
+        return divide(sizes, self._world.size)[self._world.rank]
 
     def _whole_average(self, shard: Tensor, shape: torch.Size, is_written_here: bool) -> Tensor | None:
         """The average, whole, on the rank that writes it. Collective."""

@@ -55,6 +55,10 @@ class Partitions:
         for name in shapes.keys() - {name.partition("/")[2] for name in self._pieces}:  # frozen
             fragments = [model["frozen_param_fragments" if stage == 3 else "module"][name] for model in models]
             self._pieces[f"{PARAMETER}/{name}"] = [_Piece(each, 0, math.prod(each.shape)) for each in fragments]
+        held = sum(file.stat().st_size for file in folder.glob("*.pt"))
+        for name, shape in shapes.items():
+            if math.prod(shape) * torch.float32.itemsize > held:
+                raise ValueError(f"{name} is larger than the {held} bytes of the files")
         self.like = {name: torch.empty(self._shape(name), device="meta") for name in self._pieces}
 
     def _shape(self, full_name: str) -> Sequence[int]:
