@@ -225,11 +225,12 @@ def _seal(draft: Path, files: dict[str, dict[str, Any]], best: Sequence[Validate
     return final
 
 
-def add(folder: Path, path: Path) -> None:
-    """Add the file ``path``, which lies in the committed checkpoint ``folder``, to its manifest."""
-    _flush(path)
+def add(folder: Path, *paths: Path) -> None:
+    """Add files that lie in the committed checkpoint ``folder`` to its manifest."""
+    for path in paths:
+        _flush(path)
     files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in _manifest(folder).files.items()}
-    _put_manifest(folder, {**files, str(path.relative_to(folder)): _entry(path)})
+    _put_manifest(folder, files | {str(path.relative_to(folder)): _entry(path) for path in paths})
 
 
 def _put_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
@@ -419,7 +420,8 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
         weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", INDEX)]
         if found := next((file for file in weights if file.is_file() and is_of_hugging_face(file)), None):
             return found
-        files = sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
+        indexes = sorted(path.glob(f"*{INDEX}"))
+        files = indexes or sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
         if not files and _holds_images(path):
             raise CheckpointError(
                 f"{key}={name} is a folder of images, which data.root names; {key} names a run folder, a checkpoint in "

@@ -222,6 +222,7 @@ class Trainer:
             self.load_checkpoint(newest)
             if self.world.is_main:
                 logger.info("continuing from %s (step %d of %d)", newest, self.position.step, self.total_steps)
+        self.engine.prepare_save(self.step.averages)  # beside compilation
         if self.world.is_main:
             for line in start_lines(self.config, self.data, self.task, self.world):
                 logger.info("%s", line)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dmjd.builders.auto import choose
+from dmjd.builders.auto import choose, fewest_gpus
 from dmjd.builders.plan import Activations, Growth, Plan
 from dmjd.cli import main
 from dmjd.compose import compose, from_yaml
@@ -66,6 +66,38 @@ def test_the_first_settings_that_fit_are_chosen(
     words: tuple[str, ...], gib: tuple[float, ...], expected: tuple[Any, ...]
 ) -> None:
     assert key(chosen(*words, gib=gib, **SLOW)[0]) == expected
+
+
+@pytest.mark.parametrize(("name", "offload"), [("single", False), ("fsdp", False), ("zero2", False), ("zero2", True)])
+@pytest.mark.parametrize("memory", [4.0, 12.0, 40.0])
+def test_the_fewest_gpus_are_the_first_that_fit(name: str, offload: bool, memory: float) -> None:
+    """Of a model with half a billion parameters, against all numbers, modes and micro-batches."""
+    plan = Plan(compose("plan", [*SMALL, "backbone.embed_dim=5760", "batch_size=48", "gpus_per_node=4"]))
+    plan.gpu = replace(plan.gpu, memory_gib=memory)
+    sizes = (32, 64)
+    flat = Growth(sizes, [GIB] * 2)
+    for mode, size in zip(MODES, (0.9, 0.5, 0.7, 0.3), strict=True):
+        growing = Growth(sizes, [size * GIB * images for images in sizes])
+        plan.traced[mode] = Activations(flat, growing, growing, growing)
+    fits = {
+        gpus: [
+            (mode, 48 // gpus // images, plan.under(engine, gpus).peak(name, mode, images, 48 // gpus // images))
+            for images in range(48 // gpus, 0, -1)
+            if not 48 // gpus % images
+            for mode in MODES
+            for engine in [EngineConfig(name, offload_optimizer=offload)]
+        ]
+        for gpus in ((1,) if name == "single" else (2, 3, 4, 8, 12, 16, 24, 48))
+    }
+    good = {gpus: [row for row in rows if row[2] <= 0.9 * (memory - 2) * GIB] for gpus, rows in fits.items()}
+    expected = next(((gpus, *rows[0]) for gpus, rows in good.items() if rows), None)
+    found = fewest_gpus(plan, name, offload=offload)
+    if found is None:
+        assert expected is None
+    else:
+        gpus, engine, peak = found
+        assert (gpus, engine.activation_checkpointing, engine.grad_accum_steps, peak) == expected
+        assert engine.offload_optimizer == offload
 
 
 def test_small_batches_on_a_fast_gpu_are_captured_as_cuda_graphs() -> None:
