@@ -93,9 +93,11 @@ def start(overrides: list[str], target: Path, stop: bool) -> None:
     phases = Phases(began)
     from dmjd.cli import main
     from dmjd.compose import compose
+    from dmjd.parallel.environment import prepare_imports
 
     compose("pretrain", overrides)
     phases.end("python")
+    prepare_imports()  # as the command does
     import torch
 
     from dmjd.builders.step import Step
