@@ -10,6 +10,7 @@
 #   DMJD_REQUEUE     false if the site forbids requeueing; use `dmjd submit chain=N` then (true)
 #   DMJD_IDLE_LIMIT  consecutive launches without a new checkpoint before the job gives up (3)
 # and variables of NCCL and gloo: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA.
+# DMJD_MIN_NODES, of a job that was submitted with --no-kill, is set by `dmjd submit min_nodes=N`.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -64,8 +65,12 @@ launch() {
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # srun of 22.05 to 23.02 does not inherit --cpus-per-task.
-    local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
-        --kill-on-bad-exit=1 --wait=60)
+    local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}")
+    if [[ -n ${DMJD_MIN_NODES:-} ]]; then
+        srun+=(--no-kill --kill-on-bad-exit=0 --wait=0) # agents of other nodes go on
+    else
+        srun+=(--kill-on-bad-exit=1 --wait=60)
+    fi
     local mounts='' folder
     for folder in "$PWD" ${DMJD_MOUNTS:+${DMJD_MOUNTS//,/ }}; do
         [[ $folder == *:* ]] || folder=$folder:$folder
@@ -89,6 +94,7 @@ launch() {
 # Run a command that has no checkpoints: a requeued job starts it again.
 run_once() {
     [[ $# -gt 1 ]] || die "${1:-COMMAND} needs arguments: key=value ..."
+    unset DMJD_MIN_NODES
     local error
     error=$(container_error)
     [[ -z $error ]] || die "$error"
@@ -115,6 +121,12 @@ train() {
     [[ ${DMJD_REQUEUE:-true} == @(true|false) ]] || die "DMJD_REQUEUE must be true or false, got $DMJD_REQUEUE"
     [[ ${DMJD_IDLE_LIMIT:-3} =~ ^[1-9][0-9]*$ ]] ||
         die "DMJD_IDLE_LIMIT must be an integer above 0, got $DMJD_IDLE_LIMIT"
+    if [[ -n ${DMJD_MIN_NODES:-} ]]; then
+        if [[ ! $DMJD_MIN_NODES =~ ^[1-9][0-9]*$ ]] || ((DMJD_MIN_NODES >= SLURM_NNODES)); then
+            die "DMJD_MIN_NODES=$DMJD_MIN_NODES must be an integer above 0 and below the $SLURM_NNODES node(s) of the job"
+        fi
+        [[ ${DMJD_RENDEZVOUS:-c10d} == c10d ]] || die "DMJD_MIN_NODES needs DMJD_RENDEZVOUS=c10d"
+    fi
     read_arguments "$@"
     # dmjd submit sets DMJD_RUN. The arguments may set run= by an experiment, in quotes or by ${...}.
     RUN=${DMJD_RUN:-$(value_of run "${ARGUMENTS[@]}")}
