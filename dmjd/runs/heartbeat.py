@@ -58,8 +58,8 @@ class Heartbeat:
     """Context manager that writes the file of ``rank`` in a thread. :meth:`beat` is one assignment.
 
     Args:
-        step_limit: seconds that :data:`STEP_PHASES` may take once a step is done, before the watchdog kills the process.
-        limit: the same for other phases, and before.
+        step_limit: seconds after which the watchdog kills the process in :data:`STEP_PHASES`, once a step is done.
+        limit: the same in other phases, and before.
     """
 
     def __init__(self, run: Path, rank: int, step_limit: float = math.inf, limit: float = math.inf) -> None:

@@ -66,8 +66,14 @@ launch() {
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # srun of 22.05 to 23.02 does not inherit --cpus-per-task.
     local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}")
+    local watcher='' action=requeue
     if [[ -n ${DMJD_MIN_NODES:-} ]]; then
-        srun+=(--no-kill --kill-on-bad-exit=0 --wait=0) # agents of other nodes go on
+        srun+=(--no-kill --kill-on-bad-exit=0 --wait=0) # the agents of other nodes go on
+        [[ -z ${DMJD_CHAIN:-} && ${DMJD_REQUEUE:-true} == true ]] || action=cancel
+        local others=$((SLURM_NNODES - 1))
+        srun --no-kill --overlap --nodes=$others --ntasks=$others --ntasks-per-node=1 --cpus-per-task=1 \
+            --exclude="$head" bash "$DMJD_LAUNCHERS/slurm/first_node.sh" "$(job_name)" "$(job_log)" "$action" &
+        watcher=$!
     else
         srun+=(--kill-on-bad-exit=1 --wait=60)
     fi
@@ -87,8 +93,10 @@ launch() {
     while true; do
         code=0
         wait "$step" || code=$?
-        kill -0 "$step" 2>/dev/null || return "$code"
+        kill -0 "$step" 2>/dev/null || break
     done
+    [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
+    return "$code"
 }
 
 # Run a command that has no checkpoints: a requeued job starts it again.
@@ -157,7 +165,7 @@ train() {
         log "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    path=$(job_info | sed -n 's/^ *StdOut=//p') # a line of its own; a path may contain KEY=
+    path=$(job_log)
     path=${path//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
@@ -266,6 +274,11 @@ job_name() {
 # scontrol show job; empty if it fails.
 job_info() {
     scontrol show job "$(job_name)" 2>/dev/null || true
+}
+
+# The path of the job's log, in a line of its own: it may contain KEY=.
+job_log() {
+    job_info | sed -n 's/^ *StdOut=//p'
 }
 
 # A field of job_info without spaces.
