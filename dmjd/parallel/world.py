@@ -242,12 +242,12 @@ def _join_elastic(
         size = active_size(launch, engine, device, images)
         if size < launch.full_size:
             logger.warning(
-                "%d of %d process(es) train with batch_size=%d, %d stay idle, %d are lost",
+                "%d of %d process(es) train, %d stay idle, %d are missing: the most that divide batch_size=%d",
                 size,
                 launch.full_size,
-                images,
                 launch.size - size,
                 launch.full_size - launch.size,
+                images,
             )
         return size
 

@@ -6,8 +6,10 @@
 set -uo pipefail
 job=$1 log=$2 action=$3
 trap : USR1 # for the ranks
+trap 'exit 0' USR2
 while true; do
-    sleep 20
+    sleep 20 &
+    wait $! # unlike sleep it ends with a signal
     list=$(scontrol show job "$job" 2>/dev/null | sed -n 's/^ *NodeList=//p')
     [[ -n $list && $list != '(null)' ]] || continue
     nodes=$(scontrol show hostnames "$list")

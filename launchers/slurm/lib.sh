@@ -95,7 +95,12 @@ launch() {
         wait "$step" || code=$?
         kill -0 "$step" 2>/dev/null || break
     done
-    [[ -z $watcher ]] || kill "$watcher" 2>/dev/null || true
+    if [[ -n $watcher ]]; then
+        kill -USR2 "$watcher" 2>/dev/null || true # srun passes it on; TERM would fill the log
+        for _ in 1 2 3 4 5; do
+            ! kill -0 "$watcher" 2>/dev/null || sleep 1
+        done
+    fi
     return "$code"
 }
 

@@ -123,7 +123,7 @@ def test_two_hosts_go_on_without_the_third_as_a_run_that_two_resume(
     launched.kill(2)
     assert [agent.wait(120) for agent in launched.agents[:2]] == [0, 0], launched.log()
     assert launched.worlds() == [3, 2]
-    assert "2 of 3 process(es) train with batch_size=120, 0 stay idle, 1 are lost" in launched.log()
+    assert "2 of 3 process(es) train, 0 stay idle, 1 are missing: the most that divide batch_size=120" in launched.log()
     run, alone = launched.run, tmp_path / "alone"
     _, _, line = launched.log().partition("continuing from ")
     newest = Path(line.split()[0])
@@ -152,10 +152,10 @@ def test_an_idle_host_takes_the_place_of_the_next_one_that_is_lost(hosts: Callab
     launched = hosts(4, "batch_size=128", "epochs=30")
     launched.kill(3)
     launched.until(lambda: launched.worlds() == [4, 2] and launched.step() > 40)
-    assert "2 of 4 process(es) train with batch_size=128, 1 stay idle, 1 are lost" in launched.log()
+    assert "2 of 4 process(es) train, 1 stay idle, 1 are missing: the most that divide batch_size=128" in launched.log()
     launched.kill(2)
     assert [agent.wait(120) for agent in launched.agents[:2]] == [0, 0], launched.log()
-    assert "2 of 4 process(es) train with batch_size=128, 0 stay idle, 2 are lost" in launched.log()
+    assert "2 of 4 process(es) train, 0 stay idle, 2 are missing: the most that divide batch_size=128" in launched.log()
     assert launched.worlds() == [4, 2, 2]
     assert json.loads((launched.run / "STOP_REASON").read_text())["reason"] == "finished"
 
