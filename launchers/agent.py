@@ -47,6 +47,7 @@ if quiet:
 for name, message in (
     ("agent.server.api", "Error waiting on exit barrier"),
     ("rendezvous.dynamic_rendezvous", "has failed to shutdown the rendezvous"),
+    ("rendezvous.dynamic_rendezvous", "has failed to send a keep-alive heartbeat"),
 ):
     logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(
         lambda record, message=message: message not in record.getMessage()

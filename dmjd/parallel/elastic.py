@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from dmjd.config import EngineConfig
-from dmjd.errors import ConfigError
+from dmjd.errors import ConfigError, NotMet
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch
 
@@ -57,23 +58,24 @@ def same_micro_batch(engine: EngineConfig, batch_size: int, full_size: int, size
     return replace(engine, grad_accum_steps=steps or engine.grad_accum_steps)
 
 
-def train_or_idle(launch: Launch, store: Store, timeout: timedelta, choose: Callable[[], int]) -> Launch:
-    """The launch of the ranks that train. An idle rank stays in this call until the run has ended. Collective.
-
-    Args:
-        store: of this start, on an agent of torchrun.
-        choose: gives the number of ranks that train; called on rank 0.
-
-    Raises:
-        SystemExit: on an idle rank, with code 0, when the others have ended.
-        RuntimeError: on an idle rank, if the store is lost.
-    """
+def agree(launch: Launch, store: Store, timeout: timedelta, choose: Callable[[], int]) -> int:
+    """The number of ranks that train: ``choose()`` of rank 0. Collective. Raises RuntimeError if rank 0 is missing."""
     if launch.rank == 0:
         store.set(_ACTIVE, str(choose()))
     store.wait([_ACTIVE], timeout)
-    size = int(store.get(_ACTIVE))
-    if launch.rank < size:
-        return replace(launch, size=size, local_size=min(launch.local_size, size))
-    while not store.check([FINISHED]):
-        time.sleep(_POLL_SECONDS)
+    return int(store.get(_ACTIVE))
+
+
+def stay_idle(store: Store, rank: int) -> NoReturn:
+    """Wait until the ranks that train have ended the run.
+
+    Raises:
+        SystemExit: with code 0, when they have.
+        NotMet: if the store is lost, since they have failed.
+    """
+    try:
+        while not store.check([FINISHED]):
+            time.sleep(_POLL_SECONDS)
+    except RuntimeError as error:
+        raise NotMet(f"rank {rank} was idle, and the agent with the store of the ranks has ended") from error
     raise SystemExit(0)

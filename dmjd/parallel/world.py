@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, NotMet, UserError
-from dmjd.parallel.elastic import FINISHED, active_size, train_or_idle
+from dmjd.parallel.elastic import FINISHED, active_size, agree, stay_idle
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch, read_launch
@@ -235,7 +235,7 @@ def _meet(timeout: timedelta) -> Store:
 def _join_elastic(
     launch: Launch, engine: EngineConfig, device: torch.device, batch_size: Callable[[], int], timeout: timedelta
 ) -> tuple[Launch, Store | None]:
-    """The launch of the ranks that train, and the store of this start; None for one process."""
+    """The launch of the ranks that train, and the store of this start; None for one process. Idle ranks exit."""
 
     def choose() -> int:
         images = batch_size()
@@ -256,9 +256,12 @@ def _join_elastic(
         return launch, None
     try:
         store = _meet(timeout)
-        launch = train_or_idle(launch, store, timeout, choose)
+        size = agree(launch, store, timeout, choose)
     except (RuntimeError, ValueError) as error:
         raise _not_met(error, launch, timeout) from error
+    if launch.rank >= size:
+        stay_idle(store, launch.rank)
+    launch = replace(launch, size=size, local_size=min(launch.local_size, size))
     # For DeepSpeed, which reads them.
     os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(launch.size), str(launch.local_size)
     return launch, store

@@ -8,11 +8,11 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import HashStore, TCPStore
 
 from dmjd.config import EngineConfig
-from dmjd.errors import ConfigError
-from dmjd.parallel.elastic import FINISHED, active_size, micro_batches, same_micro_batch, train_or_idle
+from dmjd.errors import ConfigError, NotMet
+from dmjd.parallel.elastic import FINISHED, active_size, agree, micro_batches, same_micro_batch, stay_idle
 from dmjd.parallel.launch import Launch, read_launch
 
 CPU = torch.device("cpu")
@@ -66,27 +66,27 @@ def test_without_an_elastic_launch_nothing_changes() -> None:
     assert same_micro_batch(engine, 7, 0, 2) == engine
 
 
+def test_all_ranks_have_the_number_of_rank_0() -> None:
+    store = HashStore()
+    launches = [Launch(rank, 3, rank, 3, 4) for rank in range(3)]
+    agreed = [agree(launch, store, timedelta(seconds=20), lambda rank=launch.rank: 2 + rank) for launch in launches]
+    assert agreed == [2, 2, 2]
+
+
 def test_an_idle_rank_ends_with_the_run() -> None:
-    store: Store = HashStore()
-    ends: dict[int, Launch | int | str | None] = {}
-
-    def join(rank: int) -> None:
-        try:
-            launch = Launch(rank, 3, rank, 3, 4)
-            ends[rank] = train_or_idle(launch, store, timedelta(seconds=20), lambda: 2)
-        except SystemExit as left:
-            ends[rank] = left.code
-
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads[:2]:
-        thread.join(20)
-    assert ends == {0: Launch(0, 2, 0, 2, 4), 1: Launch(1, 2, 1, 2, 4)}
-    assert threads[2].is_alive()
-    store.set(FINISHED, "")
-    threads[2].join(20)
-    assert ends[2] == 0
+    server: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert server is not None
+    client = TCPStore("127.0.0.1", server.port, is_master=False)
+    timer = threading.Timer(0.2, client.clone().set, (FINISHED, ""))
+    timer.start()
+    with pytest.raises(SystemExit) as left:
+        stay_idle(client, 2)
+    timer.join()
+    assert left.value.code == 0
+    server.delete_key(FINISHED)
+    server = None
+    with pytest.raises(NotMet, match="rank 2 was idle, and the agent with the store of the ranks has ended"):
+        stay_idle(client, 2)
 
 
 def test_more_processes_than_all_nodes_have(monkeypatch: pytest.MonkeyPatch) -> None:
