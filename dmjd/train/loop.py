@@ -20,6 +20,8 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
 from dmjd.errors import Alarm, ConfigError, StoppedBefore, UserError
 from dmjd.parallel.build import select_device
+from dmjd.parallel.elastic import same_micro_batch
+from dmjd.parallel.engines import AUTO
 from dmjd.parallel.environment import (
     collect_as_usual,
     compiler_imported_meanwhile,
@@ -126,7 +128,7 @@ def train(
     """
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
-    world = join_world(select_device(config.engine.device), config.engine)
+    world = join_world(select_device(config.engine.device), config.engine, lambda: run.batch_size(config))
     config = resolved(config, run, world, resolve)
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
@@ -149,7 +151,10 @@ def resolved(
         checked = run.check(config)
         checked = replace(checked, data=resolve_auto(checked.data))
         checked = checked if run.has_checkpoint else resolve(checked, run, world)
-        return resolve_engine(checked, world, run.engine_before)
+        if checked.engine.name == AUTO:
+            return resolve_engine(checked, world, run.engine_before)
+        engine = same_micro_batch(checked.engine, checked.batch_size, world.full_size, world.size)
+        return replace(checked, engine=engine)
 
     return world.on_main(act)
 
