@@ -56,7 +56,7 @@ class Cell:
             save: folder for the checkpoints of :func:`measure_saves`.
         """
         world, cuda = self._world, self._world.device.type == "cuda"
-        count = WARMUP + STEPS + IDLE_STEPS + (SAVES * BESIDE_SAVE if save else 0)
+        count = WARMUP + STEPS + IDLE_STEPS + ((SAVES + 1) * BESIDE_SAVE if save else 0)
         upload = uploader(kind, world.device)
         with closing(batches(kind, self._config, world, self._micro, count)) as feed:
             steps = partial(self._steps, feed, upload)
@@ -82,6 +82,7 @@ class Cell:
             if save is not None:
                 result["save"] = measure_saves(self._step, world, save, partial(steps, BESIDE_SAVE))
         curve = world.mean(torch.stack(losses)).tolist()
+        self._clock.mark()
         self._clock.lap()
         return result if isinstance(world, SimulatedWorld) else result | {"losses": curve}
 
@@ -99,6 +100,7 @@ class Cell:
         self._times = StepTimes(self._world.device)
         losses = [self._train(upload(batch)) for batch in islice(self._clock.waiting(feed), count)]
         synchronize(self._world.device)
+        self._clock.mark()
         return losses
 
     def _host_seconds(self, feed: Iterator[Batch], upload: Callable[[Batch], Batch]) -> Iterator[float]:

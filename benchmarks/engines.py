@@ -55,6 +55,7 @@ from dmjd.train.throughput import Throughput
 
 MODELS = {
     "vit_large": ("experiment=mae_vit_base", "backbone=vit_large"),
+    "vit_2b": ("experiment=mae_vit_base", "backbone=vit_2b"),
     "vit_large_dm": ("experiment=mae_dm_vit_large",),
     "convvit_large": ("experiment=dmjd_convvit_large_hog",),
 }

@@ -197,6 +197,23 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"it has the number {name}, which is not JSON")
 
 
+def parse_weight_index(content: bytes) -> dict[str, str]:
+    """The ``weight_map`` of an index of Hugging Face: name of a tensor -> name of the file that holds it, which lies
+    beside the index.
+
+    Raises:
+        ValueError: one line, if it is no such index, or a file is not named by a plain name.
+    """
+    found = parse_json(content)
+    listed = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise ValueError("it is no index of a sharded model, which has a weight_map of names and files")
+    for name in listed.values():
+        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or "\\" in name:
+            raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
+    return listed
+
+
 def parse_yaml(text: str) -> Any:
     """The value of a YAML text, made of mappings, lists, text, numbers and dates.
 
@@ -451,6 +468,59 @@ def load_torch(
         raise ValueError(error.strerror or one_line(error)) from error
     except Exception as error:  # damaged bytes raise errors of any type
         raise ValueError(one_line(error)) from error
+
+
+@dataclass(frozen=True)
+class TensorInFile:
+    """A contiguous tensor in a file of ``torch.save``, which begins at byte ``start``."""
+
+    file: Path
+    dtype: Any
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self, first: int, count: int) -> Any:
+        """``count`` elements from the element ``first`` on, as one dimension.
+
+        Raises:
+            ValueError: if the file or the tensor does not have them.
+        """
+        import torch
+
+        size, bytes_each = self.file.stat().st_size, self.dtype.itemsize
+        begin = self.start + first * bytes_each
+        if not 0 <= first <= first + count <= math.prod(self.shape) or begin + count * bytes_each > size:
+            raise ValueError("it is damaged")
+        values = torch.empty(count, dtype=self.dtype)
+        with self.file.open("rb") as stream:
+            stream.seek(begin)
+            if stream.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+                raise ValueError("it is cut off")
+        return values
+
+
+def locate_torch(file: Path, allowed: Collection[str]) -> Any:
+    """As :func:`load_torch`, with a :class:`TensorInFile` in place of each tensor, whose values are not read. For files
+    of torch 1.6 and later.
+
+    Raises:
+        ValueError: one line, if the file cannot be read, or a tensor is not contiguous.
+    """
+    import torch
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._pytree import tree_map
+
+    def located(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        start = getattr(leaf.untyped_storage(), "_checkpoint_offset", None)
+        if not leaf.is_contiguous() or start is None:
+            raise ValueError("a tensor in it is not contiguous")
+        return TensorInFile(file, leaf.dtype, tuple(leaf.shape), start + leaf.storage_offset() * leaf.dtype.itemsize)
+
+    with FakeTensorMode():
+        content = load_torch(file, allowed, mapped=True)
+    return tree_map(located, content, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
 def check_torch(file: IO[bytes], allowed: Collection[str] | None) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from dmjd.errors import CheckpointError, ConfigError
 from dmjd.interop.state_file import read_state
 from dmjd.parallel import native_files
 from dmjd.parallel.deepspeed import files as zero_files
+from dmjd.parallel.world import alone
 from dmjd.runs import checkpoint
 from dmjd.safe_load import (
     TENSORS,
@@ -534,8 +536,30 @@ def test_names_that_become_folders_do_not_climb(key: str, tmp_path: Path) -> Non
     torch.save(
         {"param_shapes": [{"a": torch.Size([3]), key: torch.Size([3])}]}, tmp_path / "zero" / "x_optim_states.pt"
     )
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[]), load_checkpoint=lambda *_, **__: 1 / 0)
     with pytest.raises(CheckpointError, match="which is no name of a parameter") as caught:
-        zero_files.read(tmp_path, native_files.PARAMETER)
+        zero_files.load(engine, tmp_path, alone(torch.device("cpu")), 2)
+    assert "\n" not in str(caught.value)
+
+
+def test_partitions_that_repeat_their_bytes_are_no_tensor(tmp_path: Path) -> None:
+    """Each of 1000 groups has the next 4096 bytes of the parameter, and all are the same."""
+    pytest.importorskip("deepspeed", reason="the extra dmjd[scale] is not installed")
+    fragment = zero_files.import_deepspeed("deepspeed.utils.tensor_fragment").fragment_address
+    native_files.write((tmp_path / "averages"), {"average/a": torch.ones(3)}, None)
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero.json").write_text(json.dumps({"stage": 2, "processes": 1, "shapes": {"a": [1000, 1024]}}))
+    flat = torch.ones(1024)
+    moments = {"exp_avg": flat, "exp_avg_sq": flat, "step": torch.ones(())}
+    state = {
+        "param_slice_mappings": [{"a": fragment(numel=1024, start=0)}] * 1000,
+        "single_partition_of_fp32_groups": [flat] * 1000,
+        "base_optimizer_state": {"state": dict.fromkeys(range(1000), moments)},
+    }
+    torch.save({"module": {}}, tmp_path / "zero" / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": state}, tmp_path / "zero" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match=r"a is larger than the [0-9]+ bytes of the files") as caught:
+        zero_files.read(tmp_path)
     assert "\n" not in str(caught.value)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
@@ -15,8 +15,8 @@ from dmjd.builders.plan import RESERVE_GIB, AnyPlanConfig, Plan, plan_config
 from dmjd.builders.targets import check_teacher_engine
 from dmjd.config import DetectConfig, EngineConfig, PretrainConfig, SegmentConfig, TrainConfig
 from dmjd.errors import ConfigError
-from dmjd.parallel.apply import blocks
-from dmjd.parallel.engines import AUTO
+from dmjd.parallel.apply import MODES, blocks
+from dmjd.parallel.engines import AUTO, ENGINES, replicas
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.world import World
 
@@ -80,7 +80,6 @@ def choose(plan: Plan) -> tuple[EngineConfig, str]:
     least memory are chosen.
     """
     config, gpu = plan.config, plan.gpu
-    available = MARGIN * (gpu.memory_gib - RESERVE_GIB) * 2**30
     dense = isinstance(config, (SegmentConfig, DetectConfig))
     # Compiling a dense model takes minutes; torch cuts a model under DDP at its buckets, which graphs do not support.
     compilation = "model" if config.gpus == 1 and not dense else "block"
@@ -90,9 +89,23 @@ def choose(plan: Plan) -> tuple[EngineConfig, str]:
     candidates = list(_allowed(config, device, config.gpus, local, (*first, "full"), compilation))
     if _is_host_bound(plan) and not dense and config.backbone.name in ("vit", "convvit"):
         candidates = [*_with_graphs(config, candidates, local), *candidates]
+    engine, peak = _fastest(plan, candidates)
+    if peak <= available(gpu):
+        return engine, f"estimated peak {_gib(peak)} of {gpu.memory_gib:.1f} GiB"
+    return engine, f"estimated peak {_gib(peak)} GiB does not fit {gpu.memory_gib:.1f} GiB; reduce batch_size"
+
+
+def available(gpu: Accelerator) -> float:
+    """Bytes that an estimated peak may take."""
+    return MARGIN * (gpu.memory_gib - RESERVE_GIB) * 2**30
+
+
+def _fastest(plan: Plan, candidates: Sequence[EngineConfig]) -> tuple[EngineConfig, float]:
+    """The first of ``candidates`` whose peak fits, with as few micro-batches as possible, and its peak; or what has the
+    least memory."""
     least: tuple[float, EngineConfig] | None = None
     for parts in plan.divisors:
-        if parts > 1 and (plan.has_batch_norm or _is_set(config, "grad_accum_steps")):
+        if parts > 1 and (plan.has_batch_norm or _is_set(plan.config, "grad_accum_steps")):
             break
         for candidate in candidates:
             engine = candidate if parts == 1 else replace(candidate, grad_accum_steps=parts)
@@ -102,12 +115,45 @@ def choose(plan: Plan) -> tuple[EngineConfig, str]:
             peak = plan.under(engine).peak(
                 engine.name, engine.activation_checkpointing, images, engine.grad_accum_steps
             )
-            if peak <= available:
-                return engine, f"estimated peak {_gib(peak)} of {gpu.memory_gib:.1f} GiB"
+            if peak <= available(plan.gpu):
+                return engine, peak
             if least is None or peak < least[0]:
                 least = peak, engine
     assert least is not None
-    return least[1], f"estimated peak {_gib(least[0])} GiB does not fit {gpu.memory_gib:.1f} GiB; reduce batch_size"
+    return least[1], least[0]
+
+
+MOST_GPUS = 1024
+"""Of :func:`fewest_gpus`."""
+
+
+def fewest_gpus(plan: Plan, name: str, *, offload: bool = False) -> tuple[int, EngineConfig, float] | None:
+    """The smallest number of GPUs whose memory suffices under the engine ``name``, the fastest settings there, and
+    their peak; None if it is above :data:`MOST_GPUS`.
+
+    GPUs of one node, or whole nodes, which divide the batch. ``engine.activation_checkpointing`` and
+    ``grad_accum_steps`` are searched unless they are set.
+
+    Args:
+        offload: with ``engine.offload_optimizer``.
+    """
+    config = plan.config
+    modes = (config.engine.activation_checkpointing,) if _is_set(config, "activation_checkpointing") else MODES
+    base = replace(config.engine, name=name, cuda_graphs=False, offload_optimizer=offload)
+    candidates = [replace(base, activation_checkpointing=mode) for mode in modes]
+    most = 1 if ENGINES[name].one_process else min(config.batch_size, MOST_GPUS)
+    for gpus in range(1 if most == 1 else 2, most + 1):
+        per_node = min(gpus, config.gpus_per_node)
+        copies = replicas(base, gpus, per_node) if "replicas" in ENGINES[name].options else 1
+        other = plan.under(base, gpus)
+        if gpus % per_node or gpus % copies or config.batch_size % (gpus * base.grad_accum_steps):
+            continue
+        if not any(other.divisors):  # an odd image has no partner to be mixed with
+            continue
+        engine, peak = _fastest(other, candidates)
+        if peak <= available(plan.gpu):
+            return gpus, engine, peak
+    return None
 
 
 def _allowed(

@@ -146,10 +146,11 @@ class Plan:
     def _objective_and_inputs(self, images: int) -> tuple[Trainable, Any]:
         return self._builders.objective_and_inputs(self.config, self.classes, images)
 
-    def under(self, engine: EngineConfig) -> Plan:
-        """This plan with another engine; traces are shared."""
+    def under(self, engine: EngineConfig, gpus: int | None = None) -> Plan:
+        """This plan with another engine, or on another number of GPUs; traces are shared."""
         other = copy(self)
-        other.config = replace(self.config, engine=engine)
+        other.config = replace(self.config, engine=engine, gpus=gpus or self.config.gpus)
+        other.images_per_gpu = self.config.batch_size // other.config.gpus
         return other
 
     @cached_property
@@ -192,7 +193,8 @@ class Plan:
         copies = replicas(config, gpus, min(self.config.gpus_per_node, gpus)) if "replicas" in spec.options else 1
         size = blocks_per_unit(config, self.model, gpus <= self.config.gpus_per_node) if spec.mesh else 1
         largest = max(sum(p.numel() for block in unit for p in block.parameters()) for unit in units(self.model, size))
-        state = state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward)
+        offload = config.offload_optimizer and "offload_optimizer" in spec.options
+        state = state_bytes(engine, self.parameters, largest, gpus // copies, config.reshard_after_forward, offload)
         share = self.trained / self.parameters
         return state._replace(gradients=state.gradients * share, optimizer=state.optimizer * share)
 

@@ -219,6 +219,7 @@ class DownstreamStep(TrainStep[D]):
         """Within it parameters and buffers have the values of the average, and the averages theirs. Nothing may be
         trained or saved there."""
         assert self.ema is not None, "there is an average with ema_decay only"
+        self.engine.before_change()
         for each in (self.ema, self.buffers):
             each.swap()
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dmjd.builders.auto import choose, describe
+from dmjd.builders.auto import available, choose, describe, fewest_gpus
 from dmjd.builders.plan import RESERVE_GIB, Fit, Plan
 from dmjd.config import PlanConfig
-from dmjd.parallel.engines import AUTO
+from dmjd.parallel.engines import AUTO, ENGINES
 
 
 def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
@@ -60,10 +60,34 @@ def page(plan: Plan, engine: str | None = None) -> Iterator[str]:
         fits = [plan.fit(name, mode) for mode in plan.modes]
         rows.append((name, *("does not fit" if f is None else _fit(f) for f in fits)))
     yield from _table(rows)
+    if len(plan.modes) > 1 or config.engine.activation_checkpointing != "none":
+        yield ""
+        yield from _fewest(plan, engine)
     if config.engine.name == AUTO:
         yield describe(*choose(plan))
     if len(plan.modes) == 1 and config.engine.activation_checkpointing == "none" and len(engines) == len(plan.engines):
         yield "Other modes are slower and not needed: the whole batch fits."
+
+
+def _fewest(plan: Plan, engine: str | None) -> Iterator[str]:
+    """The smallest number of GPUs under each engine; HSDP shards as FSDP on one node."""
+    most = _gib(available(plan.gpu))
+    yield f"Fewest GPUs ({plan.config.gpu}) whose memory suffices, with a peak of at most {most} GiB:"
+    rows: list[tuple[str, ...]] = [("engine", "GPUs", "activation_checkpointing", "images x grad_accum_steps, peak")]
+    for name, spec in ENGINES.items():
+        if engine != name and (engine is not None or "replicas" in spec.options):
+            continue
+        for offload in (False, True) if "offload_optimizer" in spec.options else (False,):
+            label = f"{name}, offload_optimizer" if offload else name
+            found = fewest_gpus(plan, name, offload=offload)
+            if found is None:
+                rows.append((label, "none"))
+            else:
+                gpus, chosen, peak = found
+                micro = plan.config.batch_size // gpus // chosen.grad_accum_steps
+                fit = Fit(micro, chosen.grad_accum_steps, peak)
+                rows.append((label, str(gpus), chosen.activation_checkpointing, _fit(fit)))
+    yield from _table([row + ("",) * (len(rows[0]) - len(row)) for row in rows])
 
 
 def _fit(fit: Fit) -> str:

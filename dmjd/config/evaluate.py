@@ -90,6 +90,8 @@ class ExportConfig(EncoderConfig):
         weights of the last step; of a file with a student and a teacher the teacher. untrained: weights at
         initialisation. ema: exponential moving average. student: the student of a file with a teacher.
     dtype: Data type of the exported tensors. onnx, torch_export: fp32 only.
+    shard_size: (huggingface, huggingface_mae) Maximum size of a file of weights, such as 5GB; larger weights are split
+        into model-00001-of-0000N.safetensors and an index. null: one file.
     data: For a file of weights: image_size, channels, mean and std of the export, of which only the keys that are given
         differ from the file's.
     data_keys: The keys of data that are given; set by the command line. null: all of them.
@@ -97,6 +99,7 @@ class ExportConfig(EncoderConfig):
 
     format: str = choice("timm", "onnx", "torch_export", "huggingface", "huggingface_mae")
     dtype: str = choice("fp32", "bf16", "fp16")
+    shard_size: str | None = None
     weights: str = choice("auto", "trained", "untrained", "ema", "student")
     data: DataConfig | None = None
     data_keys: list[str] | None = recorded()
@@ -104,14 +107,17 @@ class ExportConfig(EncoderConfig):
 
 @dataclass
 class ConsolidateConfig:
-    """Merge a sharded checkpoint into one safetensors file.
+    """Merge a sharded checkpoint into whole tensors in safetensors files.
 
     checkpoint: Run folder (its newest checkpoint) or a checkpoint folder.
     output: Output file. Default: a file inside the checkpoint.
+    shard_size: Maximum size of a file, such as 5GB. A larger output FILE.safetensors is split into
+        FILE-00001-of-0000N.safetensors and an index, FILE.safetensors.index.json. null: one file.
     """
 
     checkpoint: str = path("???")
     output: str | None = path()
+    shard_size: str | None = None
 
 
 # Equal to dmjd.interop.layouts.LAYOUTS, which imports torch: a rejected argument should not wait for that.

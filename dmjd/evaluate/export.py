@@ -32,6 +32,7 @@ from dmjd.evaluate.output import check_output
 from dmjd.evaluate.registry import BASELINES
 from dmjd.files import obstacle, printable, read_file, standing_place
 from dmjd.interop import huggingface
+from dmjd.interop.shards import shard_bytes, write_shards
 from dmjd.interop.timm import TimmCall, timm_call, timm_state
 from dmjd.models.decoder import MAEDecoder
 from dmjd.safe_load import parse_json
@@ -61,10 +62,12 @@ class Exported(NamedTuple):
 
 @dataclass(frozen=True)
 class _Encoder:
-    """Input of the writers. form: ``format``. state: of timm's model ``call``. card: the sidecar, without the line."""
+    """Input of the writers. form: ``format``. shard_size: bytes. state: of timm's model ``call``. card: the sidecar,
+    without the line."""
 
     frozen: FrozenEncoder
     form: str
+    shard_size: int | None
     call: TimmCall
     state: dict[str, Tensor]
     card: dict[str, Any]
@@ -90,6 +93,8 @@ def export(config: ExportConfig) -> Exported:
         UserError: if features from the file differ from the encoder's, or are not finite; nothing is written.
     """
     suffix = SUFFIXES[config.format]
+    if config.shard_size is not None and suffix:
+        raise ConfigError(f"shard_size={config.shard_size}: format={config.format} is one file; remove shard_size")
     if config.output is not None:
         check_output(Path(config.output), [suffix] if suffix else [], Path(config.checkpoint))
     if config.format == "onnx":
@@ -192,7 +197,7 @@ def _encoder(config: ExportConfig) -> _Encoder:
     if frozen.objective is not None and config.format in _GRAPHS:
         card["classes"] = list(frozen.classes)
         del card["pooling"]
-    return _Encoder(frozen, config.format, call, state, card)
+    return _Encoder(frozen, config.format, shard_bytes(config.shard_size), call, state, card)
 
 
 def _call(form: str, frozen: FrozenEncoder, head: HeadConfig | None, classes: int) -> TimmCall:
@@ -214,7 +219,7 @@ def _check_place(path: Path, suffix: str, parent: Path) -> None:
     for place, is_folder in places:
         if what := obstacle(place, folder=is_folder):
             raise ConfigError(f"{place} is {what}; move it away, or {other}")
-    if not suffix and path.is_dir() and not (path / WEIGHTS).is_file() and any(path.iterdir()):
+    if not suffix and path.is_dir() and not any(path.glob(f"{WEIGHTS}*")) and any(path.iterdir()):
         raise ConfigError(f"{path} holds other files than an export; {other}")
     standing = standing_place(parent)
     if not standing.is_dir() or not os.access(standing, os.W_OK):
@@ -310,8 +315,7 @@ def _write_folder(
 ) -> str:
     draft.mkdir()
     config["torch_dtype"] = str(DTYPES[made.card["dtype"]]).removeprefix("torch.")
-    contiguous = {name: value.contiguous() for name, value in state.items()}
-    (draft / WEIGHTS).write_bytes(save(contiguous, metadata={"format": "pt"}))
+    write_shards(draft / WEIGHTS, state, state.__getitem__, made.shard_size, {"format": "pt"})
     preprocessing = huggingface.preprocessor_config(made.frozen.trained.data)
     for name, content in (("config.json", config), ("preprocessor_config.json", preprocessing)):
         (draft / name).write_text(json.dumps(content, indent=2))

@@ -19,7 +19,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.files import read_file, replace_file
 from dmjd.interop.names import LEAVES, summary
-from dmjd.safe_load import load_torch, one_line, parse_json
+from dmjd.safe_load import load_torch, one_line, parse_json, parse_weight_index
 
 SAFETENSORS = ".safetensors"
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
@@ -207,15 +207,11 @@ def _content(path: Path) -> Any:
 
 def _parts(path: Path) -> dict[str, Tensor]:
     """The tensors of all files that the index ``path`` of Hugging Face lists, which lie beside it."""
-    try:
-        listed: dict[str, str] = parse_json(read_file(path))["weight_map"]
-        files = sorted(set(listed.values()))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError("it is no index of a sharded model, which has a weight_map of names and files") from error
+    listed = parse_weight_index(read_file(path))
     found: dict[str, Tensor] = {}
-    for name in files:
-        if not isinstance(name, str) or Path(name).name != name or not (path.parent / name).is_file():
-            raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
+    for name in sorted(set(listed.values())):
+        if not (path.parent / name).is_file():
+            raise ValueError(f"its part {name!r} is no file beside it; download the whole folder")
         content = _content(path.parent / name)
         found |= {key: value for key, value in content.items() if listed.get(key) == name}
     if absent := listed.keys() - found.keys():

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dmjd.config import OptimConfig
 from dmjd.models.objective import Trainable
 from dmjd.parallel.single import SingleEngine
+from dmjd.parallel.staging import divide
 from dmjd.parallel.world import World
 
 # The gradient of a 1x1 convolution's weight may have the strides of channels-last, which name the same memory.
@@ -68,13 +69,8 @@ class DDPEngine(SingleEngine):
 
     def _share(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         # Torch would have each tensor written once all the same, but copied to the host by all of a host's ranks.
-        shares: list[dict[str, Tensor]] = [{} for _ in range(self._world.size)]
-        sizes = [0] * self._world.size
-        for name, tensor in sorted(state.items(), key=lambda item: -item[1].nbytes):
-            least = sizes.index(min(sizes))
-            shares[least][name] = tensor
-            sizes[least] += tensor.nbytes
-        return shares[self._world.rank]
+        sizes = {name: tensor.nbytes for name, tensor in state.items()}
+        return {name: state[name] for name in divide(sizes, self._world.size)[self._world.rank]}
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

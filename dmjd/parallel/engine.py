@@ -63,7 +63,7 @@ class Engine(Protocol):
     def inference(self) -> AbstractContextManager[None]:
         """Surrounds forward passes of :attr:`objective` in evaluation mode without gradients. Collective.
 
-        Values of :meth:`local_shards` may be changed before it, and changed back after it.
+        Values of :meth:`local_shards` may be changed before it, after :meth:`before_change`, and changed back after it.
         """
 
     def local_shards(self) -> dict[str, Tensor]:
@@ -72,15 +72,27 @@ class Engine(Protocol):
         The tensors follow the training; their shapes are the engine's business.
         """
 
+    def prepare_save(self, averages: Mapping[str, Tensor]) -> None:
+        """Allocate the host memory of :meth:`save` in a thread, since pinning it takes seconds. Optional. Collective.
+
+        Args:
+            averages: as for :meth:`save`.
+        """
+
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
         """Copy parameters and optimizer state, and ``averages`` with them. Collective.
 
-        Training may go on before the result is called; another save may not begin before that has returned.
+        Training may go on before the result is called; another save may not begin before that has returned. On CUDA
+        the copy goes on beside the training: see :meth:`before_change`.
 
         Args:
             path: an existing folder that all ranks share; what is returned writes into it.
             averages: tensors laid out as those of the same names in :meth:`local_shards`.
         """
+
+    def before_change(self) -> None:
+        """To be called before parameters, optimizer state or averages are changed other than by :meth:`step` and
+        :meth:`load`, or by what follows them: the device first copies what the newest save has begun to copy."""
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
         """Read what :meth:`save` wrote, at any number of processes; ``averages`` are filled in place. Collective, and

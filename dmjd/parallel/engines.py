@@ -180,7 +180,7 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(
-    engine: str, parameters: int, largest_unit: int, shards: int, reshard: bool | None = None
+    engine: str, parameters: int, largest_unit: int, shards: int, reshard: bool | None = None, offload: bool = False
 ) -> StateBytes:
     """Training state of a model with so many ``parameters``.
 
@@ -189,12 +189,18 @@ def state_bytes(
         largest_unit: the most parameters that are gathered at once, a block's or those of several.
         shards: GPUs that share what ``engine`` divides: all, or those of one copy for "hsdp".
         reshard: ``engine.reshard_after_forward``. (What FSDP2 keeps counts as activations: it has their type.)
+        offload: ``engine.offload_optimizer``. Gradients follow, a bucket at a time, where they are divided.
     """
     spec = ENGINES[engine]
+    # Stages 1 and 2 update a copy of their part of the weights.
+    tensors = 1, 1, 3 if spec.stage in (1, 2) else 2
     weights, gradients, optimizer = (
-        parameters * FLOAT * moments / (shards if divided else 1)
-        for moments, divided in zip((1, 1, 2), spec.divided, strict=True)
+        parameters * FLOAT * count / (shards if divided else 1)
+        for count, divided in zip(tensors, spec.divided, strict=True)
     )
+    if offload:
+        optimizer = 0.0
+        gradients = 0.0 if spec.divided.gradients else gradients
     # A unit's weights, and what is fetched ahead of it or kept after it; a unit's gradients until they are reduced.
     others = zero3_live(reshard, parameters, largest_unit).most if spec.stage == 3 else largest_unit
     whole = min(parameters, largest_unit + others) if spec.divided.weights else 0

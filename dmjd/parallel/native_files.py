@@ -12,11 +12,12 @@ import os
 import re
 import stat
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from dmjd.safe_load import (
     check_torch,
     one_line,
     parse_shard_index,
+    parse_weight_index,
     weights_only_forced,
 )
 
@@ -57,7 +59,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of a parameter, under torch's names; ``step`` is a scalar."""
 
 CONSOLIDATED = "consolidated.safetensors"
+MAX_FILES, BYTES_PER_FILE = 4, 1 << 28
+"""Large states of a rank are written, and later hashed, as several files side by side."""
 _INDEX = ".metadata"
+_INDEX_OF_FILES = ".safetensors.index.json"
 _DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
 _SHARDING = "DCP_SHARDING_INFO"
 """Of the header of a .safetensors file: torch's note that its tensors are parts of others. Ours are whole."""
@@ -74,7 +79,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
     Raises:
         StorageError: on every rank, if any could not write.
     """
-    writer = FileSystemWriter(path, sync_files=False)  # a checkpoint is flushed as a whole, before it counts
+    own = sum(tensor.nbytes for tensor in tensors.values()) // (1 if group is None else dist.get_world_size(group))
+    writer = _Writer(path, threads=min(MAX_FILES, 1 + own // BYTES_PER_FILE))
     try:
         save_shards(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -82,6 +88,22 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
         raise StorageError(f"{cause} (rank {rank})" if group is not None else str(cause)) from error
     rank = 0 if group is None else dist.get_rank(group)
     return sorted(path.glob(f"__{rank}_*")) + [path / _INDEX] * (rank == 0)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer of one file for each of ``threads``; torch's own threads lose their errors."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        # A checkpoint is flushed as a whole, before it counts. Nothing has to be copied ahead from a device.
+        super().__init__(path, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
+
+    def _write_data(self, planner: Any, file_queue: Any) -> Any:
+        threads, self.thread_count = self.thread_count, 1
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(super()._write_data, [planner] * threads, [file_queue] * threads))
+        written: torch.futures.Future[list[Any]] = torch.futures.Future()
+        written.set_result([result for part in parts for result in part.wait()])
+        return written
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -96,6 +118,37 @@ def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for kind in (PARAMETER, *MOMENTS, AVERAGE):
         check_same_model(of_kind(own, kind), of_kind(saved, kind), path, "parameter" if kind == PARAMETER else kind)
     _fill(dict(tensors), reader, path)
+
+
+class Tensors(NamedTuple):
+    """Tensors of a checkpoint that are read one at a time: ``read(name)`` gives one, whole and on the CPU.
+
+    like: all of them, by name, on "meta".
+    """
+
+    like: dict[str, Tensor]
+    read: Callable[[str], Tensor]
+
+
+def open_tensors(path: Path) -> Tensors:
+    """The tensors in ``path``. Needs no process group; memory is that of three times the tensor that is read.
+
+    Raises:
+        CheckpointError: if it cannot be read, here or in ``read``.
+    """
+    reader = _reader(path)
+    like = {
+        name: torch.empty(item.size, dtype=item.properties.dtype, device="meta")
+        for name, item in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(like[name], device="cpu")
+        _fill({name: tensor}, reader, path)
+        return tensor
+
+    return Tensors(like, read)
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
@@ -130,13 +183,19 @@ def _cause(error: CheckpointException) -> tuple[int, BaseException]:
 
 
 def is_consolidated(path: Path) -> bool:
-    """Whether the file ``path`` holds parameters under the names of this module."""
-    if path.suffix != Path(CONSOLIDATED).suffix or not path.is_file():  # safetensors would wait for a pipe
+    """Whether the file ``path``, or the files of the index ``path``, hold parameters under the names of this module."""
+    if not path.is_file():  # safetensors would wait for a pipe
         return False
     try:
-        with safe_open(path, "pt") as file:
-            return any(name.startswith(f"{PARAMETER}/") for name in file.keys())  # noqa: SIM118 -- it is no mapping
-    except (OSError, SafetensorError):
+        if path.name.endswith(_INDEX_OF_FILES):
+            names: Iterable[str] = parse_weight_index(read_file(path))
+        elif path.suffix == Path(CONSOLIDATED).suffix:
+            with safe_open(path, "pt") as file:
+                names = file.keys()
+        else:
+            return False
+        return any(name.startswith(f"{PARAMETER}/") for name in names)
+    except (OSError, ValueError, SafetensorError):
         return False  # reading it raises the error
 
 
@@ -167,9 +226,10 @@ def check_same_model(
 def _reader(path: Path) -> FileSystemReader:
     if (path / _INDEX).is_file():
         return _Shards(path)
-    file = path / CONSOLIDATED if path.is_dir() else path
-    if file.is_file():
-        return _OneFile(file)
+    found = [path / CONSOLIDATED, path / f"{CONSOLIDATED}.index.json"] if path.is_dir() else [path]
+    for file in found:
+        if file.is_file():
+            return _WholeTensors(file)
     raise CheckpointError(
         f"{path} was written by another kind of engine; dmjd consolidate {path} makes it readable for this one"
     )
@@ -246,23 +306,39 @@ def _for_torch(tensors: Mapping[str, SavedTensor]) -> Metadata:
     )
 
 
-class _OneFile(HuggingFaceStorageReader):
-    """Torch's reader takes every safetensors file of a folder; this one takes ``file`` alone."""
+class _WholeTensors(HuggingFaceStorageReader):
+    """Torch's reader takes every safetensors file of a folder; this one takes ``file`` or, of an index, those that it
+    lists."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(str(file))
-        self.fs = _FileAsFolder()
         try:
-            with safe_open(file, "pt") as opened:  # which checks sizes and offsets
-                if _SHARDING in (opened.metadata() or {}):
-                    raise ValueError("it holds shards of tensors")
+            listed: dict[str, str] = {}
+            if file.name.endswith(_INDEX_OF_FILES):
+                listed = parse_weight_index(read_file(file))
+            parts = sorted({file.with_name(name) for name in listed.values()}) or [file]
+            held: list[str] = []
+            for part in parts:
+                with safe_open(part, "pt") as opened:  # which checks sizes and offsets
+                    if _SHARDING in (opened.metadata() or {}):
+                        raise ValueError("it holds shards of tensors")
+                    held += opened.keys()
+                    if listed and any(listed.get(name) != part.name for name in opened.keys()):  # noqa: SIM118
+                        raise ValueError(f"{part.name} holds other tensors than it lists")
+            if listed.keys() - held:
+                raise ValueError("its files lack tensors that it lists")
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
+        self.fs = _FilesAsFolder(parts)
 
 
-class _FileAsFolder(FileSystem):
+class _FilesAsFolder(FileSystem):
+    def __init__(self, files: Sequence[Path]) -> None:
+        super().__init__()
+        self._files = files
+
     def ls(self, path: Any) -> list[str]:
-        return [str(path)]
+        return [str(file) for file in self._files]
 
 
 def _shapes(reader: FileSystemReader) -> dict[str, torch.Size]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +97,7 @@ class SingleEngine:
         for group in self._optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
             group["weight_decay"] = weight_decay * group["wd_scale"]
+        self.before_change()
         self._collect()
         parameters = [p for p in self._owned.values() if p.grad is not None]
         norm = self._norm([p.grad for p in parameters if p.grad is not None])
@@ -133,20 +133,34 @@ class SingleEngine:
     def local_shards(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._owned.items()}
 
+    def prepare_save(self, averages: Mapping[str, Tensor]) -> None:
+        self._copies.prepare(self._share(self._state(averages, self._shapes_of_moments)))
+
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        copied = self._copies.take(self._share(self._state(averages)))
-        return partial(native_files.write, path, self._laid_out(copied), self._group)
+        copied = self._laid_out(self._copies.take(self._share(self._state(averages, self._moments))))
+
+        def write() -> list[Path]:
+            self._copies.wait()
+            return native_files.write(path, copied, self._group)
+
+        return write
+
+    def before_change(self) -> None:
+        self._copies.before_change()
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
-        native_files.read_into(path, self._laid_out(self._state(averages)))
+        self.before_change()
+        native_files.read_into(path, self._laid_out(self._state(averages, self._moments)))
 
-    def _state(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _state(
+        self, averages: Mapping[str, Tensor], moments: Callable[[nn.Parameter], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """All that a checkpoint holds, by its names there; the tensors are the engine's own, not copies."""
         state: dict[str, Tensor] = {}
         for name, parameter in self._owned.items():
             state[f"{PARAMETER}/{name}"] = parameter.detach()
             if parameter.requires_grad:
-                for moment, value in self._moments(parameter).items():
+                for moment, value in moments(parameter).items():
                     state[f"{moment}/{name}"] = value
         for name, value in averages.items():
             state[f"{AVERAGE}/{name}"] = value
@@ -160,6 +174,12 @@ class SingleEngine:
         assert state.keys() == set(MOMENTS), state.keys()
         return state
 
+    @staticmethod
+    def _shapes_of_moments(parameter: nn.Parameter) -> dict[str, Tensor]:
+        """As :meth:`_moments`, on "meta": the check of the first step finds a parameter without moments."""
+        moment = torch.empty_like(parameter, device="meta")
+        return {name: torch.empty((), device="meta") if name == "step" else moment for name in MOMENTS}
+
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: value.to("cpu", copy=True) for name, value in self.local_shards().items()}
 
@@ -167,6 +187,7 @@ class SingleEngine:
         return nullcontext(self.objective)
 
     def close(self) -> None:
+        self._copies.close()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from dmjd.parallel import native_files
 from dmjd.parallel.deepspeed import files as zero_files
-from dmjd.parallel.native_files import AVERAGE, PARAMETER, check_same_model, of_kind
+from dmjd.parallel.native_files import AVERAGE, PARAMETER, Tensors, check_same_model, of_kind
 
 
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
@@ -19,6 +19,11 @@ def read(path: Path, *kinds: str) -> dict[str, Tensor]:
         path: a checkpoint folder, or a consolidated file.
     """
     return (zero_files if zero_files.is_zero(path) else native_files).read(path, *kinds)
+
+
+def open_tensors(path: Path) -> Tensors:
+    """As :func:`read`, one tensor at a time."""
+    return (zero_files if zero_files.is_zero(path) else native_files).open_tensors(path)
 
 
 def shapes(path: Path) -> dict[str, torch.Size]:

@@ -93,8 +93,8 @@ def test_micro_batches_of_a_fine_tuning_are_whole_pairs() -> None:
     [
         ("single", 400, 400, 800, 0),
         ("ddp", 400, 400, 800, 0),
-        ("zero1", 400, 400, 50, 0),
-        ("zero2", 400, 25, 50, 40 + 2 * 200_000_000),
+        ("zero1", 400, 400, 75, 0),
+        ("zero2", 400, 25, 75, 40 + 2 * 200_000_000),
         ("zero3", 25, 25, 50, 400 + 40 + 2 * 200_000_000),
         ("fsdp", 25, 25, 50, 120),
     ],
@@ -103,6 +103,26 @@ def test_state_of_100_parameters_on_16_gpus(
     engine: str, weights: float, gradients: float, optimizer: float, gathered: float
 ) -> None:
     assert state_bytes(engine, 100, 10, 16) == (weights, gradients, optimizer, gathered)
+
+
+@pytest.mark.parametrize(("engine", "gradients"), [("zero1", 400), ("zero2", 0), ("zero3", 0)])
+def test_an_offloaded_optimizer_is_on_the_host(engine: str, gradients: float) -> None:
+    own, offloaded = (state_bytes(engine, 100, 10, 16, offload=offload) for offload in (False, True))
+    assert offloaded == own._replace(gradients=gradients, optimizer=0)
+    plan = make_plan("experiment=mae_vit_base", "gpus=2", f"engine={engine}", "engine.offload_optimizer=true")
+    assert plan.state(engine).optimizer == 0
+    assert plan.state("fsdp").optimizer > 0, "it has no such option"
+
+
+def test_the_fewest_gpus_are_on_the_page_where_memory_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", *SMALL, "backbone=vit_tiny", "batch_size=4096", "gpus=2", "gpu=rtx3060")
+    assert main([*words, "engine.activation_checkpointing=none"]) == 0
+    assert "Fewest GPUs" not in capsys.readouterr().out
+    assert main([*words, "engine.activation_checkpointing=full"]) == 0
+    text = capsys.readouterr().out.partition("Fewest GPUs (rtx3060)")[2]
+    rows = [line.split("  ")[1] for line in text.splitlines()[2:]]
+    zero = [f"zero{stage}{option}" for stage in (1, 2, 3) for option in ("", ", offload_optimizer")]
+    assert rows == ["single", "ddp", "fsdp", *zero]
 
 
 @pytest.mark.parametrize(("words", "shards"), [((), 8), (("engine=hsdp", "engine.replicas=4"), 4)])

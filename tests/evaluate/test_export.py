@@ -298,6 +298,23 @@ def test_transformers_computes_the_features(kind: str, frozen: Frozen) -> None:
     assert (processor["image_mean"], processor["size"]) == (made.data.mean, {"shortest_edge": 37})  # 32 / .875, up
 
 
+def test_transformers_reads_shards_and_so_do_we(frozen: Frozen, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    made = frozen(*KINDS["mae"])
+    words = [f"checkpoint={made.run.path}", "format=huggingface", "shard_size=20KB", f"output={tmp_path / 'sharded'}"]
+    for _ in range(2):  # an earlier export is replaced
+        path, _ = export(compose("export", words))
+    assert len(list(path.glob("model-0000*.safetensors"))) > 1
+    assert not (path / "model.safetensors").exists()
+    model, report = transformers.AutoModel.from_pretrained(path, output_loading_info=True)
+    assert not any(report.values())
+    images = torch.randn(2, 3, *made.size)
+    with torch.no_grad():
+        assert agrees(model.eval()(images).last_hidden_state, made.encoder(images))
+        ours = load_encoder(compose("knn", [f"checkpoint={path}", "device=cpu"])).encoder
+        assert agrees(ours(images), made.encoder(images))
+
+
 @pytest.fixture(scope="module")
 def mae_run(tiny: Words, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of MAE with a class token and an average, of one step."""
@@ -505,6 +522,7 @@ def test_weights_too_large_for_float16_are_refused(run: Path, monkeypatch: pytes
         ("output=absent/mine.safetensors", ["output=absent/mine.safetensors", "absent is not a folder"]),
         ("output=here.safetensors", ["here.safetensors is a folder"]),
         ("dtype=fp8", ["dtype", "bf16, fp16, fp32"]),
+        ("shard_size=5GB", ["shard_size=5GB", "format=timm is one file"]),
         ("weights=best", ["weights", "trained, untrained"]),
         ("pooling=cls", ["pooling is not a key"]),
     ],

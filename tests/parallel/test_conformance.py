@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import socket
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dmjd.parallel import native_files, store, world
 from dmjd.parallel.apply import MODES
+from dmjd.parallel.deepspeed import files as zero_files
 from tests.parallel import walk
 
 Seen = dict[str, dict[str, Any]]
@@ -141,6 +143,11 @@ def test_four_processes_follow_the_curve_of_one(name: str, four: Seen, alone: di
 
 
 @NAMES
+def test_the_first_save_allocates_nothing(name: str, two: tuple[Seen, Path]) -> None:
+    assert two[0][name]["allocated in the first save"] == [0, 0]
+
+
+@NAMES
 def test_the_average_is_saved_whole(name: str, two: tuple[Seen, Path], alone: dict[str, Any]) -> None:
     saved = store.read_average(two[1] / f"{name}-before")
     assert_close(saved, alone["averages"])
@@ -151,6 +158,37 @@ def test_weights_are_read_without_the_other_processes(name: str, two: tuple[Seen
     saved, held = store.read_model(two[1] / f"{name}-before"), two[0][name]["parameters"]
     assert saved.keys() == held.keys()
     assert all(torch.equal(value, held[parameter]) for parameter, value in saved.items())
+
+
+@pytest.mark.parametrize("suffix", ["", "-fine-tuned"])
+@pytest.mark.parametrize("name", walk.STAGES)
+def test_partitions_are_put_together_as_by_deepspeed(
+    name: str, suffix: str, two: tuple[Seen, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ours are read one tensor at a time; DeepSpeed's conversions hold all of a process."""
+    path = two[1] / f"{name}{suffix}"
+    ours = store.read(path)
+    whole = zero_files.import_deepspeed("deepspeed.utils.zero_to_fp32").get_fp32_state_dict_from_zero_checkpoint
+    parameters = whole(str(path), zero_files.TAG)
+    zero_files.import_deepspeed("deepspeed.checkpoint.ds_to_universal").main(
+        Namespace(
+            input_folder=str(path / zero_files.TAG), output_folder=str(tmp_path), num_extract_workers=1,
+            num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=False,
+        )
+    )  # fmt: skip
+    compared = 0
+    for full_name, value in ours.items():
+        kind, _, parameter = full_name.partition("/")
+        if kind in ("exp_avg", "exp_avg_sq"):
+            found = torch.load(tmp_path / "zero" / parameter / f"{kind}.pt", weights_only=True)
+            theirs = found["param"] if isinstance(found, dict) else found
+        elif kind == "parameter" and parameter in parameters:  # of stage 1 without frozen ones
+            theirs = parameters[parameter]
+        else:
+            continue
+        assert torch.equal(theirs.reshape(value.shape), value), full_name
+        compared += 1
+    assert compared >= 3 * sum(full_name.startswith("exp_avg/") for full_name in ours) > 0
 
 
 @NAMES

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from dmjd.parallel.staging import HostCopies
@@ -39,3 +42,67 @@ def test_memory_is_kept_from_copy_to_copy() -> None:
     assert second.eq(2).all()
     larger = copies.take({"tensors": [torch.zeros(9)]})["tensors"][0]
     assert larger.shape == (9,)
+
+
+def test_memory_is_allocated_before_the_first_copy() -> None:
+    """Whatever the order of the tensors: DeepSpeed's moments come with its first step."""
+    copies = HostCopies(torch.device("cpu"))
+    tensors = [torch.ones(3), torch.ones(2, 3), torch.ones(3), torch.ones(3, dtype=torch.bfloat16)]
+    copies.prepare([tensors[::-1], torch.empty(9, device="meta")])
+    copies._join()
+    before = {buffer.data_ptr() for buffers in copies._buffers.values() for buffer in buffers}
+    after = {copied.data_ptr() for copied in copies.take({"a": tensors, "b": torch.ones(9)})["a"]}
+    assert len(before) == 5
+    assert after < before
+
+
+def test_a_tensor_may_be_made_when_its_turn_comes() -> None:
+    copies, made = HostCopies(torch.device("cpu")), list[int]()
+
+    def make(number: int) -> torch.Tensor | None:
+        made.append(number)
+        return torch.full((2,), number) if number != 1 else None
+
+    copied = copies.take({name: partial(make, number) for number, name in enumerate("cab")})
+    assert made == [0, 1, 2]
+    assert copied["a"] is None
+    assert [copied[name].tolist() for name in "cb"] == [[0, 0], [2, 2]]
+
+
+def test_memory_that_cannot_be_pinned_is_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = torch.empty
+
+    def empty(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    copies = HostCopies(torch.device("cpu"))
+    copies._pins = True
+    copies.prepare([torch.ones(3), torch.ones(4)])
+    assert copies.take([torch.ones(3), torch.ones(4)])[1].tolist() == [1, 1, 1, 1]
+    (warning,) = caplog.messages
+    assert warning.endswith("for longer: CUDA error: out of memory")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_device_copies_beside_what_is_launched_next() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    copies, state = HostCopies(device), torch.zeros(1 << 30, device=device)  # 4 GiB
+    copies.prepare([state])
+    copies._join()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    copied = copies.take([state])[0]
+    copies.before_change()
+    state.fill_(1)
+    launched = time.perf_counter() - begin
+    copies.wait()
+    complete = time.perf_counter() - begin
+    assert copied.is_pinned()
+    assert not copied.any()
+    assert launched < 0.02 < complete

@@ -144,6 +144,7 @@ class Run:
         optim = OptimConfig(clip_grad=0.5, eps=1e-2)
         self.engine: Engine = build_engine(make_objective(convolutional), config, optim, world)
         self.ema = Ema(self.engine.local_shards(), 0.9, ENCODER) if ema else None
+        self.engine.prepare_save(self.averages)
         self.step = 0
 
     def forward_backward(self, poisoned: bool = False) -> float:
@@ -176,10 +177,12 @@ class Run:
     def averages(self) -> dict[str, Tensor]:
         return {} if self.ema is None else self.ema.averages
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> list[int]:
+        """The buffers that this allocated, on each rank."""
         self.world.on_main(lambda: folder.mkdir(parents=True))
+        before = buffers_of(self.engine)
         self.engine.save(folder, self.averages)()
-        self.world.gather(None)
+        return self.world.gather(len(buffers_of(self.engine) - before))
 
     def load(self, folder: Path) -> None:
         self.engine.load(folder, self.averages)
@@ -188,6 +191,12 @@ class Run:
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of all that this rank owns."""
         return {name: value.clone() for name, value in self.engine.local_shards().items()}
+
+
+def buffers_of(engine: Any) -> set[int]:
+    """The host buffers of saves, all that `prepare_save` allocates included."""
+    engine._copies._join()
+    return {id(buffer) for buffers in engine._copies._buffers.values() for buffer in buffers}
 
 
 CLASSES, FREEZE = 3, 2
@@ -394,7 +403,7 @@ def _look_at(
     run.forward_backward()
     run.engine.discard()  # as the loop's rehearsal; it must leave no trace
     rows = run.take(SAVED_AT)
-    run.save(folder)
+    seen["allocated in the first save"] = run.save(folder)
     rows += run.take(STEPS - SAVED_AT)
     seen["curve"] = rows
     seen["parameters"] = run.engine.full_state_dict()

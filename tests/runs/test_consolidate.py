@@ -1,18 +1,27 @@
-"""One file with everything in it: whole, part of its checkpoint, and enough to go on from or to begin from."""
+"""Whole tensors in one file or several: part of their checkpoint, and enough to go on from or to begin from."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from dmjd.builders import build_objective, target_dim
+from dmjd.builders.weights import load_weights
 from dmjd.compose import compose
 from dmjd.errors import CheckpointError
 from dmjd.evaluate.encoder import load_encoder
+from dmjd.interop.shards import write_shards
 from dmjd.parallel import native_files, store
 from dmjd.runs import checkpoint
 from dmjd.train.loop import pretrain
@@ -105,7 +114,117 @@ def test_another_run_begins_from_it_and_evaluation_reads_it(
     assert all(torch.equal(value, expected[name]) for name, value in found.items())
 
 
-@pytest.mark.parametrize("word", ["output=weights.pt", "output=nowhere/weights.safetensors"])
+def test_the_bytes_are_those_of_the_safetensors_library(run: Path, tmp_path: Path, dmjd: Command) -> None:
+    file, expected = tmp_path / "weights.safetensors", tmp_path / "expected.safetensors"
+    assert dmjd("consolidate", str(run), f"output={file}")[0] == 0
+    save_file(store.read(run / "checkpoints" / "step-00000011"), expected)
+    assert file.read_bytes() == expected.read_bytes()
+    halves = {"b": torch.rand(3).half(), "a": torch.rand(2, 2).bfloat16(), "é": torch.rand(()), "c": torch.rand(0, 4)}
+    assert write_shards(file, halves, halves.__getitem__, metadata={"format": "pt"}) == [file]
+    save_file(halves, expected, {"format": "pt"})
+    assert file.read_bytes() == expected.read_bytes()
+
+
+def test_shards_are_those_of_hugging_face(run: Path, tmp_path: Path, tiny: Words, dmjd: Command) -> None:
+    whole = store.read(run / "checkpoints" / "step-00000011")
+    folder, limit = tmp_path / "weights", 100_000
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    code, said, _ = dmjd("consolidate", str(run), f"output={file}", "shard_size=100KB")
+    index = folder / "model.safetensors.index.json"
+    assert (code, said) == (0, f"{index}\n")
+    content = json.loads(index.read_text())
+    parts = sorted(folder.glob("*.safetensors"))
+    count = len(parts)
+    assert count > 2
+    assert [part.name for part in parts] == [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert len(list(folder.iterdir())) == count + 1, "no drafts are left"
+    assert content["metadata"]["total_size"] == sum(value.nbytes for value in whole.values())
+    assert content["weight_map"].keys() == whole.keys()
+    for part in parts:
+        with safe_open(part, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers reads no other
+            held = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 -- it is no mapping
+        assert len(held) == 1 or sum(value.nbytes for value in held.values()) <= limit
+        assert all(torch.equal(value, whole[name]) for name, value in held.items())
+        assert {content["weight_map"][name] for name in held} == {part.name}
+    read = store.read_model(index)
+    assert read.keys() == {name.removeprefix("parameter/") for name in whole if name.startswith("parameter/")}
+    config = compose("pretrain", tiny(tmp_path / "new", f"init={index}"))
+    objective = build_objective(config, target_dim(config))
+    load_weights(objective, index)
+    assert all(torch.equal(value, read[name]) for name, value in objective.named_parameters())
+    code, _, errors = dmjd("pretrain", *tiny(tmp_path / "new", f"init={folder}"))
+    assert code == 2
+    assert f"name the file of weights in it, as init={index}" in errors
+
+
+def test_a_run_goes_on_from_shards(run: Path, dmjd: Command) -> None:
+    folder = run / "checkpoints" / "step-00000011"
+    whole = store.read(folder)
+    assert dmjd("consolidate", str(run), "shard_size=100KB")[0] == 0
+    assert checkpoint.newest(folder.parent) == folder, "its manifest lists the files"
+    of_another_engine(folder)
+    own = {name: torch.full_like(value, -1) for name, value in whole.items()}
+    native_files.read_into(folder, own)
+    assert all(torch.equal(value, own[name]) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda listed: {name: f"../{file}" for name, file in listed.items()}, "is no file beside it"),
+        (lambda listed: {**listed, "parameter/more": min(listed.values())}, "lack tensors that it lists"),
+        (lambda listed: dict(list(listed.items())[1:]), "holds other tensors than it lists"),
+        (lambda listed: dict.fromkeys(listed, 3), "is no file beside it"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_an_error(
+    edit: Callable[[dict[str, str]], Any], message: str, tmp_path: Path
+) -> None:
+    tensors = {f"parameter/{name}": torch.rand(10) for name in "abc"}
+    index = write_shards(tmp_path / "w.safetensors", tensors, tensors.__getitem__, 100)[-1]
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": edit(content["weight_map"])}))
+    with pytest.raises(CheckpointError, match=message):
+        store.read_model(index)
+
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+import dmjd.parallel.deepspeed.files
+from dmjd.config import ConsolidateConfig
+from dmjd.runs.consolidate import consolidate
+
+def most():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+
+consolidate(ConsolidateConfig(sys.argv[1], sys.argv[1] + "/../small.safetensors"))
+before = most()
+consolidate(ConsolidateConfig(sys.argv[2], sys.argv[2] + "/../large.safetensors", sys.argv[3]))
+print(json.dumps(most() - before))
+"""
+
+
+def test_memory_is_that_of_a_tensor(tmp_path: Path) -> None:
+    """Of 128 MiB in tensors of 8 MiB, beside a small checkpoint that was read before."""
+    folders = []
+    for count in (1, 16):
+        draft = checkpoint.begin(tmp_path / str(count), 1)
+        tensors = {f"parameter/{number}": torch.full((2 << 20,), float(number)) for number in range(count)}
+        write = partial(native_files.write, draft, tensors, None)
+        folders.append(str(checkpoint.commit(draft, write, keep=1)))
+    run = [sys.executable, "-c", MEASURE, *folders, "50MB"]
+    grown = int(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    assert grown < 32 << 20
+    assert sum(path.stat().st_size for path in tmp_path.rglob("large*")) > 128 << 20
+
+
+@pytest.mark.parametrize(
+    "word", ["output=weights.pt", "output=nowhere/weights.safetensors", "shard_size=0GB", "shard_size=GB"]
+)
 def test_a_place_that_cannot_be_written_is_refused(run: Path, dmjd: Command, word: str) -> None:
     before = sorted(run.rglob("*"))
     code, _, errors = dmjd("consolidate", str(run), word)

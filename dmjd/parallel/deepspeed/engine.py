@@ -25,7 +25,7 @@ from dmjd.parallel.engine import StepResult, Write
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fsdp import filled
 from dmjd.parallel.single import build_optimizer
-from dmjd.parallel.staging import HostCopies
+from dmjd.parallel.staging import HostCopies, divide
 from dmjd.parallel.world import World
 
 logger = logging.getLogger("dmjd")
@@ -105,6 +105,7 @@ class DeepSpeedEngine:
         for group in self._zero.param_groups:
             group["lr"] = lr * group["lr_scale"]
             group["weight_decay"] = weight_decay * group["wd_scale"]
+        self.before_change()
         self._ds.step()
         norm, applied = self._ds.get_global_grad_norm(), self._ds.was_step_applied()
         return StepResult(self._scalar(norm), self._scalar(float(applied)))
@@ -146,20 +147,43 @@ class DeepSpeedEngine:
     def _parameters(self) -> Iterator[tuple[str, Any]]:
         return self.objective.named_parameters()
 
-    def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        states = zero_files.capture(self._ds, self._shapes(), self._world.size, self.stage)
-        copied = self._copies.take({"states": states, "averages": self._whole_of(averages)})
-        assert isinstance(copied, dict)
-        return partial(zero_files.write, path, copied["states"], copied["averages"], self._saving)
+    def prepare_save(self, averages: Mapping[str, Tensor]) -> None:
+        shapes, zero = self._shapes(), self._zero
+        states = zero_files.capture(self._ds, shapes, self._world.size, self.stage)
+        # The first step makes moments and counts.
+        flat = zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
+        fresh = [p.shape for p in flat if not zero.optimizer.state.get(p)]
+        moments = [torch.empty(each, device="meta") for shape in fresh for each in (shape, shape, ())]
+        whole = [torch.empty(shapes[name], device="meta") for name in self._written_here(averages)]
+        self._copies.prepare([states, moments, whole])
 
-    def _whole_of(self, shards: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors, whole, each on one rank, in turn. Collective."""
-        mine, shapes = {}, self._shapes()
-        for index, (name, shard) in enumerate(shards.items()):
-            whole = self._gather(shard, shapes[name])
-            if index % self._world.size == self._world.rank:
-                mine[name] = whole.cpu()
-        return mine
+    def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
+        shapes, here = self._shapes(), set(self._written_here(averages))
+        states = zero_files.capture(self._ds, shapes, self._world.size, self.stage)
+        whole = {
+            name: partial(self._whole_average, shard, shapes[name], name in here) for name, shard in averages.items()
+        }
+        copied = self._copies.take({"states": states, "averages": whole})
+        assert isinstance(copied, dict)
+        own = {name: value for name, value in copied["averages"].items() if name in here}
+
+        def write() -> list[Path]:
+            self._copies.wait()
+            return zero_files.write(path, copied["states"], own, self._saving)
+
+        return write
+
+    def before_change(self) -> None:
+        self._copies.before_change()
+
+    def _written_here(self, averages: Mapping[str, Tensor]) -> list[str]:
+        sizes = {name: shard.nbytes for name, shard in averages.items()}
+        return divide(sizes, self._world.size)[self._world.rank]
+
+    def _whole_average(self, shard: Tensor, shape: torch.Size, is_written_here: bool) -> Tensor | None:
+        """The average, whole, on the rank that writes it. Collective."""
+        whole = self._gather(shard, shape)
+        return whole if is_written_here else None
 
     def _gather(self, shard: Tensor, shape: torch.Size) -> Tensor:
         """A tensor laid out as in :meth:`local_shards`, whole and on the device of every rank."""
@@ -182,6 +206,7 @@ class DeepSpeedEngine:
         return {name: getattr(p, "ds_shape", p.shape) for name, p in self._parameters()}
 
     def load(self, path: Path, averages: Mapping[str, Tensor]) -> None:
+        self.before_change()
         shapes = self._shapes()
         zero_files.check(path, shapes, {name: shapes[name] for name in averages})
         zero_files.load(self._ds, path, self._world, self.stage)
@@ -211,6 +236,7 @@ class DeepSpeedEngine:
         return nullcontext(self.objective if self._world.is_main else None)
 
     def close(self) -> None:
+        self._copies.close()
         # Without barrier, destroy and, later, destroy_process_group, some processes end in "terminate called without an
         # active exception" and a code that looks like a failed job.
         if self._world.size > 1:

@@ -11,16 +11,13 @@ was requeued on fewer nodes goes on by itself, where a command for the conversio
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import logging
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +28,10 @@ from torch import Tensor
 from dmjd.errors import CheckpointError, ConfigError, StorageError, UserError
 from dmjd.files import read_file
 from dmjd.parallel import native_files
-from dmjd.parallel.native_files import AVERAGE, MOMENTS, PARAMETER
+from dmjd.parallel.deepspeed.partitions import Partitions
+from dmjd.parallel.native_files import AVERAGE, PARAMETER, Tensors
 from dmjd.parallel.world import World
-from dmjd.safe_load import TENSORS, load_torch, one_line, parse_json, weights_only_forced
+from dmjd.safe_load import TENSORS, load_torch, locate_torch, one_line, parse_json, weights_only_forced
 
 # New names since torch 2.13; DeepSpeed calls collectives by those that 2.11 has as well.
 warnings.filterwarnings(
@@ -198,55 +196,32 @@ def read_average(path: Path) -> dict[str, Tensor]:
     return native_files.of_kind(native_files.read(path / AVERAGES if is_zero(path) else path, AVERAGE), AVERAGE)
 
 
+def open_tensors(path: Path) -> Tensors:
+    """As :func:`dmjd.parallel.native_files.open_tensors`, of a checkpoint of a ZeRO engine."""
+    index, averages = _index(path), native_files.open_tensors(path / AVERAGES)
+    folder = path / TAG
+    with _damage_reported(folder):
+        parts = Partitions(folder, index.stage, index.processes, index.shapes, lambda at: locate_torch(at, _NAMES))
+
+    def read(name: str) -> Tensor:
+        if name in averages.like:
+            return averages.read(name)
+        with _damage_reported(folder):
+            return parts.read(name)
+
+    return Tensors(parts.like | averages.like, read)
+
+
 def read(path: Path, *kinds: str) -> dict[str, Tensor]:
     """As :func:`dmjd.parallel.native_files.read`, of a checkpoint of a ZeRO engine. Needs no process group."""
-    wanted = kinds or (PARAMETER, *MOMENTS, AVERAGE)
-    tensors: dict[str, Tensor] = {}
-    if AVERAGE in wanted:
-        tensors |= native_files.read(path / AVERAGES)
-    if set(wanted) <= {PARAMETER, AVERAGE}:
-        if PARAMETER in wanted:
-            tensors |= {f"{PARAMETER}/{name}": value for name, value in _read_parameters(path).items()}
-        return tensors
-    with _deepspeed_reads(path), tempfile.TemporaryDirectory(prefix="dmjd-") as scratch:
-        folder = Path(scratch) / "universal"
-        _convert(path, folder)
-        step = _step(folder)
-        shapes = _index(path).shapes
-        frozen = [name for name in shapes if not (folder / _PARTS / name / f"{MOMENTS[0]}.pt").is_file()]
-        if frozen and PARAMETER in wanted:
-            whole = _read_parameters(path)
-            tensors |= {f"{PARAMETER}/{name}": whole[name] for name in frozen}
-        for name, shape in shapes.items():
-            if name in frozen:  # it has neither moments nor steps
-                continue
-            for kind, slices in _SLICES.items():
-                if kind in wanted:
-                    content = load_torch(folder / _PARTS / name / f"{slices}.pt", TENSORS)
-                    whole = content["param"] if isinstance(content, dict) else content  # of stages 1 and 2, or of 3
-                    tensors[f"{kind}/{name}"] = whole.reshape(shape)
-            if "step" in wanted:
-                tensors[f"step/{name}"] = step.clone()
-    return tensors
-
-
-def _read_parameters(path: Path) -> dict[str, Tensor]:
-    module = import_deepspeed("deepspeed.utils.zero_to_fp32")
-    with _deepspeed_reads(path), _quiet():
-        whole = module.get_fp32_state_dict_from_zero_checkpoint(str(path), TAG)
-        shapes = _index(path).shapes
-        if not shapes.keys() <= whole.keys():  # stage 1 has frozen parameters beside the model's buffers alone
-            whole = {**load_torch(path / TAG / "mp_rank_00_model_states.pt", _NAMES, mapped=True)["module"], **whole}
-        return {name: whole[name].reshape(shape).clone() for name, shape in shapes.items()}
+    tensors = open_tensors(path)
+    return {name: tensors.read(name) for name in tensors.like if not kinds or name.partition("/")[0] in kinds}
 
 
 def read_frozen(path: Path, names: Collection[str]) -> dict[str, Tensor]:
     """The parameters ``names`` of a checkpoint of any engine, whole. DeepSpeed restores them from its own alone."""
-    if is_zero(path):
-        saved = _read_parameters(path)
-    else:
-        saved = native_files.of_kind(native_files.read(path, PARAMETER), PARAMETER)
-    return {name: saved[name] for name in names}
+    saved = (open_tensors if is_zero(path) else native_files.open_tensors)(path)
+    return {name: saved.read(f"{PARAMETER}/{name}") for name in names}
 
 
 def _make_universal(path: Path, folder: Path, groups: int) -> None:
@@ -254,8 +229,8 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
     try:
         shutil.rmtree(folder, ignore_errors=True)  # of a launch that was killed here
         (folder / TAG).mkdir(parents=True)
-        state = (read if is_zero(path) else native_files.read)(path, PARAMETER, *MOMENTS)
-        _unfold(state, folder / TAG / _PARTS)
+        saved = (open_tensors if is_zero(path) else native_files.open_tensors)(path)
+        _unfold(saved, folder / TAG / _PARTS)
         _complete(folder / TAG, groups)
     except (OSError, RuntimeError, CheckpointError) as error:
         shutil.rmtree(folder, ignore_errors=True)
@@ -264,22 +239,14 @@ def _make_universal(path: Path, folder: Path, groups: int) -> None:
         raise StorageError(f"{path} cannot be laid out for this number of processes in {folder}: {error}") from error
 
 
-def _convert(path: Path, folder: Path) -> None:
-    """DeepSpeed's conversion, in this process: it forks workers otherwise, which a process with CUDA must not."""
-    converter = import_deepspeed("deepspeed.checkpoint.ds_to_universal")
-    arguments = argparse.Namespace(
-        input_folder=str(path / TAG), output_folder=str(folder), num_extract_workers=1, num_merge_workers=1,
-        keep_temp_folder=False, strict=True, inject_missing_state=False,
-    )  # fmt: skip
-    with _quiet():
-        converter.main(arguments)
-
-
-def _unfold(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write whole tensors by our names as parts of the universal format."""
-    for full_name, value in tensors.items():
+def _unfold(saved: Tensors, folder: Path) -> None:
+    """Write whole tensors by our names as parts of the universal format, one after the other."""
+    for full_name in saved.like:
         kind, _, name = full_name.partition("/")
+        if kind == AVERAGE:
+            continue
         (folder / name).mkdir(parents=True, exist_ok=True)
+        value = saved.read(full_name)
         content = value if kind == "step" else {"param": value}
         torch.save(content, folder / name / f"{_SLICES.get(kind, kind)}.pt")
 
@@ -297,11 +264,6 @@ def _complete(folder: Path, groups: int) -> None:
 
 def _step(folder: Path) -> Tensor:
     """Adam's count, which all parameters share."""
-    common = folder / _PARTS / "optimizer_state.pt"
-    if common.is_file():
-        content = load_torch(common, _NAMES)
-        if "optimizer_state_dict" in content:
-            return torch.as_tensor(content["optimizer_state_dict"]["state"][0]["step"]).float()
     file = next(iter(sorted((folder / _PARTS).rglob("step.pt"))), None)
     return torch.zeros(()) if file is None else torch.as_tensor(load_torch(file, TENSORS)).float()
 
@@ -334,17 +296,24 @@ def _deepspeed_reads(path: Path) -> Iterator[None]:
     Raises:
         CheckpointError: if a file holds anything else, or what DeepSpeed does not understand.
     """
-    at = path / TAG
+    for file in sorted((path / TAG).glob("*.pt")):
+        with _damage_reported(file):
+            _check_names(load_torch(file, _NAMES, mapped=True))
+    with _damage_reported(path / TAG):
+        yield
+
+
+@contextmanager
+def _damage_reported(at: Path) -> Iterator[None]:
+    """Within it, torch loads weights and DeepSpeed's three classes alone. Raises CheckpointError for errors of any
+    type, as DeepSpeed takes from a file what it needs, and fails as it happens."""
     classes = [getattr(import_deepspeed(module), name) for module, name in _CLASSES.items()]
     try:
         with weights_only_forced(classes):
-            for at in sorted((path / TAG).glob("*.pt")):
-                _check_names(load_torch(at, _NAMES, mapped=True))
-            at = path / TAG
             yield
     except (UserError, OSError):
         raise
-    except Exception as error:  # DeepSpeed takes from a file what it needs, and fails as it happens
+    except Exception as error:
         raise CheckpointError(f"{at} cannot be read: {one_line(error)}") from error
 
 
@@ -363,10 +332,3 @@ def _check_names(content: Any) -> None:
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Neither what a conversion prints nor its progress bars."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        yield
