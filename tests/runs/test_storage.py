@@ -135,6 +135,9 @@ def test_a_job_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monkey
             with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .*{said}"):
                 lock.RunLock(tmp_path, wait).__enter__()
             assert clock[0] == (40.0 if said else 0.0)
+        monkeypatch.setenv("DMJD_FULL_WORLD_SIZE", "2")  # rank 0 of the start before may be on a node that was cut off
+        with pytest.raises(ConfigError, match="after waiting 40 s"):
+            lock.RunLock(tmp_path, 40.0).__enter__()
 
 
 def test_processes_that_srun_started_side_by_side_do_not_wait_for_each_other(
