@@ -179,7 +179,7 @@ def _time_stop(stopping: list[Phases]) -> None:
 
     around(loop.Trainer, "save_checkpoint", ends("step"), None)
     around(Saver, "save", None, ends("save"))
-    checkpoint.commit = timed
+    vars(checkpoint)["commit"] = timed
     around(checkpoint, "commit", None, ends("commit"))
 
 

@@ -14,9 +14,13 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dmjd.errors import StorageError
 from dmjd.files import private_folder, standing_place
+
+if TYPE_CHECKING:
+    import torch
 
 FLIGHT = "flight"
 """The folder in a run's of the flight records, which ranks write at a step's time-out."""
@@ -82,19 +86,23 @@ def collect_as_usual() -> None:
 
 
 @contextmanager
-def compiler_imported_meanwhile(blocked: Collection[signal.Signals]) -> Iterator[None]:
-    """Import what torch.compile needs in a thread, which takes as long as to draw the initial weights: drawing leaves
-    Python to other threads. No process is forked before both are done.
+def prepared_meanwhile(device: torch.device, compiles: bool, blocked: Collection[signal.Signals]) -> Iterator[None]:
+    """Initialise ``device`` and import what torch.compile needs in a thread, which takes as long as to draw the initial
+    weights: drawing leaves Python to other threads. No process is forked before both are done.
 
     Args:
         blocked: signals that compile workers do not receive, if the imports start any; see dmjd.train.signals.
     """
 
     def act() -> None:
+        import torch
+
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        with suppress(Exception):  # the import that needs it raises it again
-            import_module("torch._dynamo.repro.after_dynamo")
-            import_module("torch._inductor.compile_fx")
+        with suppress(Exception):  # raised again in the other thread, which needs both
+            torch.empty(1, device=device)
+            if compiles:
+                import_module("torch._dynamo.repro.after_dynamo")
+                import_module("torch._inductor.compile_fx")
 
     thread = threading.Thread(target=act, name="imports", daemon=True)
     thread.start()

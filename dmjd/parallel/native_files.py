@@ -59,8 +59,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of a parameter, under torch's names; ``step`` is a scalar."""
 
 CONSOLIDATED = "consolidated.safetensors"
-MAX_FILES, BYTES_PER_FILE = 4, 1 << 28
+MAX_FILES, BYTES_PER_FILE = 16, 1 << 28
 """Large states of a rank are written, and later hashed, as several files side by side."""
+WRITERS = 4
+"""Threads that write them."""
 _INDEX = ".metadata"
 _INDEX_OF_FILES = ".safetensors.index.json"
 _DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
@@ -80,7 +82,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
         StorageError: on every rank, if any could not write.
     """
     own = sum(tensor.nbytes for tensor in tensors.values()) // (1 if group is None else dist.get_world_size(group))
-    writer = _Writer(path, threads=min(MAX_FILES, 1 + own // BYTES_PER_FILE))
+    writer = _Writer(path, files=min(MAX_FILES, 1 + own // BYTES_PER_FILE))
     try:
         save_shards(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -91,16 +93,17 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
 
 
 class _Writer(FileSystemWriter):
-    """Torch's writer of one file for each of ``threads``; torch's own threads lose their errors."""
+    """Torch's writer, for several files at a time; the errors of torch's own threads are lost."""
 
-    def __init__(self, path: Path, threads: int) -> None:
-        # A checkpoint is flushed as a whole, before it counts. Nothing has to be copied ahead from a device.
-        super().__init__(path, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
+    def __init__(self, path: Path, files: int) -> None:
+        # Nothing has to be copied ahead from a device. A checkpoint is flushed as a whole, before it counts, but the
+        # disk need not wait until the last of several files is written.
+        super().__init__(path, sync_files=files > 1, thread_count=files, per_thread_copy_ahead=0)
 
     def _write_data(self, planner: Any, file_queue: Any) -> Any:
-        threads, self.thread_count = self.thread_count, 1
-        with ThreadPoolExecutor(threads) as pool:
-            parts = list(pool.map(super()._write_data, [planner] * threads, [file_queue] * threads))
+        self.thread_count = 1  # of each call
+        with ThreadPoolExecutor(WRITERS) as pool:
+            parts = list(pool.map(super()._write_data, [planner] * WRITERS, [file_queue] * WRITERS))
         written: torch.futures.Future[list[Any]] = torch.futures.Future()
         written.set_result([result for part in parts for result in part.wait()])
         return written

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -24,9 +24,9 @@ from dmjd.parallel.elastic import same_micro_batch
 from dmjd.parallel.engines import AUTO
 from dmjd.parallel.environment import (
     collect_as_usual,
-    compiler_imported_meanwhile,
     dismiss_compile_workers,
     prepare_environment,
+    prepared_meanwhile,
 )
 from dmjd.parallel.world import World, join_world
 from dmjd.runs.checkpoint import step_of
@@ -171,7 +171,7 @@ class Trainer:
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
-        with nullcontext() if config.engine.compile == "none" else compiler_imported_meanwhile(SIGNALS):
+        with prepared_meanwhile(world.device, config.engine.compile != "none", SIGNALS):
             self.task = build(config, world, Path(self.initial["init_path"]) if self.initial else None)
         self.step, self.engine = self.task.step, self.task.step.engine
         if self.step.began_from and world.is_main:
