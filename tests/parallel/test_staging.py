@@ -138,7 +138,7 @@ def test_a_step_does_not_change_what_is_being_copied(name: str, tmp_path: Path) 
     engine.prepare_save(ema.averages)
     for number in range(3):  # DeepSpeed's stage 3 fetches ahead from the third on
         step(number)
-    parameters = engine.full_state_dict()
+    parameters = {key: value.clone() for key, value in engine.full_state_dict().items()}
     averages = {average: value.flatten().clone().cpu() for average, value in ema.averages.items()}
     with torch.cuda.stream(engine._copies._stream):
         torch.cuda._sleep(1_000_000_000)  # half a second
