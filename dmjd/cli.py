@@ -20,6 +20,7 @@ from dmjd.errors import ConfigError, Diverged, Interrupted, UserError, printable
 from dmjd.evaluate import EVALUATIONS, describe, evaluate
 from dmjd.explore import TOOLS, Tool
 from dmjd.files import at_home
+from dmjd.parallel.environment import prepare_imports
 from dmjd.progress import LogHandler, Progress, begin
 from dmjd.redact import redact, redact_output
 
@@ -36,6 +37,7 @@ def _pretrain(arguments: Sequence[str]) -> None:
     from dmjd.compose import compose
 
     config = compose("pretrain", arguments)
+    prepare_imports()
     from dmjd.train.loop import pretrain  # after compose: an unknown key is reported before torch is imported
 
     def callbacks(config: PretrainConfig) -> Sequence[Callback]:
@@ -53,6 +55,7 @@ def _from_encoder(command: str, results: str, summary: str) -> Callable[[Sequenc
         from dmjd.compose import compose, with_first_key
 
         config = compose(command, with_first_key(command, arguments))
+        prepare_imports()
         from dmjd.train import loop
 
         _train(lambda: getattr(loop, command)(config), results)

@@ -34,6 +34,7 @@ from dmjd.source import START, snapshot
 OPTIONS = {
     "site": "site file: a name in launchers/slurm/sites, or a path",
     "nodes": "number of nodes",
+    "min_nodes": "if nodes are lost and at least so many are left, they go on in the same launch; default: requeue",
     "gpus": "GPUs on each node; default: those of the site",
     "time": "time limit of one launch in Slurm's format, such as 24:00:00",
     "array": "indices of a job array, such as 0-2; %a in an argument is replaced by the index",
@@ -66,7 +67,10 @@ new one requeue that job, or stop at its time limit."""
 SBATCH_SECONDS = 120.0
 """sbatch itself waits about 100 s for the controller."""
 
-_OF_A_JOB = ("SLURM_", "DMJD_CHAIN", "DMJD_COMMAND", "DMJD_RUN", "DMJD_EXIT_RECORD", "DMJD_LAST_WORD")
+_OF_A_JOB = (
+    *("SLURM_", "DMJD_CHAIN", "DMJD_COMMAND", "DMJD_RUN", "DMJD_EXIT_RECORD", "DMJD_LAST_WORD"),
+    *("DMJD_MIN_NODES", "DMJD_FULL_WORLD_SIZE"),
+)
 """Prefixes of variables of a surrounding job."""
 
 
@@ -131,6 +135,12 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     _count(site, "DMJD_IDLE_LIMIT", 3)
     if not several and nodes * gpus > 1:
         raise ConfigError(f"{command} runs on one GPU; leave nodes and gpus out")
+    if "min_nodes" in options:
+        least = _count(options, "min_nodes", None)
+        if not trains or least >= nodes:
+            raise ConfigError(f"min_nodes={least} must be below nodes={nodes}, for {', '.join(PLANS)} alone")
+        if site.get("DMJD_RENDEZVOUS") == "static":
+            raise ConfigError("min_nodes needs DMJD_RENDEZVOUS=c10d; the site file has DMJD_RENDEZVOUS=static")
     if chain > 1 and "array" in options:
         raise ConfigError("chain and array cannot be combined; submit one chain for each index")
 
@@ -157,6 +167,9 @@ def plan(command: str, arguments: Sequence[str], code: Path | None = None) -> Jo
     exports = {"DMJD_LAUNCHERS": str(code / "launchers" if code else launchers_dir())}
     if trains:  # the shell cannot resolve experiments, quotes and ${...}
         exports |= {"DMJD_COMMAND": command, "DMJD_RUN": config.run}
+    if "min_nodes" in options:
+        header["no-kill"] = None  # a lost node does not end the job
+        exports["DMJD_MIN_NODES"] = options["min_nodes"]
     # Written into the script, which later edits of the site file do not change.
     exports.update({name: value for name, value in site.items() if not name.startswith("SBATCH_")})
     if container is None and not site.get("DMJD_PYTHON"):

@@ -31,8 +31,8 @@ class TrainConfig:
     time_budget: Save a checkpoint and stop after this time, H:MM:SS or D-HH:MM:SS. auto: before the Slurm job's time
         limit. null: never.
     time_margin: (time_budget=auto) Seconds before the job's time limit at which to stop.
-    lock_wait: Seconds a Slurm job waits for another process that has locked the run folder, for example on a node
-        that lost its network.
+    lock_wait: Seconds a Slurm job or an elastic launch waits for another process that has locked the run folder, for
+        example on a node that lost its network.
     tensorboard: Write TensorBoard event files to the run folder.
     wandb: Weights & Biases project. null: off.
     profile: Steps to record with torch.profiler, as steps:FIRST-LAST, for example steps:10-14. null: off.

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.context import ForkContext
 from multiprocessing.queues import Queue
@@ -279,7 +281,8 @@ class BatchLoader:
             worker_init_fn=partial(_begin_worker, progress, stacks),
             generator=torch.Generator(),  # else drawing the workers' unused seed would advance the global generator
         )
-        return iter(loader)
+        with _uncollected():
+            return iter(loader)
 
     def _admit(self, number: int, item: _Item) -> Batch:
         if isinstance(item, UserError):
@@ -378,6 +381,17 @@ class _ErrorsAsItems(TorchDataset[_Item]):
         except (OSError, MemoryError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
             return DataError(f"batch {number} cannot be loaded ({reason}); the same command continues once it can")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Objects that exist now are not collected by processes forked within: a CUDA graph's or event's destructor aborts
+    there."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class _Context(ForkContext):

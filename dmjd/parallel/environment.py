@@ -1,13 +1,22 @@
-"""The process around a run: environment variables that torch reads once, and inductor's compile workers."""
+"""The process around a run: environment variables that torch reads once, garbage collection and imports of its start,
+and inductor's compile workers.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
-from contextlib import suppress
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
-from dmjd.files import private_folder
+from dmjd.errors import StorageError
+from dmjd.files import private_folder, standing_place
 
 FLIGHT = "flight"
 """The folder in a run's of the flight records, which ranks write at a step's time-out."""
@@ -36,6 +45,63 @@ def prepare_environment(run: Path) -> None:
         "TORCH_FR_DUMP_TEMP_FILE": recorded,
     }.items():
         os.environ.setdefault(name, value)
+
+
+_thresholds: tuple[int, int, int] | None = None
+
+
+def prepare_imports() -> None:
+    """To be called before torch is imported. Until :func:`collect_as_usual`, garbage is collected less often: imports
+    and torch.compile's trace make millions of objects that stay, and collections take a sixth of the time of both."""
+    global _thresholds
+    _thresholds = gc.get_threshold()
+    gc.set_threshold(200_000)
+    _keep_bytecode()
+
+
+def _keep_bytecode() -> None:
+    """If torch was installed without bytecode and Python cannot write it there, as in many containers, keep bytecode in
+    a private folder: to compile torch's modules takes 8 s of every start."""
+    spec = find_spec("torch")
+    if sys.pycache_prefix is not None or spec is None or spec.cached is None or Path(spec.cached).is_file():
+        return
+    if not sys.dont_write_bytecode and os.access(standing_place(Path(spec.cached)), os.W_OK):
+        return
+    with suppress(StorageError):
+        sys.pycache_prefix = str(private_folder("dmjd") / "python")
+        sys.dont_write_bytecode = False
+
+
+def collect_as_usual() -> None:
+    """After the start of a run: later collections do not look at what is there now."""
+    global _thresholds
+    if _thresholds is not None:
+        gc.freeze()
+        gc.set_threshold(*_thresholds)
+        _thresholds = None
+
+
+@contextmanager
+def compiler_imported_meanwhile(blocked: Collection[signal.Signals]) -> Iterator[None]:
+    """Import what torch.compile needs in a thread, which takes as long as to draw the initial weights: drawing leaves
+    Python to other threads. No process is forked before both are done.
+
+    Args:
+        blocked: signals that compile workers do not receive, if the imports start any; see dmjd.train.signals.
+    """
+
+    def act() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        with suppress(Exception):  # the import that needs it raises it again
+            import_module("torch._dynamo.repro.after_dynamo")
+            import_module("torch._inductor.compile_fx")
+
+    thread = threading.Thread(target=act, name="imports", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def dismiss_compile_workers() -> None:

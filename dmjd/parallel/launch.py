@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from dmjd.errors import ConfigError
 
 _LAUNCHER = "start the processes by a launcher such as torchrun, which sets it, or `unset {name}` to run one by itself"
+_ELASTIC = "start elastic launches by the scripts in launchers, which set it, or `unset {name}`"
 _SLURM = "`unset {name}`, which Slurm sets for its jobs alone"
+FULL_WORLD_SIZE = "DMJD_FULL_WORLD_SIZE"
 MOST_PROCESSES = 1_000_000
 LATEST = 253_402_300_799
 """Seconds from 1970 to the end of the year 9999."""
@@ -20,12 +22,17 @@ LATEST = 253_402_300_799
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank ``rank`` of ``size`` processes, and rank ``local_rank`` of ``local_size`` on this host."""
+    """Rank ``rank`` of ``size`` processes, and rank ``local_rank`` of ``local_size`` on this host.
+
+    full_size: processes of an elastic launch while all its nodes are there (DMJD_FULL_WORLD_SIZE); 0 if the launch is
+        not elastic.
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    full_size: int = 0
 
 
 def read_launch() -> Launch:
@@ -53,7 +60,15 @@ def read_launch() -> Launch:
                 f"MASTER_ADDR={address!r} must be the name or address of rank 0's host; "
                 f"{_LAUNCHER.format(name='WORLD_SIZE')}"
             )
-    return Launch(rank, size, local_rank, local_size)
+    full_size = _whole(
+        FULL_WORLD_SIZE, size, MOST_PROCESSES, _ELASTIC, 0, f"the processes with all nodes, of which {size} are there"
+    )
+    return Launch(rank, size, local_rank, local_size, full_size)
+
+
+def is_elastic() -> bool:
+    """Whether the launcher starts the ranks again, on the remaining nodes, after the loss of a node."""
+    return FULL_WORLD_SIZE in os.environ
 
 
 def in_slurm_job() -> bool:

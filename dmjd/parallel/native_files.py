@@ -13,6 +13,7 @@ import re
 import stat
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -58,6 +59,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """AdamW's state of a parameter, under torch's names; ``step`` is a scalar."""
 
 CONSOLIDATED = "consolidated.safetensors"
+MAX_FILES, BYTES_PER_FILE = 4, 1 << 28
+"""Large states of a rank are written, and later hashed, as several files side by side."""
 _INDEX = ".metadata"
 _INDEX_OF_FILES = ".safetensors.index.json"
 _DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
@@ -76,7 +79,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
     Raises:
         StorageError: on every rank, if any could not write.
     """
-    writer = FileSystemWriter(path, sync_files=False)  # a checkpoint is flushed as a whole, before it counts
+    own = sum(tensor.nbytes for tensor in tensors.values()) // (1 if group is None else dist.get_world_size(group))
+    writer = _Writer(path, threads=min(MAX_FILES, 1 + own // BYTES_PER_FILE))
     try:
         save_shards(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as error:
@@ -84,6 +88,22 @@ def write(path: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | 
         raise StorageError(f"{cause} (rank {rank})" if group is not None else str(cause)) from error
     rank = 0 if group is None else dist.get_rank(group)
     return sorted(path.glob(f"__{rank}_*")) + [path / _INDEX] * (rank == 0)
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer of one file for each of ``threads``; torch's own threads lose their errors."""
+
+    def __init__(self, path: Path, threads: int) -> None:
+        # A checkpoint is flushed as a whole, before it counts. Nothing has to be copied ahead from a device.
+        super().__init__(path, sync_files=False, thread_count=threads, per_thread_copy_ahead=0)
+
+    def _write_data(self, planner: Any, file_queue: Any) -> Any:
+        threads, self.thread_count = self.thread_count, 1
+        with ThreadPoolExecutor(threads) as pool:
+            parts = list(pool.map(super()._write_data, [planner] * threads, [file_queue] * threads))
+        written: torch.futures.Future[list[Any]] = torch.futures.Future()
+        written.set_result([result for part in parts for result in part.wait()])
+        return written
 
 
 def read_into(path: Path, tensors: Mapping[str, Tensor]) -> None:

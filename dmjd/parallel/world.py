@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,17 +12,21 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store  # a public name, and missing in the list of exports
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from dmjd.config import EngineConfig
 from dmjd.errors import ConfigError, NotMet, UserError
+from dmjd.parallel.elastic import FINISHED, active_size, agree, stay_idle
 from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.fit import check_fit
 from dmjd.parallel.launch import Launch, read_launch
 from dmjd.parallel.rendezvous import fresh_store
 
 T = TypeVar("T")
+
+logger = logging.getLogger("dmjd")
 
 # torch 2.14 made it public under another name and warns about the old one, which is all that 2.11 knows.
 _set_timeout: Callable[..., None] = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -34,6 +39,8 @@ class World:
     group: gloo group with a long time-out for collectives outside the training step, which has groups of its own; None
         for one process.
     timeout: the time-out of that group: compilation, a cold file system and an evaluation on rank 0 take minutes.
+    full_size: processes of an elastic launch while all its nodes are there; 0 if the launch is not elastic.
+    store: of an elastic launch, on an agent of torchrun; idle ranks wait there for the end.
     """
 
     rank: int
@@ -43,6 +50,8 @@ class World:
     local_size: int = 1
     group: dist.ProcessGroup | None = None
     timeout: timedelta = timedelta(minutes=30)
+    full_size: int = 0
+    store: Store | None = field(default=None, repr=False)
     _of_steps: list[dist.ProcessGroup] = field(default_factory=list, repr=False)
 
     @property
@@ -137,6 +146,8 @@ class World:
         """Wait for all ranks, so that the exit of one is no lost connection to another; destroy the groups."""
         if self.size > 1:
             dist.barrier(group=self.group)
+        if self.store is not None and self.is_main:
+            self.store.set(FINISHED, "")
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -159,8 +170,11 @@ def alone(device: torch.device) -> World:
     return World(0, 1, 0, device)
 
 
-def join_world(device: torch.device, engine: EngineConfig) -> World:
+def join_world(device: torch.device, engine: EngineConfig, batch_size: Callable[[], int] | None = None) -> World:
     """Join the process group if torchrun (or a launcher that sets its variables) started several processes.
+
+    Args:
+        batch_size: gives that of the run, for an elastic launch; called on rank 0. Ranks that stay idle exit in here.
 
     Raises:
         ConfigError: if the engine does not support the device or the number of processes, or a launcher's variable is
@@ -172,14 +186,17 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         # DeepSpeed would select CUDA on a host with a GPU, also for a run on the CPU.
         os.environ.setdefault("DS_ACCELERATOR", device.type)
     launch = read_launch()
-    check_fit(engine, device, launch.size, launch.local_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(minutes=engine.start_timeout)
+    store: Store | None = None
+    if launch.full_size and batch_size is not None:
+        launch, store = _join_elastic(launch, engine, device, batch_size, timeout)
+    check_fit(engine, device, launch.size, launch.local_size)
     if launch.size == 1:
         if spec is not None and spec.collective and not dist.is_initialized():
             own = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in __all__
             dist.init_process_group(backend, store=own, rank=0, world_size=1)
-        return alone(device)
+        return replace(alone(device), full_size=launch.full_size, store=store)
     if device.type == "cuda":
         if launch.local_rank >= torch.cuda.device_count():
             shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -191,13 +208,63 @@ def join_world(device: torch.device, engine: EngineConfig) -> World:
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     try:
-        store, rank, size = next(rendezvous("env://", timeout=timeout))
-        store = fresh_store(store, rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        met = store or _meet(timeout)
+        dist.init_process_group(backend, store=met, rank=launch.rank, world_size=launch.size, timeout=timeout)
         group = _gloo_group(timeout)
     except (RuntimeError, ValueError) as error:  # torch's network errors are RuntimeErrors
         raise _not_met(error, launch, timeout) from error
-    return World(launch.rank, launch.size, launch.local_rank, device, launch.local_size, group, timeout)
+    return World(
+        launch.rank,
+        launch.size,
+        launch.local_rank,
+        device,
+        launch.local_size,
+        group,
+        timeout,
+        launch.full_size,
+        store,
+    )
+
+
+def _meet(timeout: timedelta) -> Store:
+    """The store of this start, when all processes are there. Raises RuntimeError or ValueError if one is missing."""
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    return fresh_store(store, rank, size, timeout)
+
+
+def _join_elastic(
+    launch: Launch, engine: EngineConfig, device: torch.device, batch_size: Callable[[], int], timeout: timedelta
+) -> tuple[Launch, Store | None]:
+    """The launch of the ranks that train, and the store of this start; None for one process. Idle ranks exit."""
+
+    def choose() -> int:
+        images = batch_size()
+        size = active_size(launch, engine, device, images)
+        if size < launch.full_size:
+            logger.warning(
+                "%d of %d process(es) train, %d stay idle, %d are missing: the most that divide batch_size=%d",
+                size,
+                launch.full_size,
+                launch.size - size,
+                launch.full_size - launch.size,
+                images,
+            )
+        return size
+
+    if launch.size == 1:
+        choose()
+        return launch, None
+    try:
+        store = _meet(timeout)
+        size = agree(launch, store, timeout, choose)
+    except (RuntimeError, ValueError) as error:
+        raise _not_met(error, launch, timeout) from error
+    if launch.rank >= size:
+        stay_idle(store, launch.rank)
+    launch = replace(launch, size=size, local_size=min(launch.local_size, size))
+    # For DeepSpeed, which reads them.
+    os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(launch.size), str(launch.local_size)
+    return launch, store
 
 
 def _not_met(error: Exception, launch: Launch, timeout: timedelta) -> NotMet:

@@ -25,7 +25,7 @@ from dmjd.config import EngineConfig, TrainConfig, first_difference
 from dmjd.data.build import AUTO
 from dmjd.data.listed import FILE as IMAGES
 from dmjd.data.listed import TEST_FILE as TEST_IMAGES
-from dmjd.errors import CheckpointError, ConfigError, StorageError
+from dmjd.errors import CheckpointError, ConfigError, StorageError, UserError
 from dmjd.files import obstacle, read_file, replace_file, standing_place
 from dmjd.parallel.environment import FLIGHT
 from dmjd.parallel.world import World
@@ -114,6 +114,13 @@ class RunFolder(RunPaths):
                 f"{cure}, or name another folder"
             )
         return config
+
+    def batch_size(self, config: TrainConfig) -> int:
+        """The batch size with which ``config`` starts or continues here; its own if :meth:`check` raises an error."""
+        try:
+            return self.check(config).batch_size
+        except UserError:
+            return config.batch_size
 
     def _recorded(self, committed: Sequence[Path]) -> Path | None:
         """The stored configuration of a run with the checkpoints ``committed``; None without any."""

@@ -2,17 +2,22 @@
 
 ``RUN/heartbeat/rank-00003.json`` is replaced as a whole, at most once per second, by a thread; neither it nor the
 training waits for the other. The file of a rank that hangs keeps its phase; ``time`` is the start of that phase.
+
+In an elastic launch each heartbeat also sets a timer of torchrun's watchdog, which kills this process when it expires.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 import re
+import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -22,8 +27,11 @@ from dmjd.safe_load import parse_json
 PHASES = ("start", "data", "forward", "step", "checkpoint", "evaluate", "stop")
 """forward: forward and backward pass; step: optimizer step; stop: training has ended, by an error or not."""
 
+STEP_PHASES = ("data", "forward", "step")
 FOLDER = "heartbeat"
 INTERVAL = 1.0
+WATCHDOG = "TORCHELASTIC_TIMER_FILE"
+"""The environment variable that names the pipe of torchrun's watchdog, ``torch.distributed.elastic.timer``."""
 
 logger = logging.getLogger("dmjd")
 
@@ -47,9 +55,15 @@ class Beat:
 
 
 class Heartbeat:
-    """Context manager that writes the file of ``rank`` in a thread. :meth:`beat` is one assignment."""
+    """Context manager that writes the file of ``rank`` in a thread. :meth:`beat` is one assignment.
 
-    def __init__(self, run: Path, rank: int) -> None:
+    Args:
+        step_limit: seconds after which the watchdog kills the process in :data:`STEP_PHASES`, once a step is done.
+        limit: the same in other phases, and before.
+    """
+
+    def __init__(self, run: Path, rank: int, step_limit: float = math.inf, limit: float = math.inf) -> None:
+        self._limits, self._first_step = (step_limit, limit), math.inf
         self._path = _path(run, rank)
         self._rank, self._host = rank, platform.node()
         self._latest: Beat | None = None
@@ -64,9 +78,11 @@ class Heartbeat:
     def __exit__(self, *error: object) -> None:
         self._stopped.set()
         self._thread.join()
+        _set_timer(-1.0)
 
     def beat(self, step: int, phase: str, seconds: float, lost: float) -> None:
         """Set the state of this rank; it is written within a second, and on leaving the context."""
+        self._first_step = min(self._first_step, step)
         self._latest = Beat(self._rank, step, phase, time.time(), self._host, os.getpid(), seconds, lost)
 
     def _write_on(self) -> None:
@@ -77,6 +93,8 @@ class Heartbeat:
             latest = self._latest
             if latest is None or latest is written:
                 continue
+            in_step = latest.phase in STEP_PHASES and latest.step > self._first_step
+            _set_timer(latest.time + self._limits[0 if in_step else 1])
             try:
                 replace_file(self._path, json.dumps(asdict(latest)))
             except OSError as error:  # the log and the checkpoints raise errors about a full disk
@@ -84,6 +102,29 @@ class Heartbeat:
                     logger.warning("no heartbeat at %s: %s", self._path, error)
                 warned = True
             written = latest
+
+
+def _set_timer(expires: float) -> None:
+    """Send a request of ``torch.distributed.elastic.timer.FileTimerClient``, whose errors would be logged each second.
+
+    Args:
+        expires: seconds since 1970; negative to remove the timer.
+    """
+    if WATCHDOG not in os.environ or expires == math.inf:
+        return
+    request = {
+        "version": 1,
+        "pid": os.getpid(),
+        "scope_id": "heartbeat",
+        "expiration_time": expires,
+        "signal": int(signal.SIGKILL),
+    }
+    with suppress(OSError):  # the agent has ended
+        pipe = os.open(os.environ[WATCHDOG], os.O_WRONLY | os.O_NONBLOCK)
+        try:
+            os.write(pipe, json.dumps(request).encode() + b"\n")
+        finally:
+            os.close(pipe)
 
 
 def forget_ranks(run: Path, first: int) -> None:

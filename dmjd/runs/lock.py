@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from dmjd.errors import ConfigError, FolderGone, StorageError
-from dmjd.parallel.launch import in_slurm_job, slurm_step
+from dmjd.parallel.launch import in_slurm_job, is_elastic, slurm_step
 
 POLL_SECONDS = 1.0
 
@@ -25,8 +25,8 @@ class RunLock:
     The kernel releases the lock however the process ends.
 
     Args:
-        lock_wait: seconds that a Slurm job waits for another process to release the lock: it may run on a node that was
-            cut off, and nobody would submit the job again. Outside Slurm there is no wait.
+        lock_wait: seconds that a Slurm job or an elastic launch waits for another process to release the lock: it may
+            run on a node that was cut off, and nobody would start the run again. Other launches do not wait.
 
     Raises:
         ConfigError: on entering, if another process holds the lock; the error names it.
@@ -41,7 +41,7 @@ class RunLock:
         with ExitStack() as failing:
             file = failing.enter_context(self._path.open("a+"))
             try:
-                _acquire(file, self._folder, self._lock_wait if in_slurm_job() else 0.0)
+                _acquire(file, self._folder, self._lock_wait if in_slurm_job() or is_elastic() else 0.0)
             except OSError as error:
                 raise StorageError(
                     f"run={self._folder}: this file system cannot lock files ({error.strerror})"

@@ -221,4 +221,5 @@ def _vqkd_parameters(config: PretrainConfig) -> int:
 
 _CODES = TargetSpec(_build_vqkd, codes=True, colour=True, second_size=True, dim=lambda config: config.target.codes)
 register("vqkd", replace(_CODES, blocks=lambda target: target.tokenizer.encoder.blocks, parameters=_vqkd_parameters))
-register("dvae", replace(_CODES, build=_build_dvae, input_patch=DVAE_PATCH, parameters=_dvae_parameters))
+_DVAE = replace(_CODES, build=_build_dvae, input_patch=DVAE_PATCH, parameters=_dvae_parameters)
+register("dvae", replace(_DVAE, blocks=lambda target: [target.tokenizer]))

@@ -112,7 +112,11 @@ class Journal:
     @contextmanager
     def heartbeat(self, run: RunFolder, steps_done: Callable[[], int]) -> Iterator[None]:
         """Write this rank's heartbeat whenever a phase begins, until the context ends."""
-        with Heartbeat(run.path, self._world.rank) as heartbeat:
+        engine, data = self._config.engine, self._config.data
+        # Longer than the time-outs of data and collectives, whose errors name the cause.
+        step_limit = 60 * (max(engine.step_timeout, data.timeout) + 1)
+        limit = 60 * (max(engine.start_timeout, data.timeout) + 1)
+        with Heartbeat(run.path, self._world.rank, step_limit, limit) as heartbeat:
             self.clock.on_phase = lambda phase: heartbeat.beat(
                 steps_done(), phase, self.clock.elapsed, self.clock.spent["lost"]
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -20,7 +20,14 @@ from dmjd.data.batch import Batch
 from dmjd.data.build import resolve_auto
 from dmjd.errors import Alarm, ConfigError, StoppedBefore, UserError
 from dmjd.parallel.build import select_device
-from dmjd.parallel.environment import dismiss_compile_workers, prepare_environment
+from dmjd.parallel.elastic import same_micro_batch
+from dmjd.parallel.engines import AUTO
+from dmjd.parallel.environment import (
+    collect_as_usual,
+    compiler_imported_meanwhile,
+    dismiss_compile_workers,
+    prepare_environment,
+)
 from dmjd.parallel.world import World, join_world
 from dmjd.runs.checkpoint import step_of
 from dmjd.runs.exit_record import ExitRecord
@@ -35,7 +42,7 @@ from dmjd.train.pretraining import Callbacks, Pretraining
 from dmjd.train.preview import PictureThread, write_pictures
 from dmjd.train.profiler import Profiler, StepRange
 from dmjd.train.state import Position, RandomState, Registry
-from dmjd.train.stop import Requests, deadline_of
+from dmjd.train.stop import SIGNALS, Requests, deadline_of
 from dmjd.train.summary import end_detail, start_lines
 from dmjd.train.task import Task
 from dmjd.train.throughput import Throughput
@@ -121,7 +128,7 @@ def train(
     """
     run = RunFolder(Path(config.run))
     prepare_environment(run.path)
-    world = join_world(select_device(config.engine.device), config.engine)
+    world = join_world(select_device(config.engine.device), config.engine, lambda: run.batch_size(config))
     config = resolved(config, run, world, resolve)
     with ExitStack() as stack:
         stack.callback(dismiss_compile_workers)
@@ -144,7 +151,10 @@ def resolved(
         checked = run.check(config)
         checked = replace(checked, data=resolve_auto(checked.data))
         checked = checked if run.has_checkpoint else resolve(checked, run, world)
-        return resolve_engine(checked, world, run.engine_before)
+        if checked.engine.name == AUTO:
+            return resolve_engine(checked, world, run.engine_before)
+        engine = same_micro_batch(checked.engine, checked.batch_size, world.full_size, world.size)
+        return replace(checked, engine=engine)
 
     return world.on_main(act)
 
@@ -161,7 +171,8 @@ class Trainer:
         check_packages(tensorboard=config.tensorboard, wandb_project=config.wandb)
         check_data_timeout(config, world.size)
         self.initial = world.on_main(lambda: run.initial_weights(config.init))
-        self.task = build(config, world, Path(self.initial["init_path"]) if self.initial else None)
+        with nullcontext() if config.engine.compile == "none" else compiler_imported_meanwhile(SIGNALS):
+            self.task = build(config, world, Path(self.initial["init_path"]) if self.initial else None)
         self.step, self.engine = self.task.step, self.task.step.engine
         if self.step.began_from and world.is_main:
             logger.info("beginning from %s", self.step.began_from)
@@ -329,6 +340,7 @@ class Trainer:
         self.requests.agree(step, reading.asked)
         if not self.first_step_done:
             self.first_step_done = True
+            collect_as_usual()
             self.world.expect_steps(timedelta(minutes=self.config.engine.step_timeout))
         self.guard.check(step, self.position.batch(step - 1), pending.sample_ids, reading)
         try:

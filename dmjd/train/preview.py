@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from dmjd.ops.views import Views
 from dmjd.runs.folder import RunFolder
 from dmjd.targets import Tokenizer
 from dmjd.targets.pixels import PixelTarget
-from dmjd.train.pictures import Render, disjoint_views, loss_curves, view_grid
+
+if TYPE_CHECKING:
+    from dmjd.train.pictures import Render
 
 SHOWN_IMAGES = 6
 """Samples in one picture."""
@@ -74,6 +77,8 @@ def predict_prepared(objective: Trainable, prepared: Prepared, tokenizer: Tokeni
 
 def write_pictures(run: RunFolder, step: int, samples: Samples, tokenizer: Tokenizer) -> dict[str, Path]:
     """Write ``pictures/`` from ``samples`` and the log up to ``step``; returns the files by name. Uses the CPU only."""
+    from dmjd.train.pictures import disjoint_views, loss_curves, view_grid  # matplotlib takes half a second to import
+
     crops, views, grid, folder = samples.crops, samples.views, samples.grid, run.pictures
     targets, predictions, render, scale = in_scale_of_images(tokenizer, crops, samples.targets, samples.predictions)
     view_grid(crops, views, targets, predictions, render, grid, folder / "views.png", _MASKED_TOKENS + scale)

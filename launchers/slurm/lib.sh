@@ -10,6 +10,7 @@
 #   DMJD_REQUEUE     false if the site forbids requeueing; use `dmjd submit chain=N` then (true)
 #   DMJD_IDLE_LIMIT  consecutive launches without a new checkpoint before the job gives up (3)
 # and variables of NCCL and gloo: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, NCCL_IB_HCA.
+# DMJD_MIN_NODES, of a job that was submitted with --no-kill, is set by `dmjd submit min_nodes=N`.
 # shellcheck shell=bash
 set -euo pipefail
 
@@ -64,8 +65,18 @@ launch() {
 
     local agent=(bash "$DMJD_LAUNCHERS/slurm/node.sh" "$@")
     # srun of 22.05 to 23.02 does not inherit --cpus-per-task.
-    local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"
-        --kill-on-bad-exit=1 --wait=60)
+    local srun=(srun --ntasks-per-node=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}")
+    local watcher='' action=requeue
+    if [[ -n ${DMJD_MIN_NODES:-} ]]; then
+        srun+=(--no-kill --kill-on-bad-exit=0 --wait=0) # the agents of other nodes go on
+        [[ -z ${DMJD_CHAIN:-} && ${DMJD_REQUEUE:-true} == true ]] || action=cancel
+        local others=$((SLURM_NNODES - 1))
+        srun --no-kill --overlap --nodes=$others --ntasks=$others --ntasks-per-node=1 --cpus-per-task=1 \
+            --exclude="$head" bash "$DMJD_LAUNCHERS/slurm/first_node.sh" "$(job_name)" "$(job_log)" "$action" &
+        watcher=$!
+    else
+        srun+=(--kill-on-bad-exit=1 --wait=60)
+    fi
     local mounts='' folder
     for folder in "$PWD" ${DMJD_MOUNTS:+${DMJD_MOUNTS//,/ }}; do
         [[ $folder == *:* ]] || folder=$folder:$folder
@@ -82,13 +93,21 @@ launch() {
     while true; do
         code=0
         wait "$step" || code=$?
-        kill -0 "$step" 2>/dev/null || return "$code"
+        kill -0 "$step" 2>/dev/null || break
     done
+    if [[ -n $watcher ]]; then
+        kill -USR2 "$watcher" 2>/dev/null || true # srun passes it on; TERM would fill the log
+        for _ in 1 2 3 4 5; do
+            ! kill -0 "$watcher" 2>/dev/null || sleep 1
+        done
+    fi
+    return "$code"
 }
 
 # Run a command that has no checkpoints: a requeued job starts it again.
 run_once() {
     [[ $# -gt 1 ]] || die "${1:-COMMAND} needs arguments: key=value ..."
+    unset DMJD_MIN_NODES
     local error
     error=$(container_error)
     [[ -z $error ]] || die "$error"
@@ -115,6 +134,12 @@ train() {
     [[ ${DMJD_REQUEUE:-true} == @(true|false) ]] || die "DMJD_REQUEUE must be true or false, got $DMJD_REQUEUE"
     [[ ${DMJD_IDLE_LIMIT:-3} =~ ^[1-9][0-9]*$ ]] ||
         die "DMJD_IDLE_LIMIT must be an integer above 0, got $DMJD_IDLE_LIMIT"
+    if [[ -n ${DMJD_MIN_NODES:-} ]]; then
+        if [[ ! $DMJD_MIN_NODES =~ ^[1-9][0-9]*$ ]] || ((DMJD_MIN_NODES >= SLURM_NNODES)); then
+            die "DMJD_MIN_NODES=$DMJD_MIN_NODES must be an integer above 0 and below the $SLURM_NNODES node(s) of the job"
+        fi
+        [[ ${DMJD_RENDEZVOUS:-c10d} == c10d ]] || die "DMJD_MIN_NODES needs DMJD_RENDEZVOUS=c10d"
+    fi
     read_arguments "$@"
     # dmjd submit sets DMJD_RUN. The arguments may set run= by an experiment, in quotes or by ${...}.
     RUN=${DMJD_RUN:-$(value_of run "${ARGUMENTS[@]}")}
@@ -145,7 +170,7 @@ train() {
         log "nothing to do: $(cat "$RUN/slurm/$DMJD_CHAIN.ended")"
         exit 0
     fi
-    path=$(job_info | sed -n 's/^ *StdOut=//p') # a line of its own; a path may contain KEY=
+    path=$(job_log)
     path=${path//\\/\\\\}
     printf '{"of": "%s", "job": "%s", "restart": %d, "step": %d, "nodes": "%s", "when": "%s", "log": "%s"}\n' \
         "${DMJD_CHAIN:-$(job_name)}" "$(job_name)" "${SLURM_RESTART_COUNT:-0}" "$before" "$SLURM_JOB_NODELIST" \
@@ -254,6 +279,11 @@ job_name() {
 # scontrol show job; empty if it fails.
 job_info() {
     scontrol show job "$(job_name)" 2>/dev/null || true
+}
+
+# The path of the job's log, in a line of its own: it may contain KEY=.
+job_log() {
+    job_info | sed -n 's/^ *StdOut=//p'
 }
 
 # A field of job_info without spaces.

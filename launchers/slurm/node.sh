@@ -24,11 +24,16 @@ export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
 # Seconds that ranks have to save after the signal, which comes 300 s before the time limit (--signal in the scripts).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-280}
 
+# If a rank dies the launch ends, and Slurm restarts the job, on other nodes if one is down.
+nodes=$SLURM_NNODES restarts=0
+if [[ -n ${DMJD_MIN_NODES:-} ]]; then
+    # The remaining nodes start the ranks again, once for each node that may be lost.
+    nodes=$DMJD_MIN_NODES:$SLURM_NNODES restarts=$((SLURM_NNODES - DMJD_MIN_NODES))
+    export DMJD_FULL_WORLD_SIZE=$((SLURM_NNODES * processes))
+fi
 agent=(
     "$python" "$DMJD_LAUNCHERS/agent.py"
-    --nnodes="$SLURM_NNODES" --nproc-per-node="$processes"
-    # If a rank dies the launch ends, and Slurm restarts the job, on other nodes if one is down.
-    --max-restarts=0
+    --nnodes="$nodes" --nproc-per-node="$processes" --max-restarts="$restarts"
     # Slurm signals this process only. It has to forward the signal; by default it would exit and kill the ranks.
     "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 )

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from dmjd.builders.auto import choose, fewest_gpus
 from dmjd.builders.plan import Activations, Growth, Plan
@@ -15,6 +17,7 @@ from dmjd.compose import compose, from_yaml
 from dmjd.config import EngineConfig, PretrainConfig
 from dmjd.errors import ConfigError
 from dmjd.parallel.apply import MODES
+from tests.compare import rows
 
 GIB = 2**30
 SMALL = ("backbone=vit_tiny", "data.image_size=64", "backbone.depth=1", "method.decoder.depth=1", "batch_size=64")
@@ -131,3 +134,25 @@ def test_a_run_on_the_cpu_stores_the_choice_and_has_the_bytes_of_the_default(
     assert main(["pretrain", *words, "engine=auto", f"run={run}"]) == 0
     assert "(as in the launch before)" in "".join(capsys.readouterr())
     assert main(["preflight", *words, "engine=auto", f"run={run}"]) == 0
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_has_the_losses_of_the_same_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        folder = tmp_path / "images" / "train" / name
+        folder.mkdir(parents=True)
+        for number in range(64):
+            noise = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)
+            Image.fromarray(noise).save(folder / f"{number}.png")
+    words = ["pretrain", *SMALL, "batch_size=32", "data=folder", f"data.root={tmp_path / 'images'}", "epochs=2"]
+    words += ["workers=2", "target=pixels", "mask=uniform", "backbone.depth=4", "log_every=1"]
+    assert main([*words, "engine=auto", f"run={tmp_path / 'auto'}"]) == 0
+    config = from_yaml(PretrainConfig, (tmp_path / "auto/config.yaml").read_text())
+    assert key(config.engine) == ("single", "model", "none", True, 1)
+    assert main([*words, "engine=auto", f"run={tmp_path / 'auto'}"]) == 0
+    output = "".join(capsys.readouterr())
+    assert output.count("engine=auto: engine=single engine.compile=model") == 2
+    assert output.count("(as in the launch before)") == 1
+    assert main([*words, "engine.compile=model", "engine.cuda_graphs=true", f"run={tmp_path / 'keys'}"]) == 0
+    logs = [[row.get("loss") for row in rows(tmp_path / name)] for name in ("auto", "keys")]
+    assert logs[0] == logs[1]

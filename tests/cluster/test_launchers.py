@@ -142,6 +142,18 @@ def test_a_shell_that_keeps_the_hosts_name_in_host_does_not_number_hosts(tmp_pat
     assert f"--rdzv-backend={way}" in done.stdout.splitlines()
 
 
+def test_hosts_that_may_be_lost(tmp_path: Path) -> None:
+    hosts = {"HOSTS": "4", "HEAD": "n1", "PROCESSES": "8"}
+    done = start("torchrun/several_hosts.sh", tmp_path, "x=y", **hosts, MIN_HOSTS="3")
+    assert {"--nnodes=3:4", "--max-restarts=1"} < set(done.stdout.splitlines())
+    done = start("torchrun/several_hosts.sh", tmp_path, "x=y", **hosts)
+    assert {"--nnodes=4", "--max-restarts=0"} < set(done.stdout.splitlines())
+    for more in {"MIN_HOSTS": "4"}, {"MIN_HOSTS": "all"}, {"MIN_HOSTS": "3", "HOST": "0"}:
+        done = start("torchrun/several_hosts.sh", tmp_path, "x=y", **hosts, **more)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"MIN_HOSTS={more['MIN_HOSTS']} must be an integer from 1 to HOSTS - 1" in done.stderr
+
+
 @pytest.mark.parametrize("launcher", ["one_host.sh", "several_hosts.sh"])
 def test_a_host_without_gpus_says_so(tmp_path: Path, launcher: str) -> None:
     done = start(f"torchrun/{launcher}", tmp_path, "x=y", HOSTS="2", HEAD="n1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import venv
@@ -104,6 +105,73 @@ def test_what_a_site_means_is_asked_before_the_launch(launches: Launches, name: 
     assert done.returncode == 2
     assert f"error: {name} must be" in done.stderr
     assert launches.slurm.asked("srun") == []
+
+
+def test_the_other_nodes_of_an_elastic_job_are_not_ended_with_one(launches: Launches) -> None:
+    four = {"SLURM_NNODES": "4", "DMJD_MIN_NODES": "2"}
+    both = 'until grep -q overlap "$0.asked"; do /bin/sleep 0.01; done; exit 1'  # steps, of which one is the ranks'
+    done = launches("lost", step=5, more=both, **four)
+    assert "stopped at step 5 (began at 0): lost" in done.stdout
+    assert launches.requeues == 1
+    asked = launches.slurm.asked("srun")
+    assert asked.count("--no-kill") == 2
+    assert {"--kill-on-bad-exit=0", "--wait=0", "--overlap", "--nodes=3", "--exclude=n1"} < set(asked)
+    assert asked[asked.index("--exclude=n1") + 1 :][1:5] == [
+        f"{LAUNCHERS}/slurm/first_node.sh", "7", "/logs/job 7.out", "requeue",
+    ]  # fmt: skip
+    (launches.slurm.folder / "bin/srun.asked").unlink()
+    launches("lost", step=6, more=both, DMJD_REQUEUE="false", **four)
+    assert launches.slurm.asked("srun").count("cancel") == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ({"DMJD_MIN_NODES": "4"}, "DMJD_MIN_NODES=4 must be an integer above 0 and below the 4 node(s) of the job"),
+        ({"DMJD_MIN_NODES": "x"}, "DMJD_MIN_NODES=x must be an integer above 0"),
+        ({"DMJD_MIN_NODES": "2", "DMJD_RENDEZVOUS": "static"}, "DMJD_MIN_NODES needs DMJD_RENDEZVOUS=c10d"),
+    ],
+)
+def test_nodes_that_cannot_be_lost(launches: Launches, value: dict[str, str], error: str) -> None:
+    done = launches("signal", step=5, SLURM_NNODES="4", **value)
+    assert done.returncode == 2
+    assert f"error: {error}" in done.stderr
+    assert launches.slurm.asked("srun") == []
+
+
+NODES = """
+printf '%s\n' "$@" >>"$0.asked"
+case "$1 $2" in
+    "show job") echo "   NodeList=$(cat nodes)" ;;
+    "show hostnames") echo "${3//,/$'\n'}" ;;
+esac
+"""
+
+
+def test_the_second_node_requeues_a_job_that_has_lost_the_first(launches: Launches) -> None:
+    slurm = launches.slurm
+    (slurm.folder / "bin/scontrol").write_text(f"#!/bin/bash\n{NODES}")
+    (slurm.folder / "bin/sleep").write_text("#!/bin/bash\nmv next nodes 2>/dev/null || kill $PPID\n")
+
+    def watch(before: str, after: str, name: str) -> str:
+        (slurm.folder / "nodes").write_text(before)
+        (slurm.folder / "next").write_text(after)
+        subprocess.run(
+            ["bash", str(LAUNCHERS / "slurm/first_node.sh"), "7", "a log", "requeue"],
+            cwd=slurm.folder,
+            env={**os.environ, "PATH": f"{slurm.folder}/bin:{os.environ['PATH']}", "DMJD_HEAD": "n1"}
+            | {"SLURMD_NODENAME": name},
+            timeout=60,
+        )
+        log = slurm.folder / "a log"
+        return log.read_text() if log.exists() else ""
+
+    for after, name in (("n1,n2,n3", "n2"), ("n1,n3", "n3"), ("n2,n3", "n3"), ("n10,n11", "n11")):
+        assert watch("n1,n2,n3", after, name) == ""
+    assert launches.requeues == 0
+    line = watch("n1,n2,n3", "n2,n3", "n2")
+    assert line.endswith("first node n1 is lost, with the batch script and the store of the rendezvous: requeue\n")
+    assert launches.requeues == 1
 
 
 def test_the_exit_record_of_a_launch_that_never_became_a_run(launches: Launches) -> None:

@@ -232,6 +232,43 @@ def test_nodes_are_checked_with_the_words_of_the_run(site: Site) -> None:
     assert not (site.folder / "checked" / "config.yaml").exists()
 
 
+@pytest.mark.long  # two minutes
+def test_a_lost_node_of_four_and_then_the_one_of_the_batch_script(site: Site) -> None:
+    cluster, run = site.cluster, site.folder / "elastic"
+    quick = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"}
+    words = ("nodes=4", "min_nodes=1", "time=30", "time_margin=30", "checkpoint_every=20", "epochs=60")
+    (job,) = site.submit(*words, run="elastic", **quick)
+    cluster.wait(job, lambda: bool(checkpoint.committed(run / "checkpoints")))
+    first, victim, *_ = cluster.nodes_of(job)
+
+    def worlds() -> list[int]:
+        return [launch["world_size"] for launch in json.loads((run / "provenance.json").read_text())["launches"]]
+
+    saved = checkpoint.step_of(checkpoint.resolve(run))
+    cluster.kill_node(victim)
+    try:
+        cluster.wait(job, lambda: len(worlds()) > 1 and site.logged("elastic") > saved + 40)
+        assert worlds() == [4, 2]
+        # Slurm notices the loss after SlurmdTimeout.
+        cluster.wait(job, lambda: victim not in cluster.nodes_of(job))
+        assert cluster.state(job) == "RUNNING"
+        assert len(site.launches("elastic")) == 1
+        assert "2 of 4 process(es) train, 1 stay idle, 1 are missing: the most that divide batch_size=128" in site.log(
+            "elastic"
+        )
+        cluster.kill_node(first)
+        cluster.wait(job, lambda: cluster.state(job) != "RUNNING")
+    finally:
+        for name in {first, victim} - cluster.slurmd.keys():
+            cluster.start_node(name)
+    assert cluster.wait(job) == "COMPLETED"
+    assert len(site.launches("elastic")) == 2
+    assert worlds() == [4, 2, 4]
+    assert "the first node n1 is lost, with the batch script and the store of the rendezvous" in site.log("elastic")
+    assert "CANCELLED" not in site.log("elastic")
+    assert site.marker("elastic")["reason"] == "finished"
+
+
 def test_four_nodes_without_names(site: Site) -> None:
     (site.folder / "here.env").write_text("SBATCH_PARTITION=all\nDMJD_RENDEZVOUS=static\nDMJD_GPUS=8\n")
     (job,) = site.submit(f"site={site.folder}/here.env", "nodes=4", "epochs=1", run="four")

@@ -55,6 +55,25 @@ def test_a_site_and_words_fill_the_script(tmp_path: Path) -> None:
     assert not (tmp_path / "a run").exists()
 
 
+def test_a_job_that_may_lose_nodes(tmp_path: Path) -> None:
+    words = ["experiment=mae_vit_base", "nodes=4", "batch_size=1024"]
+    job = plan("pretrain", [*words, "min_nodes=2"])
+    assert "no-kill" in header(job.script)
+    assert "export DMJD_MIN_NODES=2\n" in job.script
+    assert "min_nodes" not in job.script
+    assert "no-kill" not in header(plan("pretrain", words).script)
+    with pytest.raises(ConfigError, match="min_nodes=4 must be below nodes=4"):
+        plan("pretrain", [*words, "min_nodes=4"])
+    with pytest.raises(ConfigError, match="min_nodes must be an integer above 0, got '0'"):
+        plan("pretrain", [*words, "min_nodes=0"])
+    with pytest.raises(ConfigError, match="for pretrain, finetune, segment, detect alone"):
+        plan("preflight", [*words, "min_nodes=2"])
+    site = tmp_path / "static.env"
+    site.write_text("DMJD_RENDEZVOUS=static\n")
+    with pytest.raises(ConfigError, match="min_nodes needs DMJD_RENDEZVOUS=c10d"):
+        plan("pretrain", [*words, "min_nodes=2", f"site={site}"])
+
+
 @pytest.mark.parametrize(
     ("word", "run"),
     [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -339,6 +340,48 @@ def test_impossible_batch_sizes_are_rejected(options: dict[str, int], sentence: 
     with pytest.raises(ConfigError) as caught:
         training_batches(DataConfig(), Noise(20), **arguments)
     assert sentence in str(caught.value)
+
+
+class Collecting(Noise):
+    """Images whose reading collects garbage."""
+
+    def image(self, index: int) -> Pixels:
+        gc.collect()
+        return super().image(index)
+
+
+class Cycle:
+    """Garbage that must not be collected in another process, as a CUDA graph."""
+
+    def __init__(self) -> None:
+        self.itself, self.process = self, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            os.abort()
+
+
+def test_workers_do_not_collect_the_garbage_of_their_parent() -> None:
+    gc.collect()
+    Cycle()
+    loader = evaluation_loader(Collecting(8), 4, SIZE, workers=1, crop_pct=1)
+    assert sum(len(batch.sample_ids) for batch in loader) == 8
+    assert not gc.get_freeze_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["graph", "event", "tensor"])
+def test_workers_do_not_collect_objects_of_the_gpu(kind: str) -> None:
+    value = torch.ones(1000, device="cuda")
+    event = torch.cuda.Event()
+    event.record()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value + 1
+    garbage = [{"graph": graph, "event": event, "tensor": value}[kind]]
+    garbage.append(garbage)
+    del garbage, value, event, graph
+    assert len(list(evaluation_loader(Collecting(8), 4, SIZE, workers=1, crop_pct=1))) == 2
 
 
 @pytest.mark.parametrize("workers", [0, 2])

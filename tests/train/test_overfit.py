@@ -19,6 +19,7 @@ from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from dmjd.data.dense.ade20k import IGNORED
 from dmjd.evaluate.detection import entries_of
+from dmjd.parallel.build import select_device
 from dmjd.parallel.world import alone
 
 SCENES = runpy.run_path(str(Path(__file__).parents[2] / "docs/examples/generated_scenes/scenes.py"))
@@ -88,7 +89,7 @@ def overfit(command: str, keys: Sequence[str], batch: Batch, *, steps: int, lr: 
     side = batch.images.shape[1]
     size = f"data.image_size=[{side},{side}]"
     config = compose(command, ["init=null", f"batch_size={IMAGES}", size, *SMALL, *keys])
-    device = torch.device(config.engine.device)
+    device = select_device(config.engine.device)
     classes = CLASSES if command == "segment" else len(OBJECTS)
     step: Any = builders_of(config).step(config, classes, alone(device))
     step.engine.module.train()
