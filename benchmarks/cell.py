@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from checkpoint_stall import SAVES, measure_saves
 from inputs import batches, uploader
 from simulated_world import SimulatedWorld, answer_buckets
 from step_times import StepTimes, spread
+from torch.autograd.graph import save_on_cpu
 
 from dmjd.builders.step import build_step
 from dmjd.config import PretrainConfig
@@ -36,12 +37,22 @@ class Cell:
         config: ``config.data`` names the shards for batches of kind "shards".
         micro: images per GPU and step.
         throughput: of the model on these GPUs.
+        offload_activations: keep what the backward pass needs in pinned host memory, by torch's ``save_on_cpu``.
     """
 
-    def __init__(self, config: PretrainConfig, world: World, micro: int, throughput: Throughput) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        world: World,
+        micro: int,
+        throughput: Throughput,
+        *,
+        offload_activations: bool = False,
+    ) -> None:
         torch._dynamo.reset()  # otherwise a second batch size compiles with dynamic shapes
         self._config, self._world, self._micro, self._throughput = config, world, micro, throughput
         self._clock, self._times = Stopwatch(), StepTimes(world.device)
+        self._offloads = offload_activations
         self._step = build_step(config, world)
         self._step.engine.module.register_forward_hook(lambda *_: self._times.forward())
         if isinstance(world, SimulatedWorld):
@@ -115,7 +126,9 @@ class Cell:
 
     def _train(self, batch: Batch) -> torch.Tensor:
         self._times.begin()
-        losses, _ = self._step.forward_backward(batch, 0)
+        cuda = self._world.device.type == "cuda"
+        with save_on_cpu(pin_memory=cuda) if self._offloads else nullcontext():
+            losses, _ = self._step.forward_backward(batch, 0)
         self._step.update(LR)
         self._times.end()
         return losses.total

@@ -69,7 +69,9 @@ ENGINES = {
     "hsdp": ("engine=hsdp",),
     "zero1": ("engine=zero1",),
     "zero2": ("engine=zero2",),
+    "zero2_offloaded": ("engine=zero2", "engine.offload_optimizer=true"),
     "zero3": ("engine=zero3",),
+    "zero3_offloaded": ("engine=zero3", "engine.offload_optimizer=true"),
     "zero3_resharded": ("engine=zero3", "engine.reshard_after_forward=true"),
 }
 
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("--input", default="device", help=f"of {', '.join(INPUTS)}")
     parser.add_argument("--shards", type=Path, metavar="FOLDER", help="for --input shards")
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="measure checkpoint stalls; files are removed")
+    parser.add_argument("--offload-activations", action="store_true", help="to host memory; without engine.compile")
     parser.add_argument("--simulated", metavar="RANKS", help="act as rank 0 of so many processes")
     options, overrides = parser.parse_known_args()
     if options.summary:
@@ -140,6 +143,8 @@ def walk(options: argparse.Namespace, overrides: list[str], world: World) -> Non
         if model not in throughputs:
             throughputs[model] = Throughput.of(config.mask.views, partial(flops_per_image, config), world)
         named = {"model": model, "engine": name, "gpus": world.size, "micro_batch": micro, "words": own}
+        if options.offload_activations:
+            named["offload_activations"] = True
         if isinstance(world, SimulatedWorld):
             named |= {"gpus": 1, "simulated": world.size}
         if world.device.type == "cuda":
@@ -161,7 +166,7 @@ def measure(
     kinds = options.input.split(",")
     row: dict[str, Any] = {"input": kinds[0]}
     try:
-        cell = Cell(config, world, micro, throughput)
+        cell = Cell(config, world, micro, throughput, offload_activations=options.offload_activations)
         for kind in kinds:
             row = {"input": kind}
             if kind == "shards":

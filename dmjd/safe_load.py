@@ -494,7 +494,7 @@ class TensorInFile:
         values = torch.empty(count, dtype=self.dtype)
         with self.file.open("rb") as stream:
             stream.seek(begin)
-            if stream.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+            if stream.readinto(values.view(torch.uint8).numpy().data) != values.nbytes:
                 raise ValueError("it is cut off")
         return values
 

@@ -112,7 +112,7 @@ def _write(
         for name in names:
             tensor = read(name)
             assert (tensor.shape, tensor.dtype) == (like[name].shape, like[name].dtype), name
-            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            stream.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next is read
 
 

@@ -134,7 +134,7 @@ class Tensors(NamedTuple):
 
 
 def open_tensors(path: Path) -> Tensors:
-    """The tensors in ``path``. Needs no process group; memory is that of three times the tensor that is read.
+    """The tensors in ``path``. Needs no process group; memory is that of some copies of the tensor that is read.
 
     Raises:
         CheckpointError: if it cannot be read, here or in ``read``.

@@ -137,11 +137,11 @@ class SingleEngine:
         self._copies.prepare(self._share(self._state(averages, self._shapes_of_moments)))
 
     def save(self, path: Path, averages: Mapping[str, Tensor]) -> Write:
-        copied = self._laid_out(self._copies.take(self._share(self._state(averages, self._moments))))
+        copied = self._copies.take(self._share(self._state(averages, self._moments)))
 
         def write() -> list[Path]:
             self._copies.wait()
-            return native_files.write(path, copied, self._group)
+            return native_files.write(path, self._laid_out(copied), self._group)
 
         return write
 

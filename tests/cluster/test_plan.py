@@ -47,6 +47,16 @@ def test_parameters_of_vit_b_are_the_known_number() -> None:
     assert plan.encoder_parameters == 85_798_656 - 197 * 768
 
 
+def test_parameters_of_vit_2b_are_those_of_24_blocks() -> None:
+    plan = make_plan("experiment=mae_vit_base", "backbone=vit_2b")
+    width, patch = 2560, 3 * 14 * 14
+    block = (4 + 8) * width**2 + (4 + 4 + 1 + 4) * width  # matrices; biases and two norms
+    assert (
+        plan.encoder_parameters
+        == 24 * block + patch * width + width + 2 * width + width * plan.model.encoder.num_prefix_tokens
+    )
+
+
 def test_gpu_hours_are_flops_by_rate() -> None:
     plan = make_plan("experiment=mae_vit_base", "epochs=10", "images=1000", "mfu=50", "gpu=a100-40")
     assert plan.gpu_hours * 3600 * 156e12 == pytest.approx(plan.flops_per_image * 10_000)

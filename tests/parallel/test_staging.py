@@ -3,12 +3,21 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
+from dmjd.builders.average import Ema
+from dmjd.config import EngineConfig, OptimConfig
+from dmjd.parallel import store
+from dmjd.parallel.build import build_engine
+from dmjd.parallel.engines import ENGINES
 from dmjd.parallel.staging import HostCopies
+from dmjd.parallel.world import join_world
+from tests.parallel.walk import make_batch, make_objective
 
 
 def make(value: float) -> dict[str, Any]:
@@ -106,3 +115,40 @@ def test_the_device_copies_beside_what_is_launched_next() -> None:
     assert copied.is_pinned()
     assert not copied.any()
     assert launched < 0.02 < complete
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["single", "fsdp", "zero2", "zero3"])
+def test_a_step_does_not_change_what_is_being_copied(name: str, tmp_path: Path) -> None:
+    """The copy begins late, long after the host has launched the step that follows."""
+    if ENGINES[name].stage:
+        pytest.importorskip("deepspeed", reason="the extra dmjd[scale] is not installed")
+    config = EngineConfig(name=name, device="cuda", precision="fp32")
+    world = join_world(torch.device("cuda", 0), config)
+    engine: Any = build_engine(make_objective(), config, OptimConfig(), world)
+    ema = Ema(engine.local_shards(), 0.5)
+
+    def step(number: int) -> None:
+        inputs = tree_map(lambda tensor: tensor.cuda(), make_batch(number, range(4)))
+        with engine.micro_batch(last=True):
+            engine.backward(engine.module(*inputs).total)
+        ema.update(engine.step(0.1, 0.05).applied)
+
+    engine.prepare_save(ema.averages)
+    for number in range(3):  # DeepSpeed's stage 3 fetches ahead from the third on
+        step(number)
+    parameters = {key: value.clone() for key, value in engine.full_state_dict().items()}
+    averages = {average: value.flatten().clone().cpu() for average, value in ema.averages.items()}
+    with torch.cuda.stream(engine._copies._stream):
+        torch.cuda._sleep(1_000_000_000)  # half a second
+    write = engine.save(tmp_path, ema.averages)
+    step(3)
+    assert any(not torch.equal(value, parameters[key]) for key, value in engine.full_state_dict().items())
+    write()
+    saved = store.read_model(tmp_path)
+    assert all(torch.equal(saved[key], value) for key, value in parameters.items())
+    for key, value in store.read_average(tmp_path).items():
+        assert torch.equal(value.flatten(), averages[key][: value.numel()]), key  # stage 3 pads
+    engine.close()
+    world.close()

@@ -20,11 +20,11 @@ from dmjd.safe_load import TensorInFile
 
 
 class _Piece(NamedTuple):
-    """``count`` elements of ``flat`` from ``start`` on, the next ones of a parameter or its moment."""
+    """``size`` elements of ``flat`` from ``start`` on, the next ones of a parameter or its moment."""
 
     flat: TensorInFile
     start: int
-    count: int
+    size: int
 
 
 class Partitions:
@@ -71,7 +71,7 @@ class Partitions:
         missing = math.prod(shape)
         found = []
         for piece in pieces:
-            count = min(piece.count, missing)  # the last part of stage 3 is padded
+            count = min(piece.size, missing)  # the last part of stage 3 is padded
             found.append(piece.flat.read(piece.start, count))
             missing -= count
             if full_name.startswith("step/"):  # of all processes alike
