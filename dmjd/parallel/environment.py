@@ -58,7 +58,7 @@ def prepare_imports() -> None:
     """To be called before torch is imported. Until :func:`collect_as_usual`, garbage is collected less often: imports
     and torch.compile's trace make millions of objects that stay, and collections take a sixth of the time of both."""
     global _thresholds
-    _thresholds = gc.get_threshold()
+    _thresholds = _thresholds or gc.get_threshold()
     gc.set_threshold(200_000)
     _keep_bytecode()
 
@@ -104,7 +104,7 @@ def prepared_meanwhile(device: torch.device, compiles: bool, blocked: Collection
                 import_module("torch._dynamo.repro.after_dynamo")
                 import_module("torch._inductor.compile_fx")
 
-    thread = threading.Thread(target=act, name="imports", daemon=True)
+    thread = threading.Thread(target=act, name="imports", daemon=False)  # as in HostCopies.prepare
     thread.start()
     try:
         yield

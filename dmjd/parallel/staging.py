@@ -42,12 +42,13 @@ class HostCopies:
         Pinning takes a second for 2 GiB. If it fails, one warning is logged and the buffers are not pinned.
         """
         kinds = [(leaf.shape, leaf.dtype) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
-        self._thread = threading.Thread(target=self._allocate, args=(kinds,), name="checkpoint memory", daemon=True)
+        # A daemon would be inside torch when Python ends, which aborts the process.
+        self._thread = threading.Thread(target=self._allocate, args=(kinds,), name="checkpoint memory", daemon=False)
         self._thread.start()
 
     def _allocate(self, kinds: Iterable[_Kind]) -> None:
         for kind in kinds:
-            if self._stop.is_set():
+            if self._stop.is_set() or not threading.main_thread().is_alive():
                 return
             self._buffers[kind].append(self._buffer(kind))
 

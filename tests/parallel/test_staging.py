@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections import OrderedDict
 from functools import partial
@@ -63,6 +65,15 @@ def test_memory_is_allocated_before_the_first_copy() -> None:
     after = {copied.data_ptr() for copied in copies.take({"a": tensors, "b": torch.ones(9)})["a"]}
     assert len(before) == 5
     assert after < before
+
+
+def test_a_process_that_ends_meanwhile_keeps_its_exit_code() -> None:
+    """Torch aborts a thread that Python ends while memory is allocated."""
+    code = (
+        "import sys, torch; from dmjd.parallel.staging import HostCopies; "
+        "HostCopies(torch.device('cpu')).prepare([torch.empty(10, device='meta')] * 10**6); sys.exit(2)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 2
 
 
 def test_a_tensor_may_be_made_when_its_turn_comes() -> None:
