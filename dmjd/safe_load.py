@@ -209,7 +209,8 @@ def parse_weight_index(content: bytes) -> dict[str, str]:
     if not isinstance(listed, dict) or not listed:
         raise ValueError("it is no index of a sharded model, which has a weight_map of names and files")
     for name in listed.values():
-        if not isinstance(name, str) or not name.isprintable() or Path(name).name != name or "\\" in name:
+        is_plain = isinstance(name, str) and name.isprintable() and Path(name).name == name and "\\" not in name
+        if not is_plain or name in ("", ".."):
             raise ValueError(f"its part {str(name)[:80]!r} is no file beside it; download the whole folder")
     return listed
 

@@ -322,6 +322,8 @@ class _WholeTensors(HuggingFaceStorageReader):
             parts = sorted({file.with_name(name) for name in listed.values()}) or [file]
             held: list[str] = []
             for part in parts:
+                if not part.is_file():  # safetensors would wait for a pipe
+                    raise ValueError(f"its part {part.name!r} is no file beside it; copy the whole folder")
                 with safe_open(part, "pt") as opened:  # which checks sizes and offsets
                     if _SHARDING in (opened.metadata() or {}):
                         raise ValueError("it holds shards of tensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,8 @@ def test_a_run_goes_on_from_shards(run: Path, dmjd: Command) -> None:
         (lambda listed: {**listed, "parameter/more": min(listed.values())}, "lack tensors that it lists"),
         (lambda listed: dict(list(listed.items())[1:]), "holds other tensors than it lists"),
         (lambda listed: dict.fromkeys(listed, 3), "is no file beside it"),
+        (lambda listed: dict.fromkeys(listed, ".."), "'..' is no file beside it"),
+        (lambda listed: dict.fromkeys(listed, "pipe"), "'pipe' is no file beside it"),
     ],
 )
 def test_an_index_that_does_not_fit_its_files_is_an_error(
@@ -186,6 +189,7 @@ def test_an_index_that_does_not_fit_its_files_is_an_error(
     index = write_shards(tmp_path / "w.safetensors", tensors, tensors.__getitem__, 100)[-1]
     content = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": edit(content["weight_map"])}))
+    os.mkfifo(tmp_path / "pipe")  # safetensors would wait for a writer
     with pytest.raises(CheckpointError, match=message):
         store.read_model(index)
 
