@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -435,5 +436,7 @@ class Trainer:
         """Predict a few samples of ``inputs`` and draw them on a thread. Collective."""
         samples = self.task.samples(inputs, epoch)
         if samples is not None:
+            # A loader worker that is forked while the thread imports a module would wait for it without end.
+            import_module("dmjd.train.pictures")
             step = self.position.step
             self.pictures.submit(step, partial(write_pictures, self.run, step, *samples))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib.backends.backend_agg  # noqa: F401 -- savefig imports it
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -21,11 +22,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from dmjd.charts import INK, MUTED, draw_losses, png, tidy, values_of
 from dmjd.files import replace_file
 from dmjd.ops.views import Views
+
+Image.preinit()  # saving a picture does it
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Colour = tuple[int, int, int]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -99,8 +100,10 @@ def test_pictures_that_cannot_be_written_cost_a_warning_and_other_errors_end_the
     tmp_path: Path, words: Words, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def failing(run: RunFolder, step: int, *arguments: Any) -> Any:
+        assert "dmjd.train.pictures" in sys.modules, "a worker that is forked during its import would wait for its lock"
         raise OSError(28, "No space left on device") if step == 4 else ZeroDivisionError("a mistake in drawing")
 
+    monkeypatch.delitem(sys.modules, "dmjd.train.pictures", raising=False)
     monkeypatch.setattr(loop, "write_pictures", failing)
     with caplog.at_level(logging.WARNING, logger="dmjd"), pytest.raises(ZeroDivisionError, match="a mistake"):
         pretrain(words("run"))

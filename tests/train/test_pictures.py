@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,13 @@ def test_pyplot_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     draw_losses(figure.subplots(), [{"step": 1, "loss": 1.0, "mim": 1.0}])
     assert png(figure)
     assert svg(figure)
+
+
+def test_drawing_imports_nothing() -> None:
+    """A loader worker that is forked meanwhile would wait for the lock of the module."""
+    code = (
+        "import sys, dmjd.train.pictures as p; before = set(sys.modules); "
+        "p.png(p.Figure()); print(*sorted(set(sys.modules) - before))"
+    )
+    drawn = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert drawn.stdout.split() == []
