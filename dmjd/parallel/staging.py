@@ -47,6 +47,8 @@ class HostCopies:
         self._thread.start()
 
     def _allocate(self, kinds: Iterable[_Kind]) -> None:
+        if self._stream is not None:
+            torch.cuda.set_device(self._device)  # of this thread; calls of CUDA would take memory of the first device
         for kind in kinds:
             if self._stop.is_set() or not threading.main_thread().is_alive():
                 return
@@ -95,9 +97,10 @@ class HostCopies:
         return buffer.copy_(leaf.detach(), non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until the newest copy is complete."""
+        """Wait until the newest copy is complete; on any thread."""
         if self._copied is not None:
-            self._copied.synchronize()
+            with torch.cuda.device(self._device):
+                self._copied.synchronize()
 
     def before_change(self) -> None:
         """Have what is launched from now on run after the newest copy; the host does not wait."""

@@ -109,6 +109,26 @@ def test_memory_that_cannot_be_pinned_is_one_warning(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_threads_take_no_memory_of_the_first_device() -> None:
+    code = """
+import threading, torch
+from dmjd.parallel.staging import HostCopies
+device = torch.device("cuda", 1)
+torch.cuda.set_device(device)
+copies, state = HostCopies(device), [torch.ones(3, device=device)]
+copies.prepare(state)
+copies.take(state)
+saving = threading.Thread(target=copies.wait)
+saving.start()
+saving.join()
+print([torch._C._cuda_hasPrimaryContext(index) for index in range(2)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[False, True]\n"
+
+
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_copies_beside_what_is_launched_next() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
