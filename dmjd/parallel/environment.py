@@ -5,6 +5,7 @@ and inductor's compile workers.
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
 import sys
@@ -65,14 +66,17 @@ def prepare_imports() -> None:
 
 def _keep_bytecode() -> None:
     """If torch was installed without bytecode and Python cannot write it there, as in many containers, keep bytecode in
-    a private folder: to compile torch's modules takes 8 s of every start."""
+    a private folder, one for each set of installed packages: to compile torch's modules takes 8 s of every start."""
     spec = find_spec("torch")
     if sys.pycache_prefix is not None or spec is None or spec.cached is None or Path(spec.cached).is_file():
         return
     if not sys.dont_write_bytecode and os.access(standing_place(Path(spec.cached)), os.W_OK):
         return
-    with suppress(StorageError):
-        sys.pycache_prefix = str(private_folder("dmjd") / "python")
+    with suppress(StorageError, OSError):
+        # Python compares the time and the size of a source, which two images of one path may have in common.
+        packages = "\n".join(sorted(os.listdir(Path(spec.cached).parents[2])))
+        key = hashlib.sha256(os.fsencode(packages)).hexdigest()[:16]
+        sys.pycache_prefix = str(private_folder("dmjd") / "python" / key)
         sys.dont_write_bytecode = False
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +32,22 @@ def test_bytecode_is_kept_privately_where_torch_has_none_and_none_may_be_written
     found = [path for path in temporary.rglob("*.pyc") if path.parent.name == "torch"]
     assert bool(found) == kept
     assert (package / "__pycache__").exists() == compiled
+
+
+def test_bytecode_of_another_version_at_the_same_path_is_not_used(tmp_path: Path) -> None:
+    """As of two containers whose files all have one time, with the host's /tmp."""
+    site = tmp_path / "site"
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, sys.path)])
+    for version in ("1", "2"):
+        shutil.rmtree(site, ignore_errors=True)
+        (site / "torch").mkdir(parents=True)
+        (site / f"torch-{version}.dist-info").mkdir()
+        module = site / "torch/__init__.py"
+        module.write_text(f"print({version})")
+        os.utime(module, (0, 0))
+        done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, check=True, capture_output=True)
+        assert done.stdout.split() == [version.encode()]
 
 
 def test_collections_are_as_before_once_the_start_is_over() -> None:
