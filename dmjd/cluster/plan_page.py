@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dmjd.builders.auto import available, choose, describe, fewest_gpus
+from dmjd.builders.auto import MOST_GPUS, available, choose, describe, fewest_gpus
 from dmjd.builders.plan import RESERVE_GIB, Fit, Plan
 from dmjd.config import PlanConfig
 from dmjd.parallel.engines import AUTO, ENGINES
@@ -88,6 +88,8 @@ def _fewest(plan: Plan, engine: str | None) -> Iterator[str]:
                 fit = Fit(micro, chosen.grad_accum_steps, peak)
                 rows.append((label, str(gpus), chosen.activation_checkpointing, _fit(fit)))
     yield from _table([row + ("",) * (len(rows[0]) - len(row)) for row in rows])
+    if any(row[1] == "none" for row in rows):
+        yield f"none: no number of GPUs up to {MOST_GPUS} that divides batch_size={plan.config.batch_size} suffices"
 
 
 def _fit(fit: Fit) -> str:
