@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from dmjd.config import ConsolidateConfig
-from dmjd.errors import ConfigError, StorageError
+from dmjd.errors import CheckpointError, ConfigError, StorageError
 from dmjd.interop.shards import shard_bytes, write_shards
 from dmjd.parallel import native_files, store
 from dmjd.runs import checkpoint
@@ -25,7 +27,7 @@ def consolidate(config: ConsolidateConfig) -> Path:
         The file, or the index of several.
 
     Raises:
-        CheckpointError: if there is no complete checkpoint.
+        CheckpointError: if there is no complete checkpoint, or it has a tensor that is not float32.
         ConfigError: if ``config.output`` is not writable. StorageError: if the disk is full.
     """
     size = shard_bytes(config.shard_size)
@@ -35,8 +37,14 @@ def consolidate(config: ConsolidateConfig) -> Path:
         raise ConfigError(f"output={path} must name a file that ends in {SUFFIX}")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{path.parent} is not a writable folder; name another with output=FILE{SUFFIX}")
+    like, read = store.open_tensors(folder)
+    for name, tensor in like.items():
+        if tensor.dtype != torch.float32:
+            raise CheckpointError(
+                f"{folder} has {name} in {tensor.dtype}, and dmjd saves float32; no run of dmjd wrote it"
+            )
     try:
-        files = write_shards(path, *store.open_tensors(folder), size)
+        files = write_shards(path, like, read, size)
         if config.output is None:
             checkpoint.add(folder, *files)
     except OSError as error:

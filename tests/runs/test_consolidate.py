@@ -194,6 +194,15 @@ def test_an_index_that_does_not_fit_its_files_is_an_error(
         store.read_model(index)
 
 
+def test_a_tensor_of_another_type_is_an_error(tmp_path: Path, dmjd: Command) -> None:
+    draft = checkpoint.begin(tmp_path, 1)
+    state = {"parameter/a": torch.ones(3), "parameter/b": torch.arange(3)}
+    folder = checkpoint.commit(draft, partial(native_files.write, draft, state, None), keep=1)
+    code, _, errors = dmjd("consolidate", str(folder))
+    assert code == 2
+    assert "has parameter/b in torch.int64, and dmjd saves float32" in errors
+
+
 MEASURE = """
 import json, sys
 from pathlib import Path
