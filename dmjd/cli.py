@@ -175,7 +175,7 @@ def _export(arguments: Sequence[str]) -> None:
 
 
 def _consolidate(arguments: Sequence[str]) -> None:
-    """Merge a sharded checkpoint (weights and optimizer state) into one safetensors file"""
+    """Merge a sharded checkpoint (weights and optimizer state) into whole tensors in safetensors files"""
     from dmjd.compose import compose, with_first_key
 
     config = compose("consolidate", with_first_key("consolidate", arguments))
