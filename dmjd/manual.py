@@ -186,7 +186,6 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "consolidate": (
         ("dmjd consolidate runs/photos", "the newest checkpoint, inside of it"),
-        ("dmjd consolidate runs/photos output=all.safetensors", "to another file"),
         ("dmjd consolidate runs/photos output=model.safetensors shard_size=5GB", "to several files and an index"),
         ("dmjd consolidate runs/photos/checkpoints/step-00001000", "an earlier checkpoint"),
     ),

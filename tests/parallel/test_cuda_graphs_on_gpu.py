@@ -13,6 +13,8 @@ from dmjd.builders.step import Step, build_step
 from dmjd.compose import compose
 from dmjd.data.batch import Batch
 from tests.compare import rows
+from tests.train import shrunken
+from tests.train.shrunken import configure, shrink, smooth_batch, write_dvae
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +53,11 @@ def train(step: Step, numbers: range) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("unit", "mode"), [("block", "none"), ("block", "mlp"), ("block", "full"), ("model", "none"), ("model", "full")]
+    ("unit", "mode"),
+    [
+        *(("block", "none"), ("block", "mlp"), ("block", "full"), ("block", "selective")),
+        *(("model", "none"), ("model", "full"), ("model", "selective")),
+    ],
 )
 def test_graphs_change_no_bit(unit: str, mode: str, tmp_path: Path) -> None:
     words = (f"engine.compile={unit}", f"engine.activation_checkpointing={mode}")
@@ -70,6 +76,19 @@ def test_graphs_change_no_bit(unit: str, mode: str, tmp_path: Path) -> None:
 
     step.engine.load(tmp_path, {})  # as the guard does, into parameters that graphs know
     assert train(step, range(SETTLED, STEPS))[0] == rest
+
+
+@pytest.mark.parametrize("unit", ["block", "model"])
+@pytest.mark.parametrize("experiment", ["simmim_swin_base", "beit_vit_base", "data2vec_vit_base", "convmae_base"])
+def test_graphs_change_no_bit_of_other_methods(experiment: str, unit: str, tmp_path: Path) -> None:
+    weights = {"dvae": write_dvae(tmp_path / "dvae.pt")}
+    losses = []
+    for graphs in (False, True):
+        torch._dynamo.reset()
+        config = shrink(configure(experiment), weights, device="cuda", compile=unit, cuda_graphs=graphs)
+        step = build_step(config)
+        losses.append(shrunken.train(step, smooth_batch(step, 8), STEPS, 1e-3))
+    assert losses[0] == losses[1]
 
 
 def test_graphs_take_less_of_the_host() -> None:
