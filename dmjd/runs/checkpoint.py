@@ -33,7 +33,7 @@ from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.runs.best import Validated, best_steps, read_best, write_best
 from dmjd.runs.paths import CHECKPOINTS, CONFIG
-from dmjd.safe_load import TENSORS, load_torch, parse_json
+from dmjd.safe_load import TENSORS, load_torch, parse_json, parse_weight_index
 
 logger = logging.getLogger("dmjd")
 
@@ -364,11 +364,16 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def fingerprint(weights: Path) -> str:
-    """SHA-256 of a file of weights, or of a checkpoint's manifest, which lists those of its files. Raises OSError."""
+    """SHA-256 of a file of weights, of an index with its files, or of a checkpoint's manifest. Raises OSError."""
     file = weights / MANIFEST if weights.is_dir() else weights
     if not file.is_file():  # reading a pipe would wait
         raise FileNotFoundError(file)
-    return _digest(file)
+    names = set[str]()
+    if file.name.endswith(INDEX):
+        with suppress(ValueError):  # reading the weights raises the error
+            names.update(parse_weight_index(read_file(file)).values())
+    digests = [_digest(each) for each in (file, *map(file.with_name, sorted(names))) if each.is_file()]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

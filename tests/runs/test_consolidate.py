@@ -171,6 +171,17 @@ def test_a_run_goes_on_from_shards(run: Path, dmjd: Command) -> None:
     assert all(torch.equal(value, own[name]) for name, value in whole.items())
 
 
+def test_other_weights_in_the_same_shards_have_another_fingerprint(tmp_path: Path) -> None:
+    """A run that was killed before its first checkpoint begins again from the same weights, or not at all."""
+    first, second = ({f"parameter/{name}": torch.full((10,), value) for name in "abc"} for value in (1.0, 2.0))
+    index = write_shards(tmp_path / "w.safetensors", first, first.__getitem__, 100)[-1]
+    before = index.read_bytes(), checkpoint.fingerprint(index)
+    assert checkpoint.fingerprint(index) == before[1]
+    write_shards(tmp_path / "w.safetensors", second, second.__getitem__, 100)
+    assert index.read_bytes() == before[0]
+    assert checkpoint.fingerprint(index) != before[1]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
