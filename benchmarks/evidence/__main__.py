@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 from evidence.elpv import write_images
-from evidence.page import write_page
 from evidence.pool import ON_GPU, Pool, card, commit, mps, rates_at_once, write_data
 from evidence.studies import FULL, SOURCES, TUNE, Arm, Job, Plan, Rows, Study
 
@@ -68,6 +67,8 @@ def main() -> None:
     if options.command == "plan":
         print_plan(plan, rows, options.rate)
     elif options.command == "page":
+        from evidence.page import write_page  # matplotlib, which training does not need
+
         write_page(plan, rows, options.page, options.page.parent / "images")
     else:
         train(options, plan, rows)

@@ -1,5 +1,8 @@
-"""One training with its scores, in a process of its own: python -m evidence.arm reads the path of JOB.json from its
-standard input after its imports, and writes the result and its output beside it. See pool.py."""
+"""One training with its scores, in a process of its own. See pool.py.
+
+python -m evidence.arm [compile] reads the path of JOB.json from its standard input after its imports, and writes the
+result and its output beside it.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import sys
 import time
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # which torch.compile imports in the first step
 from torch import Tensor
 
 from dmjd.builders import build_objective, step
@@ -149,6 +152,9 @@ def speed(run: RunFolder, batch_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["compile"]:
+        import_module("torch._inductor.compile_fx")  # as torch.compile does in the first step
+
     path = Path(sys.stdin.readline().strip())
     if not path.name:
         return  # the pool has no training for this process

@@ -13,11 +13,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import accuracy_score, balanced_accuracy_score, roc_auc_score
-from sklearn.model_selection import GridSearchCV, StratifiedKFold
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from dmjd.config import EvaluationConfig
 from dmjd.evaluate.encoder import load_encoder
@@ -91,6 +86,12 @@ def classified(
     train: np.ndarray, train_labels: np.ndarray, test: np.ndarray, test_labels: np.ndarray
 ) -> dict[str, float]:
     """:func:`scores` of features ``[N, D]`` and labels ``[N]`` in {0, 1}. Test images choose nothing."""
+    from sklearn.linear_model import LogisticRegression  # seconds, which other studies do not need
+    from sklearn.metrics import accuracy_score, balanced_accuracy_score, roc_auc_score
+    from sklearn.model_selection import GridSearchCV, StratifiedKFold
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     model = GridSearchCV(
         make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced", max_iter=2000)),
         {"logisticregression__C": STRENGTHS},

@@ -203,9 +203,8 @@ class Pool:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
         if self.gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
-        return subprocess.Popen(
-            [sys.executable, "-m", "evidence.arm"], stdin=subprocess.PIPE, env=environment, text=True
-        )
+        command = [sys.executable, "-m", "evidence.arm", *["compile"] * bool(self.machine)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
 
     def _seconds(self, job: Job) -> float:
         """The time that ``job`` will take, by those that have ended; 0 before one has."""
