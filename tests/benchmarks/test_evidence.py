@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -143,6 +144,53 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     for (low, high), expected in cases.items():
         found = paired.Difference((low + high) / 2, low, high, 1.0, 5)
         assert tuple(paired.verdict(found, expect, 1.0) for expect in ("higher", "equal")) == expected
+
+
+def test_the_page_of_complete_and_incomplete_studies(
+    studies: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = module(monkeypatch, "page")
+    plan, rows = studies.Plan.read(STUDIES, ["j", "a", "i"]), studies.Rows(tmp_path / "rows.jsonl")
+    effects = {"DMJD": 3.0, "DM:": 1.0, "K = 1, 40": -0.1}
+
+    def train(kept: Callable[[Any], bool]) -> None:
+        for job in filter(kept, list(plan.jobs(rows))):
+            effect = next((value for name, value in effects.items() if job.arm.label.startswith(name)), 0.0)
+            rows.add(row_of(job, 80 + effect + job.seed))
+
+    others = {arm.id for arm in plan.studies[2].arms.values()} | {plan.studies[1].arms["k4_short"].id}
+    for _ in range(2):
+        train(lambda job: job.arm.source == "elpv" or (job.seed < 3 and job.arm.id not in others))
+    for row in rows.rows.values():
+        row["scores"] |= {name: 70.0 for name in row["scores"] if name.startswith("untrained")}
+    assert page.write_page(plan, rows, tmp_path / "page.md", tmp_path / "images") == [
+        "evidence_j.png",
+        "evidence_a.png",
+    ]
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    cells = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in lines if " | " in line}
+    assert cells["[j. Photographs of solar cells at 224 pixels](#j-photographs-of-solar-cells-at-224-pixels)"][1:] == [
+        "4",
+        "-",
+        "-",
+        "-",
+    ]
+    found = cells["The visible branch improves the features."]
+    assert (found[1], found[2], found[4]) == ("linear probe 61.8 without, 62.5 % with it", "AUROC", "holds")
+    assert found[3].startswith("+2.00, "), "the pairs differ by 3 - 1"
+    assert cells["CNN, fine-tuned (Deitsch et al.)"][4:7] == ["-", "-", "88.4"]
+    assert cells["before training"][:3] == ["before training", "0", "-"]
+    equal = cells["At equal effective epochs, two views and half the images read are as good as one view."]
+    assert (equal[2], equal[4]) == ("linear probe (within 1)", "holds")
+    assert equal[3].endswith(", 3 of 5")
+    assert cells["K = 4, 10 epochs"][1:4] == ["-", "-", "0"]
+    missing = "At equal effective epochs, four views and a quarter of the images read are as good as one view."
+    assert cells[missing][3:] == ["-", "not measured"]
+    text = "\n".join(lines)
+    assert "    PYTHONPATH=benchmarks python -m evidence run --only j --elpv FOLDER" in lines
+    assert "CC BY-NC-SA 4.0" in text
+    assert "No arm of these studies is trained: i. Precision and compilation." in text
 
 
 def test_arms_of_a_seed_begin_from_one_encoder(studies: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
