@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.elpv import write_images
+from evidence.elpv import CELLS, write_images
 from evidence.pool import ON_GPU, Pool, card, commit, mps, rates_at_once, write_data
 from evidence.studies import FULL, SOURCES, TUNE, Arm, Job, Plan, Rows, Study
 
@@ -75,6 +75,8 @@ def main() -> None:
 
 
 def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
+    if options.elpv is not None and not (options.elpv / CELLS).is_file():
+        raise SystemExit(f"--elpv={options.elpv} has no {CELLS}; write it with: python -m evidence photographs")
     device, gpus = card()
     machine = () if device == "CPU" or options.eager else ON_GPU
     at_once = [int(each) for each in (options.at_once or ("2" if device == "CPU" else "8")).split(",")]
