@@ -3,7 +3,7 @@
 # make demo      pre-trains a small DMJD model on the CPU, scores it and writes runs/demo/report.html; RUN=FOLDER names another
 # make test      CTest, then pytest, then the tests of the CPU kernels once more without them; WORKERS pytest processes
 # make test-slurm  jobs on a real Slurm of four nodes that is started here; as root, with slurm-wlm, munge and iproute2
-# make evidence-smoke  one tiny study of benchmarks/evidence, from training to page
+# make evidence-smoke  two tiny studies of benchmarks/evidence, from training to page
 # make lint      ruff and mypy
 # make clean     removes what was built; keeps .venv
 

@@ -1,1 +1,1 @@
-"""Studies of the paper's claims on Fashion-MNIST: many small trainings on one GPU, with seeds. See __main__.py."""
+"""Studies of the paper's claims: many small trainings on one GPU, with seeds. See __main__.py."""

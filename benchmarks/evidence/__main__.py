@@ -1,14 +1,18 @@
-"""Studies of the paper's claims on Fashion-MNIST: many small trainings on one GPU, paired by seed.
+"""Studies of the paper's claims: many small trainings on one GPU, paired by seed.
 
     export PYTHONPATH=benchmarks
     python -m evidence run [--only a,e] [--limit SECONDS] [--at-once N]  trains what the record lacks, in order
     python -m evidence speed [--at-once 1,8] [--arm NAME]                images per second of N trainings at once
     python -m evidence plan                                              trainings and GPU minutes of each study
     python -m evidence page                                              docs/evidence.md and its figures
+    python -m evidence photographs --elpv FOLDER                         images of study j, from pip's elpv-dataset
 
 A study is a YAML file in benchmarks/evidence/studies: arms, which are overrides of `dmjd pretrain`, and claims about
 pairs of them. An arm that several studies have is trained once. The rate of each arm is the best of three by a training
-of half length on nine tenths of the training images, scored on the others; then come the seeds.
+of half length on a part of the training images, scored on the others; then come the seeds.
+
+Study j needs photographs of solar cells: pip install --no-deps elpv-dataset (CC BY-NC-SA 4.0: for evidence only, no
+part and no dependency of this project), then `photographs` writes 22.9 MB of JPEG files for `run --elpv FOLDER`.
 
 Every finished training is a line of the record (benchmarks/results/evidence.jsonl), and later calls skip it: a call
 that ends by --limit, or is killed, is continued by the same call with the same record.
@@ -26,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from evidence.page import write_page
+from evidence.elpv import CELLS, write_images
 from evidence.pool import ON_GPU, Pool, card, commit, mps, rates_at_once, write_data
-from evidence.studies import FULL, HELD_OUT, Arm, Job, Plan, Rows
+from evidence.studies import FULL, SOURCES, TUNE, Arm, Job, Plan, Rows, Study
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -37,11 +41,12 @@ SPEED_EPOCHS, SPEED_RATE = 8, 5e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "speed", "plan", "page"))
+    parser.add_argument("command", choices=("run", "speed", "plan", "page", "photographs"))
     parser.add_argument("--studies", type=Path, default=HERE / "studies", help="folder of the YAML files")
     parser.add_argument("--only", default="", help="studies in the order to run them, such as a,e")
     parser.add_argument("--record", type=Path, default=ROOT / "benchmarks/results/evidence.jsonl")
     parser.add_argument("--data", help="folder of Fashion-MNIST's files; default: found or downloaded")
+    parser.add_argument("--elpv", type=Path, help="folder that `photographs` writes; without it run leaves out study j")
     parser.add_argument(
         "--limit", type=float, default=math.inf, help="seconds; later trainings are left to other calls"
     )
@@ -53,23 +58,36 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=100_000, help="plan: images per second of all trainings")
     parser.add_argument("--page", type=Path, default=ROOT / "docs/evidence.md")
     options = parser.parse_args()
+    if options.command == "photographs":
+        if options.elpv is None:
+            parser.error("photographs needs --elpv FOLDER")
+        return write_images(options.elpv)
     plan = Plan.read(options.studies, [name for name in options.only.split(",") if name])
     rows = Rows.read(options.record)
     if options.command == "plan":
         print_plan(plan, rows, options.rate)
     elif options.command == "page":
-        write_page(plan, rows, options.page, options.page.parent / "images", HELD_OUT)
+        from evidence.page import write_page  # matplotlib, which training does not need
+
+        write_page(plan, rows, options.page, options.page.parent / "images")
     else:
         train(options, plan, rows)
 
 
 def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
+    if options.elpv is not None and not (options.elpv / CELLS).is_file():
+        raise SystemExit(f"--elpv={options.elpv} has no {CELLS}; write it with: python -m evidence photographs")
     device, gpus = card()
     machine = () if device == "CPU" or options.eager else ON_GPU
     at_once = [int(each) for each in (options.at_once or ("2" if device == "CPU" else "8")).split(",")]
     with tempfile.TemporaryDirectory(prefix="evidence-") as name:
         folder = Path(name)
-        write_data(plan.source, options.data, folder / "data")
+        if options.elpv is None:
+            for study in [study for study in plan.studies if study.source == "elpv"]:
+                print(f"study {study.name} is left out: it needs --elpv FOLDER")
+                plan.studies.remove(study)
+        for source in {study.source for study in plan.studies}:
+            write_data(source, options.elpv if source == "elpv" else options.data, folder / "data" / source)
         with mps(folder, device != "CPU" and not options.no_mps) as used:
             host = {"commit": options.commit or commit(), "mps": used, "eager": options.eager}
             if options.command == "run":
@@ -112,24 +130,28 @@ def print_plan(plan: Plan, rows: Rows, rate: float) -> None:
     for study in plan.studies:
         images = trainings = 0
         for arm in study.arms.values():
-            for job in missing_of(plan, rows, arm):
+            for job in missing_of(study, rows, arm):
                 if job[0] not in counted:
                     counted.add(job[0])
                     trainings, images = trainings + 1, images + job[1]
-        total += images / rate / 60
-        print(f"{study.name}: {study.title}: {trainings} trainings, {images / rate / 60:.1f} minutes")
-    print(f"all: {total:.0f} minutes at {rate:.0f} images/s, start, scores and fine-tuning not counted")
+        minutes = images * SOURCES[study.source].cost / rate / 60
+        total += minutes
+        print(f"{study.name}: {study.title}: {trainings} trainings, {minutes:.1f} minutes")
+    print(
+        f"all: {total:.0f} minutes at {rate:.0f} images/s of Fashion-MNIST, start, scores and fine-tuning not counted"
+    )
 
 
-def missing_of(plan: Plan, rows: Rows, arm: Arm) -> Iterator[tuple[str, int]]:
+def missing_of(study: Study, rows: Rows, arm: Arm) -> Iterator[tuple[str, int]]:
     """A name and the images of each training of ``arm`` that is missing, at an assumed rate before it is chosen."""
-    done = len(rows.full(arm, plan.rates))
-    for rate in plan.rates:
-        job = Job(arm.tuned, "tune", plan.seeds[0], rate)
+    done = len(rows.full(arm, study.rates))
+    for rate in study.rates:
+        job = Job(arm.tuned, TUNE, study.seeds[0], rate)
         if not rows.has(job):
-            yield f"{arm.tuned.id} {rate}", plan.images(job)
-    for seed in plan.seeds[done:]:
-        yield f"{arm.id} seed {seed}", plan.images(Job(arm, FULL, seed, plan.rates[0]))
+            yield f"{arm.tuned.id} {rate}", job.images
+    epochs = rows.epochs(arm, study.rates)
+    for seed in study.seeds[done:]:
+        yield f"{arm.id} seed {seed}", Job(arm, FULL, seed, study.rates[0], time_epochs=epochs).images
 
 
 if __name__ == "__main__":

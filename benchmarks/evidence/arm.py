@@ -1,13 +1,19 @@
-"""One training with its scores, in a process of its own: python -m evidence.arm JOB.json, which writes the result
-beside it. See pool.py."""
+"""One training with its scores, in a process of its own. See pool.py.
+
+python -m evidence.arm [compile] reads the path of JOB.json from its standard input after its imports, and writes the
+result and its output beside it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
 from copy import deepcopy
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +23,19 @@ from torch import Tensor
 from dmjd.builders import build_objective, step
 from dmjd.compose import compose
 from dmjd.config import PretrainConfig
-from dmjd.evaluate import encoder, evaluate
+from dmjd.evaluate import encoder
+from dmjd.evaluate.knn import knn_accuracy, neighbours_for
+from dmjd.evaluate.linprobe import LinprobeConfig
+from dmjd.evaluate.sweep import batch_size_for, cached_probe, epochs_for, held_out_rows
 from dmjd.masking import MaskedViews
 from dmjd.models.objective import Losses, Objective
 from dmjd.ops.tokens import gather_tokens
 from dmjd.runs.folder import RunFolder
 from dmjd.train.loop import finetune, pretrain
+from evidence import elpv
+
+ENCODED = 1024
+"""Images per forward pass of the scores."""
 
 
 class Misaligned(Objective):
@@ -64,34 +77,48 @@ def build_misaligned(config: PretrainConfig, target_dim: int) -> Objective:
 OBJECTIVES = {"": build_paired, "misaligned": build_misaligned}
 
 
+def classified(config: LinprobeConfig, workers: int) -> dict[str, float]:
+    """Top-1 of ``dmjd linprobe protocol=cached`` and of ``dmjd knn``, the images being encoded once for both."""
+    frozen = encoder.load_encoder(config)
+    train, test = frozen.dataset("train"), frozen.dataset("test")
+    bank, queries = (frozen.features(images, "mean", ENCODED, workers) for images in (train, test))
+    kept = int((~held_out_rows(bank.labels, config.seed)).sum())
+    size = batch_size_for(kept)
+    probe = cached_probe(
+        *(bank, queries, train.num_classes),
+        epochs=epochs_for(kept, size),
+        batch_size=size,
+        seed=config.seed,
+        device=frozen.device,
+    )
+    neighbours = neighbours_for(len(train), train.num_classes)
+    knn = knn_accuracy(bank, queries, train.num_classes, device=frozen.device, k=neighbours)
+    return {"probe": probe.top1, "knn": knn.top1}
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Train and score; the row without its key.
 
     Args:
-        job: ``folder``, ``keys`` of dmjd pretrain, ``data`` (root), ``objective``, ``workers``, ``finetune`` (keys, or
-            null), ``untrained``, ``seed``.
+        job: ``folder``, ``keys`` of dmjd pretrain, ``source``, ``data`` (root), ``objective``, ``workers``,
+            ``finetune`` (keys, or null), ``untrained``, ``seed``.
     """
     folder, began = Path(job["folder"]), time.monotonic()
     for module in (step, encoder):  # the latter builds the encoder before training again
         module.build_objective = OBJECTIVES[job["objective"]]  # type: ignore[attr-defined]
     common = [f"data.root={job['data']}", f"seed={job['seed']}", f"workers={job['workers']}", "time_budget=null"]
     common += ["checkpoint_every=1000000000"]
-    config = compose("pretrain", [*job["keys"], *common, f"run={folder / 'pretrain'}"])
-    trained = pretrain(config)
+    pretraining = compose("pretrain", [*job["keys"], *common, f"run={folder / 'pretrain'}"])
+    trained = pretrain(pretraining)
     _check_finished(trained)
     seconds = {"pretrain": time.monotonic() - began}
-    row = speed(trained, config.batch_size)
-    scores: dict[str, float] = {}
-    evaluated = [
-        f"checkpoint={trained.path}",
-        f"workers={job['workers']}",
-        f"untrained={str(job['untrained']).lower()}",
-    ]
-    for name, command, keys in (("knn", "knn", []), ("probe", "linprobe", ["protocol=cached"])):
-        record = evaluate(command, compose(command, [*evaluated, *keys]))
-        scores[name] = record["top1"]
-        if job["untrained"]:
-            scores["untrained" if name == "probe" else "untrained_knn"] = record["untrained"]
+    row = speed(trained, pretraining.batch_size)
+    config = compose("linprobe", [f"checkpoint={trained.path}"])
+    score, workers = (elpv.scores, job["workers"]) if job["source"] == "elpv" else (classified, 0)
+    scores = score(config, workers)
+    if job["untrained"]:
+        before = score(replace(config, weights="untrained"), workers)
+        scores |= {f"untrained_{name}": value for name, value in before.items()}
     seconds["scores"] = time.monotonic() - began - seconds["pretrain"]
     if job["finetune"] is not None:
         tuned = finetune(
@@ -125,7 +152,15 @@ def speed(run: RunFolder, batch_size: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    path = Path(sys.argv[1])
+    if sys.argv[1:] == ["compile"]:
+        import_module("torch._inductor.compile_fx")  # as torch.compile does in the first step
+
+    path = Path(sys.stdin.readline().strip())
+    if not path.name:
+        return  # the pool has no training for this process
+    with path.with_suffix(".txt").open("w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
     job = json.loads(path.read_text())
     try:
         row = run(job)

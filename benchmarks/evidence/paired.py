@@ -23,11 +23,17 @@ class Difference:
     pairs: int
 
 
-def difference(first: Sequence[float], second: Sequence[float]) -> Difference:
-    """The paired t interval of ``first - second``, at least two pairs."""
+def difference(first: Sequence[float], second: Sequence[float], overlap: float = 0.0) -> Difference:
+    """The paired t interval of ``first - second``, at least two pairs.
+
+    ``overlap``: test images per training image where the pairs are folds of the same images, whose training images
+    overlap; the variance of the mean is then that of Nadeau and Bengio (2003), 1 / pairs + ``overlap`` times that of a
+    pair. 0 for independent pairs.
+    """
     values = [a - b for a, b in zip(first, second, strict=True)]
     pairs, mean = len(values), math.fsum(values) / len(values)
-    error = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (pairs - 1) / pairs)
+    variance = math.fsum((value - mean) ** 2 for value in values) / (pairs - 1)
+    error = math.sqrt(variance * (1 / pairs + overlap))
     half = float(stats.t.ppf((1 + CONFIDENCE) / 2, pairs - 1)) * error
     return Difference(mean, mean - half, mean + half, _effect(pairs) * error, pairs)
 

@@ -28,7 +28,8 @@ import torch
 from dmjd.config import DataConfig
 from dmjd.data.build import build_dataset
 from dmjd.data.dataset import Pixels
-from evidence.studies import HELD_OUT, TUNE, Job, Plan, Rows
+from evidence.elpv import write_folds
+from evidence.studies import HELD_OUT, SOURCES, TUNE, Job, Plan, Rows
 
 ON_GPU = ("engine.compile=model", "engine.cuda_graphs=true")
 POLL_SECONDS = 0.2
@@ -45,8 +46,12 @@ def card() -> tuple[str, int]:
 
 
 def write_data(source: str, root: str | None, folder: Path) -> None:
-    """Folders of ``source`` in Fashion-MNIST's format below ``folder``: all images ("100"), the first 10 and 1 % of
-    each class, and "tune", whose test images are the last :data:`HELD_OUT` % of the training images."""
+    """Folders of ``source`` below ``folder``. elpv: :func:`evidence.elpv.write_folds`. Others, in Fashion-MNIST's
+    format: all images ("100"), the first 10 and 1 % of each class, and "tune", whose test images are the last
+    :data:`HELD_OUT` % of the training images."""
+    if source == "elpv":
+        assert root is not None
+        return write_folds(Path(root), folder)
     config = DataConfig(name=source, root=root, channels=1, pad=0)
     arrays = {}
     for split in ("train", "test"):
@@ -109,7 +114,7 @@ def _end_mps(control: str, own: dict[str, str]) -> None:
 @dataclass
 class Running:
     job: Job
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
     path: Path
     slot: int
     began: float
@@ -117,6 +122,10 @@ class Running:
 
 class Pool:
     """Runs jobs of ``plan`` until none is left or the time is over.
+
+    A process that will run the next training of a slot is started with the current one, so that its imports take no
+    time of a GPU. Of an arm that is not compiled yet one training begins first where there are others, and the later
+    ones find its kernels in the compiler's cache.
 
     Args:
         folder: of the data, the run folders and their output.
@@ -138,8 +147,11 @@ class Pool:
     ) -> None:
         self.plan, self.rows, self.folder, self.at_once, self.machine = plan, rows, folder, at_once, machine
         self.device, self.gpus = card()
+        self.workers = max(1, len(os.sched_getaffinity(0)) // (at_once * self.gpus) - 1)
         self.began, self.limit = time.monotonic(), limit
         self.running: list[Running] = []
+        self.waiting: dict[int, subprocess.Popen[str]] = {}  # slot -> the process of its next training
+        self.compiled: set[str] = set()
         self.failed: set[tuple[str, str, int, float]] = set()
         self.costs: list[tuple[float, float]] = []  # of finished trainings: seconds of start and scores, of an image
         self.host = {
@@ -163,58 +175,67 @@ class Pool:
                 time.sleep(POLL_SECONDS)
                 ended += self._collect()
         finally:
-            for each in self.running:
-                each.process.kill()
-                each.process.wait()
+            for process in [*(each.process for each in self.running), *self.waiting.values()]:
+                process.kill()
+                process.communicate()
         return ended
 
     @property
     def left(self) -> float:
         return self.limit - (time.monotonic() - self.began)
 
-    def _begin(self, jobs: Iterator[Job]) -> None:
+    def _begin(self, pending: Iterator[Job]) -> None:
         slots = set(range(self.at_once * self.gpus)) - {each.slot for each in self.running}
+        if not slots:
+            return
         taken = {each.job.key for each in self.running} | self.failed
-        for job in jobs:
-            if not slots:
-                break
-            if job.key in taken or self._seconds(job) > self.left:
-                continue
-            slot = min(slots)
-            slots.remove(slot)
+        jobs = [job for job in pending if job.key not in taken and self._seconds(job) <= self.left]
+        for slot in sorted(slots)[: len(jobs)]:
+            cold = {each.job.arm.id for each in self.running} - self.compiled
+            job = next((job for job in jobs if job.arm.id not in cold), jobs[0])
+            jobs.remove(job)
             self.running.append(self._start(job, slot))
+        for each in self.running[: len(jobs)]:
+            if each.slot not in self.waiting:
+                self.waiting[each.slot] = self._process(each.slot)
+
+    def _process(self, slot: int) -> subprocess.Popen[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+        if self.gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
+        command = [sys.executable, "-m", "evidence.arm", *["compile"] * bool(self.machine)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
 
     def _seconds(self, job: Job) -> float:
         """The time that ``job`` will take, by those that have ended; 0 before one has."""
         if not self.costs:
             return 0
         fixed, of_image = (median(column) for column in zip(*self.costs, strict=True))
-        return fixed + of_image * self.plan.images(job)
+        return fixed + of_image * job.images
 
     def _start(self, job: Job, slot: int) -> Running:
         name = "-".join(map(str, job.key))
         path = self.folder / f"{name}.json"
-        data = TUNE if job.stage == TUNE else str(job.arm.percent)
         own = dict(key.split("=", 1) for key in (*self.machine, *(f"{k}={v}" for k, v in job.arm.keys.items())))
         own |= {"epochs": str(job.epochs), "optim.base_lr": str(job.rate)}
         content = {
             "folder": str(self.folder / name),
             "keys": [f"{key}={value}" for key, value in own.items()],
-            "data": str(self.folder / "data" / data),
+            "source": job.arm.source,
+            "data": str(self.folder / "data" / job.data),
             "objective": job.arm.objective,
             "seed": job.seed,
-            "workers": 1,
+            "workers": self.workers,
             "untrained": job.untrained,
             "finetune": [*self.plan.finetune, *self.machine] if job.finetune else None,
         }
         path.write_text(json.dumps(content))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-        if self.gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
-        with path.with_suffix(".txt").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "evidence.arm", str(path)], stdout=log, stderr=log, env=environment
-            )
+        process = self.waiting.pop(slot, None)
+        if process is None or process.poll() is not None:
+            process = self._process(slot)
+        assert process.stdin is not None
+        process.stdin.write(f"{path}\n")
+        process.stdin.close()
         return Running(job, process, path, slot, time.monotonic())
 
     def _collect(self) -> list[dict[str, Any]]:
@@ -226,16 +247,20 @@ class Pool:
             seconds, job = time.monotonic() - each.began, each.job
             if each.process.returncode:
                 self.failed.add(job.key)
-                print(f"{job.arm.label}, seed {job.seed} failed:\n{each.path.with_suffix('.txt').read_text()[-2000:]}")
+                log = each.path.with_suffix(".txt")
+                output = log.read_text()[-2000:] if log.is_file() else "before its output was opened"
+                print(f"{job.arm.label}, seed {job.seed} failed:\n{output}")
                 continue
             arm, stage, seed, rate = job.key
-            images = self.plan.images(job)
+            images = job.images
+            self.compiled.add(arm)
             row = {
                 "arm": arm,
                 "label": job.arm.label,
                 "stage": stage,
                 "seed": seed,
                 "rate": rate,
+                "epochs": job.epochs,
                 **json.loads(each.path.with_suffix(".row").read_text()),
                 "images": images,
                 "gpu_seconds": round(seconds / self.at_once, 1),
@@ -245,9 +270,10 @@ class Pool:
             self.costs.append((seconds - of_image * images, of_image))
             self.rows.add(row)
             rows.append(row)
+            main = SOURCES[job.arm.source].scores[0]
             print(
                 f"{time.monotonic() - self.began:5.0f} s  {stage} {job.arm.label}, seed {seed}, rate {rate:g}: "
-                f"probe {row['scores']['probe']:.2f}, {row['images_per_second']:.0f} images/s, {seconds:.0f} s",
+                f"{main} {row['scores'][main]:.2f}, {row['images_per_second']:.0f} images/s, {seconds:.0f} s",
                 flush=True,
             )
         return rows

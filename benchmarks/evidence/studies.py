@@ -8,33 +8,62 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
 
 TUNE, FULL = "tune", "full"
 """Stages: the search for the rate at half length, and the trainings of all seeds."""
-SOURCES = {"fashion_mnist": 60_000, "digits": 1_437}
-"""Data set -> training images."""
 HELD_OUT = 10
-"""Per cent of the training images, the last ones, that score the rates."""
+"""Per cent of the training images of :data:`SOURCES` without folds, the last ones, that score the rates."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set. images: those of a training; tuned: the share of these in the search for the rate. scores: of frozen
+    features; the first chooses the rate. folds: the seeds are folds of the same images, 0 for none. cost: time of an
+    image relative to Fashion-MNIST, by which `plan` estimates minutes."""
+
+    name: str
+    images: int
+    tuned: float
+    scores: tuple[str, ...]
+    folds: int = 0
+    cost: float = 1.0
+
+    @property
+    def overlap(self) -> float:
+        """Test images of a fold per training image, see :func:`evidence.paired.difference`; 0 without folds."""
+        return 1 / (self.folds - 1) if self.folds else 0.0
+
+
+SOURCES = {
+    "fashion_mnist": Source("Fashion-MNIST", 60_000, 1 - HELD_OUT / 100, ("probe", "knn")),
+    "digits": Source("scikit-learn's digits", 1_437, 1 - HELD_OUT / 100, ("probe", "knn")),
+    "elpv": Source("photographs of solar cells (ELPV)", 2_099, 3 / 4, ("auroc", "balanced", "accuracy"), 5, cost=12),
+}
 
 
 @dataclass(frozen=True)
 class Arm:
     """One training, without its seed and its learning rate.
 
-    keys: overrides of ``dmjd pretrain`` by key, those of base.yaml included.
+    keys: overrides of ``dmjd pretrain`` by key, the study's and those of base.yaml included.
+    source: a name of :data:`SOURCES`.
     objective: "" or "misaligned" (arm.py).
     percent: of the training images, the first of each class.
     rate_of: the arm that is tuned in place of this one.
+    time_of: the arm that trains as long; the epochs follow from the images per second of both (:meth:`Rows.epochs`).
     """
 
     label: str
     keys: Mapping[str, str]
+    source: str
     objective: str = ""
     percent: int = 100
     rate_of: Arm | None = None
+    time_of: Arm | None = None
 
     @property
     def id(self) -> str:
@@ -42,6 +71,8 @@ class Arm:
         parts = [dict(sorted(self.keys.items())), self.objective, self.percent]
         if self.rate_of is not None:
             parts.append(self.rate_of.id)
+        if self.time_of is not None:
+            parts.append(["time", self.time_of.id])
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
     @property
@@ -52,7 +83,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim about two arms. "higher": the first has the higher score; "equal": the difference is within points."""
+    """A claim about two arms. "higher": the first has the higher score; "equal": the difference is within points.
+    ``second`` may be "untrained": the encoder of ``first`` before training."""
 
     claim: str
     paper: str
@@ -65,20 +97,29 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Study:
-    """One YAML file; ``untrained``: names of the arms whose encoder is also scored before training."""
+    """One YAML file; ``untrained``: names of the arms whose encoder is also scored before training; ``published``:
+    scores from papers by label. ``source``, ``rates``, ``seeds``: base.yaml's unless the file has its own."""
 
     name: str
     title: str
     text: str
+    source: str
+    rates: Sequence[float]
+    seeds: Sequence[int]
     arms: Mapping[str, Arm]
     comparisons: Sequence[Comparison]
     finetune: bool
     untrained: frozenset[str]
+    published: Mapping[str, Mapping[str, float]]
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        return SOURCES[self.source].scores
 
 
 @dataclass(frozen=True)
 class Job:
-    """One training with its scores."""
+    """One training with its scores; ``time_epochs``: its epochs, if they follow from another arm's time."""
 
     arm: Arm
     stage: str
@@ -86,6 +127,7 @@ class Job:
     rate: float
     finetune: bool = False
     untrained: bool = False
+    time_epochs: int | None = None
 
     @property
     def key(self) -> tuple[str, str, int, float]:
@@ -94,14 +136,30 @@ class Job:
     @property
     def scores(self) -> set[str]:
         """Names of the scores that a finished row has."""
-        return (
-            {"probe", "knn"} | ({"finetune"} if self.finetune else set()) | ({"untrained"} if self.untrained else set())
-        )
+        own = SOURCES[self.arm.source].scores
+        untrained = {f"untrained_{score}" for score in own} if self.untrained else set()
+        return {*own} | untrained | ({"finetune"} if self.finetune else set())
 
     @property
     def epochs(self) -> int:
+        if self.time_epochs is not None:
+            return self.time_epochs
         epochs = int(self.arm.keys["epochs"])
         return max(1, epochs // 2) if self.stage == TUNE else epochs
+
+    @property
+    def data(self) -> str:
+        """Its folder of images below that of all data."""
+        folds = SOURCES[self.arm.source].folds
+        part = TUNE if self.stage == TUNE else f"fold{self.seed % folds}" if folds else f"{self.arm.percent}"
+        return f"{self.arm.source}/{part}"
+
+    @property
+    def images(self) -> int:
+        """Images that the training reads, those of fine-tuning not counted."""
+        source = SOURCES[self.arm.source]
+        share = self.arm.percent / 100 * (source.tuned if self.stage == TUNE else 1)
+        return math.floor(self.epochs * source.images * share)
 
 
 @dataclass
@@ -109,18 +167,13 @@ class Plan:
     """All studies of a folder, in the order of their names unless ``only`` gives another."""
 
     studies: list[Study]
-    source: str
-    rates: list[float]
-    seeds: list[int]
     finetune: list[str]
 
     @classmethod
     def read(cls, folder: Path, only: Sequence[str] = ()) -> Plan:
         base = yaml.safe_load((folder / "base.yaml").read_text())
         names = list(only) or sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "base")
-        studies = [_study(folder / f"{name}.yaml", base["keys"]) for name in names]
-        rates = [float(rate) for rate in base["rates"]]
-        return cls(studies, base["source"], rates, base["seeds"], base["finetune"])
+        return cls([_study(folder / f"{name}.yaml", base) for name in names], base["finetune"])
 
     def jobs(self, rows: Rows) -> Iterator[Job]:
         """The trainings that ``rows`` do not hold and that can begin, in order; each arm once."""
@@ -129,50 +182,52 @@ class Plan:
         seen: set[tuple[str, str, int, float]] = set()
         for study in self.studies:
             for arm in study.arms.values():
-                for job in self._of_arm(arm, rows, arm.id in scored, arm.id in untrained):
+                for job in _of_arm(study, arm, rows, arm.id in scored, arm.id in untrained):
                     if job.key not in seen and not rows.has(job):
                         yield job
                     seen.add(job.key)
 
-    def _of_arm(self, arm: Arm, rows: Rows, finetune: bool, untrained: bool) -> Iterator[Job]:
-        for rate in self.rates:
-            yield Job(arm.tuned, TUNE, self.seeds[0], rate)
-        best = rows.best_rate(arm.tuned, self.rates)
-        if best is not None:
-            for seed in self.seeds:
-                yield Job(arm, FULL, seed, best, finetune, untrained)
 
-    def images(self, job: Job) -> int:
-        """Unique images that the training of ``job`` reads, those of fine-tuning not counted."""
-        share = job.arm.percent / 100 * (1 - HELD_OUT / 100 if job.stage == TUNE else 1)
-        return math.floor(job.epochs * SOURCES[self.source] * share)
+def _of_arm(study: Study, arm: Arm, rows: Rows, finetune: bool, untrained: bool) -> Iterator[Job]:
+    for rate in study.rates:
+        yield Job(arm.tuned, TUNE, study.seeds[0], rate)
+    best, epochs = rows.best_rate(arm.tuned, study.rates), rows.epochs(arm, study.rates)
+    if best is not None and epochs is not None:
+        for seed in study.seeds:
+            yield Job(arm, FULL, seed, best, finetune, untrained, epochs)
 
 
-def _study(path: Path, base: Sequence[str]) -> Study:
-    content = yaml.safe_load(path.read_text())
+def _study(path: Path, base: Mapping[str, Any]) -> Study:
+    content = {**{key: base[key] for key in ("source", "keys", "rates", "seeds")}, **yaml.safe_load(path.read_text())}
     written: dict[str, dict[str, Any]] = content["arms"]
 
     def arm(name: str) -> Arm:
         entry = written[name]
-        other = entry.get("rate_of")
-        if other is None and entry.get("percent", 100) < 100:
-            raise ValueError(f"{path}: {name} has percent={entry['percent']} and no rate_of; rates are tuned on all")
+        other, time = entry.get("rate_of"), entry.get("time_of")
+        if other is None and (entry.get("percent", 100) < 100 or time is not None):
+            raise ValueError(f"{path}: {name} has percent or time_of and no rate_of; rates are tuned on all images")
         return Arm(
             entry["label"],
-            dict(key.split("=", 1) for key in (*base, *entry["keys"])),
+            dict(key.split("=", 1) for key in (*content["keys"], *entry["keys"])),
+            content["source"],
             entry.get("objective", ""),
             entry.get("percent", 100),
             None if other is None else arm(other),
+            None if time is None else arm(time),
         )
 
     return Study(
         path.stem,
         content["title"],
         content["text"],
+        content["source"],
+        [float(rate) for rate in content["rates"]],
+        content["seeds"],
         {name: arm(name) for name in written},
         [Comparison(**each) for each in content["comparisons"]],
         content.get("finetune", False),
         frozenset(name for name, entry in written.items() if entry.get("untrained")),
+        content.get("published", {}),
     )
 
 
@@ -205,15 +260,27 @@ class Rows:
         return row is not None and job.scores <= row["scores"].keys()
 
     def best_rate(self, arm: Arm, rates: Sequence[float]) -> float | None:
-        """The rate of the highest held-out probe, the lower of equal ones; None before all ``rates`` have a row."""
-        found = {
-            rate: row["scores"]["probe"]
-            for (id, stage, _, rate), row in self.rows.items()
-            if id == arm.id and stage == TUNE
-        }
+        """The rate of the highest held-out score, the lower of equal ones; None before all ``rates`` have a row."""
+        found, score = self.tuning(arm), SOURCES[arm.source].scores[0]
         if not set(rates) <= found.keys():
             return None
-        return max(sorted(rates), key=lambda rate: found[rate])
+        return max(sorted(rates), key=lambda rate: found[rate]["scores"][score])
+
+    def tuning(self, arm: Arm) -> dict[float, dict[str, Any]]:
+        """Rate -> row of the search for the rate."""
+        return {rate: row for (id, stage, _, rate), row in self.rows.items() if id == arm.id and stage == TUNE}
+
+    def epochs(self, arm: Arm, rates: Sequence[float]) -> int | None:
+        """Epochs of ``arm``: of one with ``time_of`` those that take the time of the other, by the median images per
+        second of each in the search for its rate; None before these are known."""
+        epochs = int(arm.keys["epochs"])
+        if arm.time_of is None:
+            return epochs
+        found = [self.tuning(each.tuned) for each in (arm, arm.time_of)]
+        if not all(set(rates) <= each.keys() for each in found):
+            return None
+        own, other = (median(each[rate]["images_per_second"] for rate in rates) for each in found)
+        return max(1, round(int(arm.time_of.keys["epochs"]) * own / other))
 
     def full(self, arm: Arm, rates: Sequence[float]) -> dict[int, dict[str, Any]]:
         """Seed -> row of the chosen rate."""

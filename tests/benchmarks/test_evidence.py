@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,10 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 
 from dmjd.compose import compose
+from dmjd.evaluate import evaluate
 from dmjd.masking import MaskSpec
+from dmjd.train.loop import pretrain
 
 ROOT = Path(__file__).parents[2]
 STUDIES, TINY = (ROOT / "benchmarks/evidence" / name for name in ("studies", "tiny"))
@@ -36,15 +40,17 @@ def studies(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def row_of(job: Any, probe: float = 80.0) -> dict[str, Any]:
     arm, stage, seed, rate = job.key
-    scores = dict.fromkeys(job.scores, probe)
-    return {"arm": arm, "stage": stage, "seed": seed, "rate": rate, "scores": scores, "gpu_seconds": 1.0}
+    scores = dict.fromkeys(sorted(job.scores), probe)
+    key = {"arm": arm, "stage": stage, "seed": seed, "rate": rate}
+    row = {"scores": scores, "epochs": job.epochs, "images": job.images, "images_per_second": 1e4, "gpu_seconds": 60.0}
+    return {**key, **row, "device": "H200", "commit": "0123456789"}
 
 
 def test_seeds_follow_the_best_rate_and_none_is_trained_twice(studies: ModuleType, tmp_path: Path) -> None:
     plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
     arm = plan.studies[0].arms["k1"]
     first = [job for job in plan.jobs(rows) if job.arm.id == arm.id]
-    assert [(job.stage, job.rate, job.epochs) for job in first] == [("tune", rate, 10) for rate in plan.rates]
+    assert [(job.stage, job.rate, job.epochs) for job in first] == [("tune", rate, 10) for rate in (2.5e-4, 5e-4, 1e-3)]
     for job, probe in zip(first, (70.0, 75.0, 75.0), strict=True):
         rows.add(row_of(job, probe))
     later = [job for job in plan.jobs(rows) if job.arm.id == arm.id]
@@ -53,7 +59,7 @@ def test_seeds_follow_the_best_rate_and_none_is_trained_twice(studies: ModuleTyp
         rows.add(row_of(job))
     again = studies.Rows.read(tmp_path / "rows.jsonl")
     assert [job.seed for job in plan.jobs(again) if job.arm.id == arm.id] == [3, 4]
-    assert list(again.full(arm, plan.rates)) == [0, 1, 2]
+    assert list(again.full(arm, plan.studies[0].rates)) == [0, 1, 2]
 
 
 def test_studies_share_equal_arms(studies: ModuleType, tmp_path: Path) -> None:
@@ -71,6 +77,38 @@ def test_studies_share_equal_arms(studies: ModuleType, tmp_path: Path) -> None:
     assert all(job.finetune and job.untrained for job in full), "b needs neither, but a does"
 
 
+def test_equal_wall_time_follows_from_the_measured_images_per_second(studies: ModuleType, tmp_path: Path) -> None:
+    plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
+    arms = plan.studies[0].arms
+    speeds = {arms["k1"].id: (30e3, 15e3, 16e3), arms["k2"].id: (9e3, 10e3, 20e3), arms["k4"].id: (5e3, 5e3, 5e3)}
+    for number, name in enumerate(("k1", "k4", "k2")):
+        assert number == 2 or rows.epochs(arms["k1_time"], plan.studies[0].rates) is None
+        jobs = [job for job in plan.jobs(rows) if job.arm.id == arms[name].id and job.stage == "tune"]
+        for job, speed in zip(jobs, speeds[arms[name].id], strict=True):
+            rows.add({**row_of(job), "images_per_second": speed})
+    epochs = {job.arm.label: (job.epochs, job.images) for job in plan.jobs(rows) if job.arm.time_of}
+    assert epochs == {"K = 1, the time of K = 2": (32, 1_920_000), "K = 4, the time of K = 2": (10, 600_000)}
+    assert arms["k1_time"].id != arms["k1"].id
+
+
+def test_trainings_of_an_arm_that_is_not_compiled_give_way(
+    studies: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pool = module(monkeypatch, "pool")
+    plan, rows = studies.Plan.read(STUDIES, ["b"]), studies.Rows(tmp_path / "rows.jsonl")
+    filled = pool.Pool(plan, rows, tmp_path, 4, 1e9, (), {})
+    monkeypatch.setattr(filled, "_start", lambda job, slot: pool.Running(job, None, tmp_path, slot, 0.0))
+    monkeypatch.setattr(filled, "_process", lambda slot: f"for slot {slot}")
+    filled._begin(plan.jobs(rows))
+    first = list(plan.studies[0].arms.values())[:4]
+    assert [each.job.arm.id for each in filled.running] == [arm.id for arm in first], "one training of each arm"
+    assert filled.waiting == {slot: f"for slot {slot}" for slot in range(4)}
+    filled.compiled.add(first[0].id)
+    filled.running.pop(0)
+    filled._begin(job for job in plan.jobs(rows) if job.rate > 2.5e-4)
+    assert filled.running[-1].job.arm.id == first[0].id
+
+
 def test_interval_and_smallest_effect_are_those_of_the_paired_t_test(monkeypatch: pytest.MonkeyPatch) -> None:
     paired = module(monkeypatch, "paired")
     first, second = [86.9, 89.1, 87.2, 88.0, 88.4], [84.9, 83.2, 86.9, 85.1, 86.0]
@@ -86,6 +124,14 @@ def test_interval_and_smallest_effect_are_those_of_the_paired_t_test(monkeypatch
     assert abs(power - 0.8) < 0.01
 
 
+def test_folds_widen_the_interval_as_nadeau_and_bengio(monkeypatch: pytest.MonkeyPatch) -> None:
+    paired = module(monkeypatch, "paired")
+    values = np.array([1.0, 2.0, 0.5, 1.5, 3.0])
+    found = paired.difference(values, np.zeros(5), overlap=1 / 4)
+    half = stats.t.ppf(0.975, 4) * np.sqrt((1 / 5 + 525 / 2100) * values.var(ddof=1))
+    np.testing.assert_allclose([found.low, found.high], [values.mean() - half, values.mean() + half], rtol=1e-12)
+
+
 def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     paired = module(monkeypatch, "paired")
     cases = {
@@ -98,6 +144,53 @@ def test_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
     for (low, high), expected in cases.items():
         found = paired.Difference((low + high) / 2, low, high, 1.0, 5)
         assert tuple(paired.verdict(found, expect, 1.0) for expect in ("higher", "equal")) == expected
+
+
+def test_the_page_of_complete_and_incomplete_studies(
+    studies: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = module(monkeypatch, "page")
+    plan, rows = studies.Plan.read(STUDIES, ["j", "a", "i"]), studies.Rows(tmp_path / "rows.jsonl")
+    effects = {"DMJD": 3.0, "DM:": 1.0, "K = 1, 40": -0.1}
+
+    def train(kept: Callable[[Any], bool]) -> None:
+        for job in filter(kept, list(plan.jobs(rows))):
+            effect = next((value for name, value in effects.items() if job.arm.label.startswith(name)), 0.0)
+            rows.add(row_of(job, 80 + effect + job.seed))
+
+    others = {arm.id for arm in plan.studies[2].arms.values()} | {plan.studies[1].arms["k4_short"].id}
+    for _ in range(2):
+        train(lambda job: job.arm.source == "elpv" or (job.seed < 3 and job.arm.id not in others))
+    for row in rows.rows.values():
+        row["scores"] |= {name: 70.0 for name in row["scores"] if name.startswith("untrained")}
+    assert page.write_page(plan, rows, tmp_path / "page.md", tmp_path / "images") == [
+        "evidence_j.png",
+        "evidence_a.png",
+    ]
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+    cells = {line.split(" | ")[0].removeprefix("| "): line.strip("| ").split(" | ") for line in lines if " | " in line}
+    assert cells["[j. Photographs of solar cells at 224 pixels](#j-photographs-of-solar-cells-at-224-pixels)"][1:] == [
+        "4",
+        "-",
+        "-",
+        "-",
+    ]
+    found = cells["The visible branch improves the features."]
+    assert (found[1], found[2], found[4]) == ("linear probe 61.8 without, 62.5 % with it", "AUROC", "holds")
+    assert found[3].startswith("+2.00, "), "the pairs differ by 3 - 1"
+    assert cells["CNN, fine-tuned (Deitsch et al.)"][4:7] == ["-", "-", "88.4"]
+    assert cells["before training"][:3] == ["before training", "0", "-"]
+    equal = cells["At equal effective epochs, two views and half the images read are as good as one view."]
+    assert (equal[2], equal[4]) == ("linear probe (within 1)", "holds")
+    assert equal[3].endswith(", 3 of 5")
+    assert cells["K = 4, 10 epochs"][1:4] == ["-", "-", "0"]
+    missing = "At equal effective epochs, four views and a quarter of the images read are as good as one view."
+    assert cells[missing][3:] == ["-", "not measured"]
+    text = "\n".join(lines)
+    assert "    PYTHONPATH=benchmarks python -m evidence run --only j --elpv FOLDER" in lines
+    assert "CC BY-NC-SA 4.0" in text
+    assert "No arm of these studies is trained: i. Precision and compilation." in text
 
 
 def test_arms_of_a_seed_begin_from_one_encoder(studies: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +225,78 @@ def test_misaligned_targets_are_those_of_other_visible_tokens_of_the_image(monke
     assert abs(draws.mean() - pairs) < 5 * draws.std() / 100**0.5, "the mean over all orders pairs all tokens"
 
 
+def cells(folder: Path, count: int, side: int = 64) -> None:
+    """An invented package elpv_dataset in ``folder``: cells with a dark line in proportion to their probability."""
+    random = np.random.default_rng(0)
+    package = folder / "elpv_dataset"
+    (package / "data" / "images").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    lines = []
+    for number in range(count):
+        probability = (0.0, 0.0, 0.3333333333333333, 0.6666666666666666, 1.0)[number % 5]
+        pixels = random.normal(150, 10, (side, side))
+        pixels[:, : int(side * probability / 2)] -= 90
+        name = f"images/cell{number:04}.png"
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(package / "data" / name)
+        lines.append(f"{name}  {probability} {('mono', 'poly')[number % 2]}")
+    (package / "data" / "labels.csv").write_text("\n".join(lines))
+
+
+def test_folds_of_photographs_are_a_partition_with_equal_shares(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elpv = module(monkeypatch, "elpv")
+    monkeypatch.setattr(elpv, "PIXELS", 16)
+    cells(tmp_path, 100, side=20)
+    monkeypatch.syspath_prepend(tmp_path)
+    elpv.write_images(tmp_path / "jpeg")
+    elpv.write_folds(tmp_path / "jpeg", tmp_path / "folds")
+
+    def names(split: str) -> set[str]:
+        return {f"{path.parent.name}/{path.name}" for path in (tmp_path / "folds" / split).rglob("*.jpg")}
+
+    tests = [names(f"fold{fold}/test") for fold in range(5)]
+    everything = set().union(*tests)
+    assert [len(test) for test in tests] == [20] * 5
+    assert len(everything) == 100
+    for fold, test in enumerate(tests):
+        assert names(f"fold{fold}/train") == everything - test
+        assert sum(name.startswith("1_defective/") for name in test) == 8
+    assert (names("tune/test"), names("tune/train")) == (tests[1], tests[2] | tests[3] | tests[4])
+    assert {name for name in everything if name.startswith("0")} == {
+        f"0_functional/cell{number:04}.jpg" for number in range(100) if number % 5 < 3
+    }
+    with Image.open(tmp_path / "folds/fold0/test" / min(tests[0])) as image:
+        assert (image.size, image.mode) == ((16, 16), "L")
+
+
+def test_the_regression_of_photographs_learns_from_training_labels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    elpv = module(monkeypatch, "elpv")
+    random = np.random.default_rng(0)
+    labels = (random.random(400) < 0.3).astype(np.int64)
+    features = random.normal(size=(400, 8)) + labels[:, None] * np.eye(8)[0] * 2
+    train, test = slice(0, 300), slice(300, 400)
+    found = elpv.classified(features[train], labels[train], features[test], labels[test])
+    best = 100 * stats.norm.cdf(2 / np.sqrt(2))  # AUROC of the one informative feature
+    assert abs(found["auroc"] - best) < 5
+    assert abs(found["balanced"] - 100 * stats.norm.cdf(1)) < 6
+    other = elpv.classified(features[train], labels[train], features[test], 1 - labels[test])
+    for name, value in found.items():
+        assert other[name] == pytest.approx(100 - value), "opposite labels, same predictions"
+
+
+@pytest.mark.long
+def test_scores_are_those_of_the_commands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    arm = module(monkeypatch, "arm")
+    small = ["experiment=fashion_mnist", "data=digits", "data.pad=0", "batch_size=128", "epochs=1", *SMALL]
+    run = pretrain(compose("pretrain", [*small, "optim.warmup_epochs=0", f"run={tmp_path / 'run'}", "workers=0"]))
+    own = arm.classified(compose("linprobe", [f"checkpoint={run.path}"]), 0)
+    commands = {"knn": ("knn", []), "probe": ("linprobe", ["protocol=cached"])}
+    for score, (command, keys) in commands.items():
+        record = evaluate(command, compose(command, [f"checkpoint={run.path}", "untrained=false", *keys]))
+        assert own[score] == pytest.approx(record["top1"], abs=0.3), "one test image of 360: features are rounded"
+
+
 @pytest.mark.long
 def test_every_arm_is_a_valid_training(studies: ModuleType) -> None:
     from dmjd.builders.step import flops_per_image
@@ -143,35 +308,40 @@ def test_every_arm_is_a_valid_training(studies: ModuleType) -> None:
 
 
 @pytest.mark.long
-def test_a_tiny_study_from_training_to_page(tmp_path: Path) -> None:
+def test_tiny_studies_from_training_to_page(tmp_path: Path) -> None:
     """``make evidence-smoke``."""
     record, page = tmp_path / "rows.jsonl", tmp_path / "docs" / "evidence.md"
     page.parent.mkdir()
-    python_path = os.pathsep.join([str(ROOT / "benchmarks"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    cells(tmp_path / "package", 60)
+    paths = [str(ROOT / "benchmarks"), str(ROOT), str(tmp_path / "package"), os.environ.get("PYTHONPATH", "")]
+    arguments = ["--studies", str(TINY), "--record", str(record), "--page", str(page)]
 
     def call(command: str) -> str:
-        arguments = ["--studies", str(TINY), "--record", str(record), "--page", str(page)]
-        ended = subprocess.run(
-            [sys.executable, "-m", "evidence", command, *arguments],
-            env=os.environ | {"PYTHONPATH": python_path},
+        return subprocess.run(
+            [sys.executable, "-m", "evidence", command, *arguments, "--elpv", str(tmp_path / "jpeg")],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             text=True,
             check=True,
-        )
-        return ended.stdout
+        ).stdout
 
+    assert call("photographs").startswith("60 images")
     call("run")
     rows = [json.loads(line) for line in record.read_text().splitlines()]
-    assert (
-        sorted((row["stage"], row["seed"]) for row in rows) == [("full", s) for s in (0, 0, 1, 1)] + [("tune", 0)] * 2
+    digits = [row for row in rows if "probe" in row["scores"]]
+    assert sorted((row["stage"], row["seed"]) for row in digits) == (
+        [("full", seed) for seed in (0, 0, 0, 1, 1, 1)] + [("tune", 0)] * 2
     )
-    assert all(row["scores"]["probe"] > 30 for row in rows), "chance is 10"
+    assert all(row["scores"]["probe"] > 30 for row in digits), "chance is 10"
+    photographs = [row for row in rows if "auroc" in row["scores"]]
+    assert sorted((row["stage"], row["seed"]) for row in photographs) == [("full", 0), ("full", 1), ("tune", 0)]
+    assert all(row["scores"]["auroc"] > 80 for row in photographs), "a dark line is a defect; chance is 50"
     trained = record.read_text()
     call("run")
     assert record.read_text() == trained, "nothing is trained twice"
     call("page")
     text = page.read_text()
-    assert "| K = 1 |" in text
-    assert "| before training |" in text
-    assert "Two views are better than one. | - | linear probe |" in text
+    for line in ("| K = 1 |", "| before training |", "Two views are better than one. | - | linear probe |"):
+        assert line in text
+    assert "| a paper | - | - | - | - | - | 50.0 | - | - |" in text
     assert (page.parent / "images" / "evidence_a.png").stat().st_size > 5000
