@@ -133,8 +133,8 @@ def test_the_fewest_gpus_are_on_the_page_where_memory_is_short(capsys: pytest.Ca
     rows = [line.split("  ")[1] for line in text.splitlines()[2:]]
     zero = [f"zero{stage}{option}" for stage in (1, 2, 3) for option in ("", ", offload_optimizer")]
     assert rows == ["single", "ddp", "fsdp", *zero]
-    words = ("plan", *SMALL, "backbone=vit_tiny", "batch_size=4099", "gpu=rtx3060")  # a prime
-    assert main([*words, "engine.activation_checkpointing=full"]) == 0
+    prime = ("plan", *SMALL, "backbone=vit_tiny", "batch_size=4099", "gpu=rtx3060")
+    assert main([*prime, "engine.activation_checkpointing=full"]) == 0
     rows = capsys.readouterr().out.partition("Fewest GPUs (rtx3060)")[2].splitlines()
     assert rows[3].split() == ["ddp", "none"]
     assert rows[-1] == "none: no number of GPUs up to 1024 that divides batch_size=4099 suffices"
