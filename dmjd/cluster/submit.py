@@ -34,7 +34,7 @@ from dmjd.source import START, snapshot
 OPTIONS = {
     "site": "site file: a name in launchers/slurm/sites, or a path",
     "nodes": "number of nodes",
-    "min_nodes": "if nodes are lost and at least so many are left, they go on in the same launch; default: requeue",
+    "min_nodes": "continue a launch that loses nodes on those left, if at least so many are; default: requeue the job",
     "gpus": "GPUs on each node; default: those of the site",
     "time": "time limit of one launch in Slurm's format, such as 24:00:00",
     "array": "indices of a job array, such as 0-2; %a in an argument is replaced by the index",

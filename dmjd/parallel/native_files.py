@@ -335,6 +335,12 @@ class _WholeTensors(HuggingFaceStorageReader):
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {one_line(error)}") from error
         self.fs = _FilesAsFolder(parts)
+        self._metadata: Metadata | None = None
+
+    def read_metadata(self) -> Metadata:
+        if self._metadata is None:  # it opens every file, and open_tensors loads one tensor at a time
+            self._metadata = super().read_metadata()
+        return self._metadata
 
 
 class _FilesAsFolder(FileSystem):

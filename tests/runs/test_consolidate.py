@@ -205,6 +205,21 @@ def test_an_index_that_does_not_fit_its_files_is_an_error(
         store.read_model(index)
 
 
+def test_headers_are_read_once_however_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"parameter/{number}": torch.full((10,), float(number)) for number in range(20)}
+    index = write_shards(tmp_path / "w.safetensors", tensors, tensors.__getitem__, 100)[-1]
+    opened = list[Any]()
+
+    def opening(*arguments: Any, **options: Any) -> Any:
+        opened.append(arguments)
+        return safe_open(*arguments, **options)
+
+    monkeypatch.setattr("safetensors.safe_open", opening)  # torch imports it for each call
+    like, read = native_files.open_tensors(index)
+    assert all(torch.equal(read(name), tensors[name]) for name in like)
+    assert len(opened) <= 2 * len(tensors), "ten files, and the file of each tensor"
+
+
 def test_a_tensor_of_another_type_is_an_error(tmp_path: Path, dmjd: Command) -> None:
     draft = checkpoint.begin(tmp_path, 1)
     state = {"parameter/a": torch.ones(3), "parameter/b": torch.arange(3)}
