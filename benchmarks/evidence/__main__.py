@@ -86,6 +86,8 @@ def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
             for study in [study for study in plan.studies if study.source == "elpv"]:
                 print(f"study {study.name} is left out: it needs --elpv FOLDER")
                 plan.studies.remove(study)
+        if not plan.studies:
+            raise SystemExit("no study is left")
         for source in {study.source for study in plan.studies}:
             write_data(source, options.elpv if source == "elpv" else options.data, folder / "data" / source)
         with mps(folder, device != "CPU" and not options.no_mps) as used:
