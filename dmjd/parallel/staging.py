@@ -7,6 +7,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -47,12 +48,12 @@ class HostCopies:
         self._thread.start()
 
     def _allocate(self, kinds: Iterable[_Kind]) -> None:
-        if self._stream is not None:
-            torch.cuda.set_device(self._device)  # of this thread; calls of CUDA would take memory of the first device
-        for kind in kinds:
-            if self._stop.is_set() or not threading.main_thread().is_alive():
-                return
-            self._buffers[kind].append(self._buffer(kind))
+        # Calls of CUDA in a thread take memory of the first device otherwise.
+        with nullcontext() if self._stream is None else torch.cuda.device(self._device):
+            for kind in kinds:
+                if self._stop.is_set() or not threading.main_thread().is_alive():
+                    return
+                self._buffers[kind].append(self._buffer(kind))
 
     def _buffer(self, kind: _Kind) -> Tensor:
         shape, dtype = kind

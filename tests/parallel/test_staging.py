@@ -131,7 +131,7 @@ print([torch._C._cuda_hasPrimaryContext(index) for index in range(2)])
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_copies_beside_what_is_launched_next() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda")  # without an index, as a run of one process has it
     copies, state = HostCopies(device), torch.zeros(1 << 30, device=device)  # 4 GiB
     copies.prepare([state])
     copies._join()
