@@ -103,6 +103,8 @@ def prepared_meanwhile(device: torch.device, compiles: bool, blocked: Collection
 
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
         with suppress(Exception):  # raised again in the other thread, which needs both
+            if device.index is not None:
+                torch.cuda.set_device(device)  # of this thread; otherwise the first device gets a context too
             torch.empty(1, device=device)
             if compiles:
                 import_module("torch._dynamo.repro.after_dynamo")
