@@ -197,6 +197,10 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"it has the number {name}, which is not JSON")
 
 
+WEIGHT_INDEX = ".index.json"
+"""End of the name of an index of weights in several files, as Hugging Face names it."""
+
+
 def parse_weight_index(content: bytes) -> dict[str, str]:
     """The ``weight_map`` of an index of Hugging Face: name of a tensor -> name of the file that holds it, which lies
     beside the index.

@@ -32,8 +32,8 @@ from dmjd.cluster.checks import HANGS, SLOWDOWNS, Check, Facts, Need, run_checks
 from dmjd.config import DownstreamConfig, PretrainConfig, TrainConfig, check_batch
 from dmjd.data.build import training_batches, training_source, training_transform
 from dmjd.data.identity import DataIdentity
-from dmjd.data.loader import shared_memory_free, shared_memory_needed
 from dmjd.data.shards.pool import shorten_socket_paths
+from dmjd.data.workers import shared_memory_free, shared_memory_needed
 from dmjd.errors import UserError
 from dmjd.ops import build_info
 from dmjd.parallel.build import select_device

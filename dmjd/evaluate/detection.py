@@ -20,9 +20,10 @@ from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset, OpenImage, Size, evenly
 from dmjd.data.dense.coco import Coco
 from dmjd.data.dense.detection import test_image
-from dmjd.data.loader import BatchLoader, check_shared_memory
+from dmjd.data.loader import BatchLoader
 from dmjd.data.substitution import Substitution
 from dmjd.data.waiting import Limit
+from dmjd.data.workers import check_shared_memory
 from dmjd.errors import DataError
 from dmjd.evaluate.overlays import EXAMPLES, Objects, predictions_picture, write_validation
 from dmjd.evaluate.share import Share, together

@@ -18,9 +18,10 @@ from dmjd.data.batch import Batch
 from dmjd.data.dataset import ImageDataset, OpenImage, Pixels, Size, evenly
 from dmjd.data.dense.ade20k import Ade20k
 from dmjd.data.dense.segmentation import resized_size, test_image
-from dmjd.data.loader import BatchLoader, check_shared_memory
+from dmjd.data.loader import BatchLoader
 from dmjd.data.substitution import Substitution
 from dmjd.data.waiting import Limit
+from dmjd.data.workers import check_shared_memory
 from dmjd.evaluate.confusion import ConfusionMatrix, SegmentationScores
 from dmjd.evaluate.overlays import EXAMPLES, predictions_picture, write_validation
 from dmjd.evaluate.share import part, together

@@ -348,8 +348,9 @@ def _encode(
 ) -> dict[str, str]:
     """Encode the images whose part is missing; returns name -> reason of all that are left out."""
     from dmjd.data.batch import Batch
-    from dmjd.data.loader import Batches, BatchLoader, check_shared_memory
+    from dmjd.data.loader import Batches, BatchLoader
     from dmjd.data.waiting import Limit
+    from dmjd.data.workers import check_shared_memory
     from dmjd.evaluate.encoder import loader_workers
 
     data = next(iter(encoders.values())).data

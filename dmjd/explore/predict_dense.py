@@ -38,9 +38,10 @@ from dmjd.data.dataset import ImageDataset, Size, Split
 from dmjd.data.dense import detection as squares
 from dmjd.data.dense import segmentation as views
 from dmjd.data.image_files import ImageFiles
-from dmjd.data.loader import BatchLoader, check_shared_memory
+from dmjd.data.loader import BatchLoader
 from dmjd.data.substitution import Substitution
 from dmjd.data.waiting import Limit
+from dmjd.data.workers import check_shared_memory
 from dmjd.errors import BadImage, ConfigError, DataError, NoSplit
 from dmjd.evaluate.detection import SHOWN_SCORE, entries_of, in_original, objects_of
 from dmjd.evaluate.encoder import FrozenEncoder, loader_workers

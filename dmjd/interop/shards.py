@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dmjd.errors import ConfigError
-from dmjd.interop.state_file import INDEX, SAFETENSORS
+from dmjd.files import drafted
+from dmjd.interop.state_file import SAFETENSORS
+from dmjd.safe_load import WEIGHT_INDEX
 
 _TYPES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 """The types that are written, with their names in a header."""
@@ -57,26 +59,19 @@ def write_shards(
         OSError: if they cannot be written; earlier ones are kept.
     """
     parts = _divide(like, shard_size)
-    if len(parts) == 1:
-        files = {path: parts[0]}
-    else:
-        stem, count = path.name.removesuffix(SAFETENSORS), len(parts)
-        places = [path.with_name(f"{stem}-{number:05d}-of-{count:05d}{SAFETENSORS}") for number in range(1, count + 1)]
-        files, metadata = dict(zip(places, parts, strict=True)), {"format": "pt", **(metadata or {})}
-    drafts = {file: file.with_name(f".{file.name}.{os.getpid()}.tmp") for file in files}
-    try:
-        for file, names in files.items():
-            _write(drafts[file], names, like, read, metadata)
-        if len(parts) > 1:
-            index = path.with_name(path.name + INDEX)
-            drafts[index] = index.with_name(f".{index.name}.{os.getpid()}.tmp")
-            drafts[index].write_text(_index(files, like))
-        for file, draft in drafts.items():
-            draft.replace(file)
-    finally:
-        for draft in drafts.values():
-            draft.unlink(missing_ok=True)
-    return list(drafts)
+    index = path.with_name(path.name + WEIGHT_INDEX)
+    with ExitStack() as drafts:  # left in reverse order: the index, which is entered first, is replaced last
+        if len(parts) == 1:
+            files = {path: parts[0]}
+        else:
+            stem, count = path.name.removesuffix(SAFETENSORS), len(parts)
+            names = [f"{stem}-{number:05d}-of-{count:05d}{SAFETENSORS}" for number in range(1, count + 1)]
+            files = dict(zip(map(path.with_name, names), parts, strict=True))
+            metadata = {"format": "pt", **(metadata or {})}
+            drafts.enter_context(drafted(index)).write_text(_index(files, like))
+        for file, part in files.items():
+            _write(drafts.enter_context(drafted(file)), part, like, read, metadata)
+    return [*files, index] if len(parts) > 1 else [path]
 
 
 def _divide(like: Mapping[str, Tensor], shard_size: int | None) -> list[list[str]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dmjd.errors import CheckpointError, ConfigError
 from dmjd.files import read_file, replace_file
 from dmjd.interop.names import LEAVES, summary
-from dmjd.safe_load import load_torch, one_line, parse_json, parse_weight_index
+from dmjd.safe_load import WEIGHT_INDEX, load_torch, one_line, parse_json, parse_weight_index
 
 SAFETENSORS = ".safetensors"
 OF_HUGGING_FACE = ("model.safetensors", "pytorch_model.bin")
@@ -28,8 +28,6 @@ MODEL_CONFIG = "config.json"
 """The configuration in such a folder."""
 GRID = "dmjd.token_grid"
 """Key in the header of .safetensors: the token grid of position tables, as ``7x28``; rows do not determine it."""
-INDEX = ".index.json"
-"""End of the name of an index of sharded weights in a folder of Hugging Face."""
 SUFFIXES = (SAFETENSORS, ".pth", ".pt", ".pyth")
 
 CONTAINERS = (
@@ -150,7 +148,7 @@ def read_state(path: Path, weights: str = "trained") -> State:
     if not path.is_file():
         raise CheckpointError(f"{path} is not there")
     try:
-        file = _parts(path) if path.name.endswith(INDEX) else _content(path)
+        file = _parts(path) if path.name.endswith(WEIGHT_INDEX) else _content(path)
     except (OSError, ValueError, SafetensorError) as error:
         fault = one_line(error)
         cure = next((cure for end, cure in _CURES.items() if end in fault), "")

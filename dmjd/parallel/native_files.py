@@ -40,6 +40,7 @@ from dmjd.errors import CheckpointError, StorageError
 from dmjd.files import read_file
 from dmjd.safe_load import (
     TENSORS,
+    WEIGHT_INDEX,
     Chunk,
     SavedTensor,
     check_torch,
@@ -64,7 +65,6 @@ MAX_FILES, BYTES_PER_FILE = 16, 1 << 28
 WRITERS = 4
 """Threads that write them."""
 _INDEX = ".metadata"
-_INDEX_OF_FILES = ".safetensors.index.json"
 _DROPPED = "a run that goes on drops all but its newest keep_checkpoints=..., so name the run again, or keep more"
 _SHARDING = "DCP_SHARDING_INFO"
 """Of the header of a .safetensors file: torch's note that its tensors are parts of others. Ours are whole."""
@@ -190,7 +190,7 @@ def is_consolidated(path: Path) -> bool:
     if not path.is_file():  # safetensors would wait for a pipe
         return False
     try:
-        if path.name.endswith(_INDEX_OF_FILES):
+        if path.name.endswith(WEIGHT_INDEX):
             names: Iterable[str] = parse_weight_index(read_file(path))
         elif path.suffix == Path(CONSOLIDATED).suffix:
             with safe_open(path, "pt") as file:
@@ -229,7 +229,7 @@ def check_same_model(
 def _reader(path: Path) -> FileSystemReader:
     if (path / _INDEX).is_file():
         return _Shards(path)
-    found = [path / CONSOLIDATED, path / f"{CONSOLIDATED}.index.json"] if path.is_dir() else [path]
+    found = [path / CONSOLIDATED, path / f"{CONSOLIDATED}{WEIGHT_INDEX}"] if path.is_dir() else [path]
     for file in found:
         if file.is_file():
             return _WholeTensors(file)
@@ -317,7 +317,7 @@ class _WholeTensors(HuggingFaceStorageReader):
         super().__init__(str(file))
         try:
             listed: dict[str, str] = {}
-            if file.name.endswith(_INDEX_OF_FILES):
+            if file.name.endswith(WEIGHT_INDEX):
                 listed = parse_weight_index(read_file(file))
             parts = sorted({file.with_name(name) for name in listed.values()}) or [file]
             held: list[str] = []

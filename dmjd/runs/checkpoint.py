@@ -28,12 +28,12 @@ import torch
 from dmjd.config.data import ENDINGS
 from dmjd.errors import CheckpointError, StorageError, UserError
 from dmjd.files import read_file, replace_file, standing_place
-from dmjd.interop.state_file import INDEX, OF_HUGGING_FACE, SUFFIXES, is_of_hugging_face
+from dmjd.interop.state_file import OF_HUGGING_FACE, SUFFIXES, is_of_hugging_face
 from dmjd.parallel.engine import Write
 from dmjd.parallel.world import World, alone
 from dmjd.runs.best import Validated, best_steps, read_best, write_best
 from dmjd.runs.paths import CHECKPOINTS, CONFIG
-from dmjd.safe_load import TENSORS, load_torch, parse_json, parse_weight_index
+from dmjd.safe_load import TENSORS, WEIGHT_INDEX, load_torch, parse_json, parse_weight_index
 
 logger = logging.getLogger("dmjd")
 
@@ -369,7 +369,7 @@ def fingerprint(weights: Path) -> str:
     if not file.is_file():  # reading a pipe would wait
         raise FileNotFoundError(file)
     names = set[str]()
-    if file.name.endswith(INDEX):
+    if file.name.endswith(WEIGHT_INDEX):
         with suppress(ValueError):  # reading the weights raises the error
             names.update(parse_weight_index(read_file(file)).values())
     digests = [_digest(each) for each in (file, *map(file.with_name, sorted(names))) if each.is_file()]
@@ -431,10 +431,10 @@ def weights_at(name: str, key: str, which: str = "newest") -> Path:
     except CheckpointError:
         if (path / MANIFEST).is_file() or (path / FOLDER).is_dir() or (path / CONFIG).is_file():
             raise
-        weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", INDEX)]
+        weights = [path / f"{name}{end}" for name in OF_HUGGING_FACE for end in ("", WEIGHT_INDEX)]
         if found := next((file for file in weights if file.is_file() and is_of_hugging_face(file)), None):
             return found
-        indexes = sorted(path.glob(f"*{INDEX}"))
+        indexes = sorted(path.glob(f"*{WEIGHT_INDEX}"))
         files = indexes or sorted(file for file in path.glob("*") if file.suffix in SUFFIXES)
         if not files and _holds_images(path):
             raise CheckpointError(

@@ -17,11 +17,12 @@ from dmjd.data.dataset import ImageDataset
 from dmjd.data.few_shot import few_shot_subset
 from dmjd.data.folder import ImageFolder
 from dmjd.data.identity import DataIdentity
-from dmjd.data.loader import check_shared_memory, make_loader
+from dmjd.data.loader import make_loader
 from dmjd.data.quarantine import Quarantine
 from dmjd.data.skipped_batches import SkippedBatches, SkippedBatchesAhead
 from dmjd.data.stream.batches import TarStream
 from dmjd.data.waiting import Limit
+from dmjd.data.workers import check_shared_memory
 from dmjd.errors import DataError, StoppedBefore, StopRequested, UserError
 from dmjd.parallel.world import World
 from dmjd.redact import shown
