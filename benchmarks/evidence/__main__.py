@@ -101,7 +101,7 @@ def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
                 return
             for number in at_once:
                 measured = Rows(folder / f"speed-{number}.jsonl")
-                jobs = speed_jobs(plan.studies[0].arms[options.arm], number * gpus)
+                jobs = speed_jobs(plan.studies[0].arms[options.arm], number * len(gpus))
                 pool = Pool(plan, measured, folder, number, options.limit, machine, host)
                 print(json.dumps({"arm": options.arm, **host, **speed_of(pool.run(partial(lacking, jobs, measured)))}))
 

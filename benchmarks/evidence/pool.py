@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,14 +36,17 @@ ON_GPU = ("engine.compile=model", "engine.cuda_graphs=true")
 POLL_SECONDS = 0.2
 
 
-def card() -> tuple[str, int]:
-    """Name and number of the GPUs; this process makes no CUDA context. Without any, "CPU" and 1."""
+def card() -> tuple[str, list[str]]:
+    """Name of the GPUs and the UUID of each that CUDA_VISIBLE_DEVICES leaves; this process makes no CUDA context.
+    Without any, "CPU" and one empty string."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
-        return "CPU", 1
-    names = [line.partition(": ")[2].partition(" (")[0] for line in listed.splitlines() if line.startswith("GPU")]
-    return names[0], len(names)
+        return "CPU", [""]
+    found = re.findall(r"^GPU (\d+): (.+) \(UUID: (\S+)\)$", listed, re.MULTILINE)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [uuid for index, _, uuid in found if visible is None or {index, uuid} & set(visible.split(","))]
+    return found[0][1], chosen
 
 
 def write_data(source: str, root: str | None, folder: Path) -> None:
@@ -147,7 +151,7 @@ class Pool:
     ) -> None:
         self.plan, self.rows, self.folder, self.at_once, self.machine = plan, rows, folder, at_once, machine
         self.device, self.gpus = card()
-        self.workers = max(1, len(os.sched_getaffinity(0)) // (at_once * self.gpus) - 1)
+        self.workers = max(1, len(os.sched_getaffinity(0)) // (at_once * len(self.gpus)) - 1)
         self.began, self.limit = time.monotonic(), limit
         self.running: list[Running] = []
         self.waiting: dict[int, subprocess.Popen[str]] = {}  # slot -> the process of its next training
@@ -156,7 +160,7 @@ class Pool:
         self.costs: list[tuple[float, float]] = []  # of finished trainings: seconds of start and scores, of an image
         self.host = {
             "device": self.device,
-            "gpus": self.gpus,
+            "gpus": len(self.gpus),
             "at_once": at_once,
             "torch": torch.__version__,
             "date": date.today().isoformat(),
@@ -185,7 +189,7 @@ class Pool:
         return self.limit - (time.monotonic() - self.began)
 
     def _begin(self, pending: Iterator[Job]) -> None:
-        slots = set(range(self.at_once * self.gpus)) - {each.slot for each in self.running}
+        slots = set(range(self.at_once * len(self.gpus))) - {each.slot for each in self.running}
         if not slots:
             return
         taken = {each.job.key for each in self.running} | self.failed
@@ -201,8 +205,8 @@ class Pool:
 
     def _process(self, slot: int) -> subprocess.Popen[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-        if self.gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % self.gpus)
+        if self.gpus[0]:
+            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[slot % len(self.gpus)]
         command = [sys.executable, "-m", "evidence.arm", *["compile"] * bool(self.machine)]
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
 
