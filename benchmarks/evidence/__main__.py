@@ -3,6 +3,7 @@
     export PYTHONPATH=benchmarks
     python -m evidence run [--only a,e] [--limit SECONDS] [--at-once N]  trains what the record lacks, in order
     python -m evidence speed [--at-once 1,8] [--arm NAME]                images per second of N trainings at once
+    python -m evidence steps [--only a]                                  images per second of steps alone, for equal time
     python -m evidence plan                                              trainings and GPU minutes of each study
     python -m evidence page                                              docs/evidence.md and its figures
     python -m evidence photographs --elpv FOLDER                         images of study j, from pip's elpv-dataset
@@ -26,13 +27,17 @@ import math
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from dmjd.compose import compose
 from evidence.elpv import CELLS, write_images
 from evidence.pool import ON_GPU, Pool, card, commit, mps, rates_at_once, write_data
-from evidence.studies import FULL, SOURCES, TUNE, Arm, Job, Plan, Rows, Study
+from evidence.studies import FULL, SOURCES, STEP, TUNE, Arm, Job, Plan, Rows, Study
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,7 +46,7 @@ SPEED_EPOCHS, SPEED_RATE = 8, 5e-4
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("run", "speed", "plan", "page", "photographs"))
+    parser.add_argument("command", choices=("run", "steps", "speed", "plan", "page", "photographs"))
     parser.add_argument("--studies", type=Path, default=HERE / "studies", help="folder of the YAML files")
     parser.add_argument("--only", default="", help="studies in the order to run them, such as a,e")
     parser.add_argument("--record", type=Path, default=ROOT / "benchmarks/results/evidence.jsonl")
@@ -70,6 +75,8 @@ def main() -> None:
         from evidence.page import write_page  # matplotlib, which training does not need
 
         write_page(plan, rows, options.page, options.page.parent / "images")
+    elif options.command == "steps":
+        measure_steps(options, plan, rows)
     else:
         train(options, plan, rows)
 
@@ -104,6 +111,24 @@ def train(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
                 jobs = speed_jobs(plan.studies[0].arms[options.arm], number * len(gpus))
                 pool = Pool(plan, measured, folder, number, options.limit, machine, host)
                 print(json.dumps({"arm": options.arm, **host, **speed_of(pool.run(partial(lacking, jobs, measured)))}))
+
+
+def measure_steps(options: argparse.Namespace, plan: Plan, rows: Rows) -> None:
+    """Store the speed of a step, its images in the memory of a GPU that nothing else uses, of the arms that decide the
+    epochs of others."""
+    from pretrain_step import measure  # seconds, which other commands leave to their processes
+
+    device, _ = card()
+    machine = () if device == "CPU" or options.eager else ON_GPU
+    for arm in [arm for arm in plan.timed() if rows.speed(arm) is None]:
+        keys = {**arm.keys, **dict(key.split("=", 1) for key in machine)}
+        config = compose("pretrain", [f"{key}={value}" for key, value in keys.items()])
+        found = measure(config)
+        host = {"device": device, "torch": torch.__version__, "date": date.today().isoformat()}
+        key = {"arm": arm.id, "label": arm.label, "stage": STEP, "seed": 0, "rate": 0.0}
+        row = {**key, **host, "commit": options.commit or commit()}
+        rows.add({**row, "images_per_second": round(found["images_per_second"], 1), "step_ms": found["step_ms"]})
+        print(f"{arm.label}: {found['step_ms']:.2f} ms, {found['images_per_second']:.0f} images/s", flush=True)
 
 
 def speed_jobs(arm: Arm, count: int) -> list[Job]:
@@ -151,7 +176,7 @@ def missing_of(study: Study, rows: Rows, arm: Arm) -> Iterator[tuple[str, int]]:
         job = Job(arm.tuned, TUNE, study.seeds[0], rate)
         if not rows.has(job):
             yield f"{arm.tuned.id} {rate}", job.images
-    epochs = rows.epochs(arm, study.rates)
+    epochs = rows.epochs(arm)
     for seed in study.seeds[done:]:
         yield f"{arm.id} seed {seed}", Job(arm, FULL, seed, study.rates[0], time_epochs=epochs).images
 

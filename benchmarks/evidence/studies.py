@@ -8,13 +8,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
 
-TUNE, FULL = "tune", "full"
-"""Stages: the search for the rate at half length, and the trainings of all seeds."""
+TUNE, FULL, STEP = "tune", "full", "step"
+"""Stages: the search for the rate at half length, the trainings of all seeds, and the speed of a step alone."""
 HELD_OUT = 10
 """Per cent of the training images of :data:`SOURCES` without folds, the last ones, that score the rates."""
 
@@ -54,7 +53,7 @@ class Arm:
     objective: "" or "misaligned" (arm.py).
     percent: of the training images, the first of each class.
     rate_of: the arm that is tuned in place of this one.
-    time_of: the arm that trains as long; the epochs follow from the images per second of both (:meth:`Rows.epochs`).
+    time_of: the arm that takes the GPU as long; the epochs follow from the speed of both steps (:meth:`Rows.epochs`).
     """
 
     label: str
@@ -175,6 +174,13 @@ class Plan:
         names = list(only) or sorted(path.stem for path in folder.glob("*.yaml") if path.stem != "base")
         return cls([_study(folder / f"{name}.yaml", base) for name in names], base["finetune"])
 
+    def timed(self) -> list[Arm]:
+        """The arms whose step is to be measured: those that decide the epochs of arms with ``time_of``."""
+        pairs = [
+            (arm.tuned, arm.time_of) for study in self.studies for arm in study.arms.values() if arm.time_of is not None
+        ]
+        return list({arm.id: arm for pair in pairs for arm in pair}.values())
+
     def jobs(self, rows: Rows) -> Iterator[Job]:
         """The trainings that ``rows`` do not hold and that can begin, in order; each arm once."""
         scored = {arm.id for study in self.studies if study.finetune for arm in study.arms.values()}
@@ -191,7 +197,7 @@ class Plan:
 def _of_arm(study: Study, arm: Arm, rows: Rows, finetune: bool, untrained: bool) -> Iterator[Job]:
     for rate in study.rates:
         yield Job(arm.tuned, TUNE, study.seeds[0], rate)
-    best, epochs = rows.best_rate(arm.tuned, study.rates), rows.epochs(arm, study.rates)
+    best, epochs = rows.best_rate(arm.tuned, study.rates), rows.epochs(arm)
     if best is not None and epochs is not None:
         for seed in study.seeds:
             yield Job(arm, FULL, seed, best, finetune, untrained, epochs)
@@ -260,26 +266,30 @@ class Rows:
         return row is not None and job.scores <= row["scores"].keys()
 
     def best_rate(self, arm: Arm, rates: Sequence[float]) -> float | None:
-        """The rate of the highest held-out score, the lower of equal ones; None before all ``rates`` have a row."""
+        """The rate of the highest held-out score, the lower of equal ones; None before all ``rates`` have a row. Other
+        rates that have one count too."""
         found, score = self.tuning(arm), SOURCES[arm.source].scores[0]
         if not set(rates) <= found.keys():
             return None
-        return max(sorted(rates), key=lambda rate: found[rate]["scores"][score])
+        return max(sorted(found), key=lambda rate: found[rate]["scores"][score])
 
     def tuning(self, arm: Arm) -> dict[float, dict[str, Any]]:
         """Rate -> row of the search for the rate."""
         return {rate: row for (id, stage, _, rate), row in self.rows.items() if id == arm.id and stage == TUNE}
 
-    def epochs(self, arm: Arm, rates: Sequence[float]) -> int | None:
-        """Epochs of ``arm``: of one with ``time_of`` those that take the time of the other, by the median images per
-        second of each in the search for its rate; None before these are known."""
-        epochs = int(arm.keys["epochs"])
+    def speed(self, arm: Arm) -> float | None:
+        """Images per second of the arm's step alone; None before it is measured."""
+        row = self.rows.get((arm.id, STEP, 0, 0.0))
+        return None if row is None else row["images_per_second"]
+
+    def epochs(self, arm: Arm) -> int | None:
+        """Epochs of ``arm``: of one with ``time_of`` those whose steps take as long as those of the other; None before
+        both are measured."""
         if arm.time_of is None:
-            return epochs
-        found = [self.tuning(each.tuned) for each in (arm, arm.time_of)]
-        if not all(set(rates) <= each.keys() for each in found):
+            return int(arm.keys["epochs"])
+        own, other = self.speed(arm.tuned), self.speed(arm.time_of)
+        if own is None or other is None:
             return None
-        own, other = (median(each[rate]["images_per_second"] for rate in rates) for each in found)
         return max(1, round(int(arm.time_of.keys["epochs"]) * own / other))
 
     def full(self, arm: Arm, rates: Sequence[float]) -> dict[int, dict[str, Any]]:

@@ -50,11 +50,13 @@ def test_seeds_follow_the_best_rate_and_none_is_trained_twice(studies: ModuleTyp
     plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
     arm = plan.studies[0].arms["k1"]
     first = [job for job in plan.jobs(rows) if job.arm.id == arm.id]
-    assert [(job.stage, job.rate, job.epochs) for job in first] == [("tune", rate, 10) for rate in (2.5e-4, 5e-4, 1e-3)]
+    assert [(job.stage, job.rate, job.epochs) for job in first] == [
+        ("tune", rate, 10) for rate in (1.25e-4, 2.5e-4, 5e-4)
+    ]
     for job, probe in zip(first, (70.0, 75.0, 75.0), strict=True):
         rows.add(row_of(job, probe))
     later = [job for job in plan.jobs(rows) if job.arm.id == arm.id]
-    assert [(job.stage, job.seed, job.rate, job.epochs) for job in later] == [("full", s, 5e-4, 20) for s in range(5)]
+    assert [(job.stage, job.seed, job.rate, job.epochs) for job in later] == [("full", s, 2.5e-4, 20) for s in range(5)]
     for job in later[:3]:
         rows.add(row_of(job))
     again = studies.Rows.read(tmp_path / "rows.jsonl")
@@ -77,18 +79,28 @@ def test_studies_share_equal_arms(studies: ModuleType, tmp_path: Path) -> None:
     assert all(job.finetune and job.untrained for job in full), "b needs neither, but a does"
 
 
-def test_equal_wall_time_follows_from_the_measured_images_per_second(studies: ModuleType, tmp_path: Path) -> None:
+def test_equal_gpu_time_follows_from_the_speed_of_the_steps(studies: ModuleType, tmp_path: Path) -> None:
     plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
     arms = plan.studies[0].arms
-    speeds = {arms["k1"].id: (30e3, 15e3, 16e3), arms["k2"].id: (9e3, 10e3, 20e3), arms["k4"].id: (5e3, 5e3, 5e3)}
-    for number, name in enumerate(("k1", "k4", "k2")):
-        assert number == 2 or rows.epochs(arms["k1_time"], plan.studies[0].rates) is None
-        jobs = [job for job in plan.jobs(rows) if job.arm.id == arms[name].id and job.stage == "tune"]
-        for job, speed in zip(jobs, speeds[arms[name].id], strict=True):
-            rows.add({**row_of(job), "images_per_second": speed})
+    assert [arm.id for arm in plan.timed()] == [arms[name].id for name in ("k1", "k2", "k4")]
+    for name in ("k1", "k4"):
+        for job in [job for job in plan.jobs(rows) if job.arm.id == arms[name].id and job.stage == "tune"]:
+            rows.add(row_of(job))
+    assert not [job for job in plan.jobs(rows) if job.arm.time_of], "the steps are not measured"
+    for arm, speed in zip(plan.timed(), (160e3, 100e3, 50e3), strict=True):
+        rows.add({"arm": arm.id, "stage": "step", "seed": 0, "rate": 0.0, "images_per_second": speed})
     epochs = {job.arm.label: (job.epochs, job.images) for job in plan.jobs(rows) if job.arm.time_of}
-    assert epochs == {"K = 1, the time of K = 2": (32, 1_920_000), "K = 4, the time of K = 2": (10, 600_000)}
+    assert epochs == {"K = 1, GPU time of K = 2": (32, 1_920_000), "K = 4, GPU time of K = 2": (10, 600_000)}
     assert arms["k1_time"].id != arms["k1"].id
+
+
+def test_a_rate_beyond_the_search_counts_once_it_is_trained(studies: ModuleType, tmp_path: Path) -> None:
+    plan, rows = studies.Plan.read(STUDIES, ["a"]), studies.Rows(tmp_path / "rows.jsonl")
+    arm, rates = plan.studies[0].arms["k1"], plan.studies[0].rates
+    for rate, probe in ((1e-3, 71.0), *zip(rates, (69.0, 70.0, 68.0), strict=True)):
+        assert rows.best_rate(arm, rates) is None
+        rows.add(row_of(studies.Job(arm, "tune", 0, rate), probe))
+    assert rows.best_rate(arm, rates) == 1e-3
 
 
 def test_trainings_of_an_arm_that_is_not_compiled_give_way(
@@ -105,7 +117,7 @@ def test_trainings_of_an_arm_that_is_not_compiled_give_way(
     assert filled.waiting == {slot: f"for slot {slot}" for slot in range(4)}
     filled.compiled.add(first[0].id)
     filled.running.pop(0)
-    filled._begin(job for job in plan.jobs(rows) if job.rate > 2.5e-4)
+    filled._begin(job for job in plan.jobs(rows) if job.rate > 1.25e-4)
     assert filled.running[-1].job.arm.id == first[0].id
 
 
