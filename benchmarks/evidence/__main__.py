@@ -3,7 +3,7 @@
     export PYTHONPATH=benchmarks
     python -m evidence run [--only a,e] [--limit SECONDS] [--at-once N]  trains what the record lacks, in order
     python -m evidence speed [--at-once 1,8] [--arm NAME]                images per second of N trainings at once
-    python -m evidence steps [--only a]                                  images per second of steps alone, for equal time
+    python -m evidence steps [--only a]                                  images per second of a step alone
     python -m evidence plan                                              trainings and GPU minutes of each study
     python -m evidence page                                              docs/evidence.md and its figures
     python -m evidence photographs --elpv FOLDER                         images of study j, from pip's elpv-dataset
