@@ -23,6 +23,7 @@ from dmjd.cluster.doctor import examine
 from dmjd.parallel.store import read_model
 from dmjd.runs import checkpoint
 from tests.cluster.slurm import Cluster
+from tests.compare import rows
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -232,7 +233,7 @@ def test_nodes_are_checked_with_the_words_of_the_run(site: Site) -> None:
     assert not (site.folder / "checked" / "config.yaml").exists()
 
 
-@pytest.mark.long  # a minute and a half
+@pytest.mark.long  # five minutes, two of which are Slurm's between a requeue and the next start
 def test_a_lost_node_of_four_and_then_the_one_of_the_batch_script(site: Site) -> None:
     cluster, run = site.cluster, site.folder / "elastic"
     quick = {"PET_RDZV_CONF": "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=5"}
@@ -261,8 +262,12 @@ def test_a_lost_node_of_four_and_then_the_one_of_the_batch_script(site: Site) ->
             cluster.start_node(name)
     assert "with the batch script and the store of the rendezvous: requeue" in site.log("elastic")
     assert site.marker("elastic")["reason"] == "lost"
-    # It does not start again: without the two minutes of a requeue Slurm may kill it as the launch before.
-    cluster("scancel", job)
+    # With the two minutes of a requeue: without them Slurm may end the launch as the one before.
+    cluster.wait_until(lambda: len(site.launches("elastic")) == 2, 300, lambda: str(cluster.job(job)))
+    assert site.launches("elastic")[1]["step"] >= saved
+    assert cluster.wait(job, seconds=600) == "COMPLETED", site.log("elastic")
+    assert site.marker("elastic")["reason"] == "finished"
+    assert [row["step"] for row in rows(run)] == [*range(2, 60 * STEPS // 8 + 1, 2)]
 
 
 def test_four_nodes_without_names(site: Site) -> None:
