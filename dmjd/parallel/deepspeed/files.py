@@ -37,6 +37,8 @@ from dmjd.safe_load import TENSORS, load_torch, locate_torch, one_line, parse_js
 warnings.filterwarnings(
     "ignore", r"`torch.distributed.(reduce_scatter_tensor|all_gather_into_tensor)` is deprecated", FutureWarning
 )
+# The current device is that of the rank.
+warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
 
 INDEX, TAG, AVERAGES = "zero.json", "zero", "averages"
 _UNIVERSAL = ".universal"
